@@ -1,0 +1,177 @@
+"""HardwareProfile: what the machine can do, each figure with its unit and where it comes from.
+
+Records only: nothing here measures. A profile is JSON, read back equal (`HardwareProfile.model_validate_json`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+Provenance = Literal["measured", "driver", "datasheet", "published", "assumed", "unknown"]
+
+
+class Record(BaseModel):
+    """A frozen record that crosses a process or a file; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Reading(Record):
+    """One figure about the machine.
+
+    `value` is None where the figure is unknown; `reason` then says why. Callers must branch on it: there is no
+    stand-in number.
+    """
+
+    value: float | None
+    unit: str = Field(description="SI unit in words: bytes, bytes/s, flop/s, s, Hz, W, celsius, 1")
+    provenance: Provenance
+    spread: float | None = Field(
+        default=None, description="interquartile range over the median of the repeats, as a share (1)"
+    )
+    source: str = Field(default="", description="the command, driver call, file or document it comes from")
+    reason: str | None = Field(default=None, description="why the value is unknown")
+
+
+class OperationReading(Record):
+    """The measured rate of one operation at one size, the raw material of the cost model.
+
+    `kind` names the operation; `shape` gives its sizes (see each probe's docstring for their order).
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    seconds: Reading
+    rate: Reading
+
+
+class CollectiveReading(Record):
+    """A collective over `group_size` ranks: seconds = latency_s + payload_bytes / algbw_bytes_per_s.
+
+    `busbw` follows nccl-tests: algbw times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter and
+    all-to-all, 1 for point-to-point.
+    """
+
+    operation: str
+    backend: str
+    group_size: int
+    tier: str = Field(description="which link the group crosses: cpu, nvlink, pcie, numa, network")
+    latency_s: Reading
+    algbw_bytes_per_s: Reading
+    busbw_bytes_per_s: Reading
+    samples: tuple[tuple[int, float], ...] = Field(
+        default=(), description="(payload bytes, median seconds) pairs that the line was fitted to"
+    )
+
+
+class Link(Record):
+    """What joins two devices, or a device and the host."""
+
+    a: str
+    b: str
+    kind: str = Field(description="nvlink, pcie, numa, host, network")
+    bandwidth_bytes_per_s: Reading
+    detail: str = ""
+
+
+class Device(Record):
+    """One device that can train: a CUDA GPU, or the CPU with the cores and memory this process may use."""
+
+    index: int
+    type: Literal["cuda", "cpu"]
+    name: str
+    uuid: str | None = None
+    memory_total_bytes: Reading
+    memory_available_bytes: Reading
+    cores: int | None = Field(default=None, description="CPU: cores this process may use (affinity and quota)")
+    numa_node: int | None = None
+    peak_flops_per_s: dict[str, Reading] = Field(
+        default_factory=dict, description="dense, per dtype: float32, tf32, bfloat16, float16, float8"
+    )
+    memory_bandwidth_bytes_per_s: Reading | None = None
+    host_to_device_bytes_per_s: dict[str, Reading] = Field(
+        default_factory=dict, description="pinned, pageable; empty on CPU"
+    )
+    device_to_host_bytes_per_s: dict[str, Reading] = Field(default_factory=dict)
+    kernel_launch_s: Reading | None = Field(
+        default=None, description="host time to launch (CUDA) or dispatch (CPU) one small operation"
+    )
+    state: dict[str, Reading] = Field(
+        default_factory=dict, description="clocks, power, temperature, utilisation at probe time"
+    )
+    throttle_reasons: tuple[str, ...] = ()
+    other_processes: tuple[str, ...] = Field(default=(), description="who else uses the device, 'pid name bytes'")
+    operations: tuple[OperationReading, ...] = ()
+
+
+class Host(Record):
+    """The machine around the devices."""
+
+    cpu_model: str
+    cores_physical: int | None
+    cores_logical: int | None
+    cores_usable: int
+    numa_nodes: int
+    cpu_flags: tuple[str, ...] = Field(default=(), description="the vector extensions that matter: avx2, amx_bf16 ...")
+    memory_total_bytes: Reading
+    memory_available_bytes: Reading
+    cgroup_version: int | None
+    cgroup_memory_limit_bytes: Reading
+    cgroup_cpu_limit: Reading
+    shared_memory_bytes: Reading
+    load_average: Reading
+    kernel: str
+    python: str
+    torch: str
+    driver: str | None
+    cuda: str | None
+
+
+class HardwareProfile(Record):
+    """Everything the probes know, in one record."""
+
+    schema_version: int = SCHEMA_VERSION
+    created: str = Field(description="UTC, ISO 8601")
+    seconds_spent: float
+    host: Host
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    collectives: tuple[CollectiveReading, ...] = ()
+    notes: tuple[str, ...] = Field(default=(), description="what could not be read and why, in sentences")
+
+    def device(self, kind: str) -> Device:
+        """The first device of that type; raises KeyError if there is none."""
+        for device in self.devices:
+            if device.type == kind:
+                return device
+        raise KeyError(kind)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what makes this machine this machine: not of readings that move from run to run."""
+        return fingerprint(self.host, self.devices)
+
+
+def fingerprint(host: Host, devices: tuple[Device, ...]) -> str:
+    """16 hex digits over the CPU, core and memory limits, GPUs (uuid, memory), driver, CUDA and torch versions.
+
+    Available memory, clocks, load and measured rates are left out: they change without the machine changing.
+    """
+    identity = {
+        "cpu": host.cpu_model,
+        "cores": host.cores_usable,
+        "memory_total_bytes": host.memory_total_bytes.value,
+        "cgroup_memory_limit_bytes": host.cgroup_memory_limit_bytes.value,
+        "torch": host.torch,
+        "driver": host.driver,
+        "cuda": host.cuda,
+        "devices": [(d.type, d.name, d.uuid, d.memory_total_bytes.value) for d in devices],
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
