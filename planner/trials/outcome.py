@@ -1,0 +1,100 @@
+"""How a trial ended, and what it measured: the closed list of outcomes and the record of one trial."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from autoplan.probes.profile import Record
+from autoplan.strategies.config import TrainingConfig
+
+
+class Outcome(StrEnum):
+    """How a trial ended. Closed: whatever happens in a trial is one of these."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    NONFINITE = "nonfinite"
+    UNSUPPORTED = "unsupported"
+    PRUNED = "pruned"
+    INTERRUPTED = "interrupted"
+
+
+PHASES = ("init", "build", "compile", "warmup", "measure", "done")
+
+
+class Interval(Record):
+    """A median with a bootstrap interval.
+
+    `low` and `high` bound the median at 95 %; `samples` is how many measurements stand behind it.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+class PeakMemory(Record):
+    """Peak memory of the fullest rank, over two optimizer steps and the measured window.
+
+    On CUDA: `allocated` and `reserved` from torch's allocator, `driver` the device's used memory as NVML says it.
+    On CPU: `resident`, the peak resident set since the build began. `limit_bytes` is what a trial may take.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    driver_bytes: int | None = None
+    resident_bytes: int | None = None
+    limit_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The figure that the limit is held against: driver, else reserved, else resident."""
+        for value in (self.driver_bytes, self.reserved_bytes, self.resident_bytes):
+            if value is not None:
+                return value
+        return None
+
+
+class Trial(Record):
+    """The record of one finished trial, as the store keeps it."""
+
+    number: int
+    purpose: Literal["baseline", "search", "finalist"]
+    config: TrainingConfig
+    outcome: Outcome
+    detail: str | None = Field(
+        default=None, description="out_of_memory: device, host or fragile; crashed: the signal or the exit status"
+    )
+    reason: str | None = Field(default=None, description="a sentence for people; None when ok")
+    phase: str
+    step_time_s: Interval | None = Field(default=None, description="one optimizer step at the full global batch")
+    tokens_per_s: Interval | None = Field(default=None, description="or samples/s, where samples are no sequences")
+    method: Literal["whole_steps", "parts"] | None = Field(
+        default=None, description="timed as whole steps, or put together from micro-steps and the optimizer step"
+    )
+    parts_s: dict[str, float] = Field(
+        default_factory=dict, description="medians: micro_step, micro_step_sync, first_micro_step, optimizer_step"
+    )
+    peak_memory: PeakMemory = PeakMemory()
+    loss: float | None = None
+    predicted_step_time_s: float | None = None
+    predicted_peak_memory_bytes: float | None = None
+    seconds_spent: float
+    startup_s: float = Field(default=0.0, description="from the request to the first line of the trial's own code")
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = Field(default=(), description="throttling, recompiles, skipped steps, compile cache")
+    last_lines: str = Field(default="", description="the end of the trial's stderr, where it failed")
+    exit_status: str | None = None
+    resumed: bool = Field(default=False, description="taken from the record of an earlier run of the same search")
+    started: str = Field(default="", description="UTC, ISO 8601")
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The peak the limit is held against."""
+        return self.peak_memory.peak_bytes

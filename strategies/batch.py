@@ -1,0 +1,63 @@
+"""Batches: nests of tensors whose first dim counts samples; and the micro-batch knob.
+
+A batch is a tensor, or a dict, tuple or list of batches. Leaves that are not tensors, and tensors without dims,
+belong to the whole batch and are handed on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoplan.errors import WorkloadError
+
+Batch = Any
+
+
+def batch_size(batch: Batch) -> int:
+    """Samples in a batch: the common first dim of its tensors.
+
+    Raises:
+        WorkloadError: no tensor, or tensors whose first dims differ.
+    """
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(sizes) != 1:
+        given = "no tensor" if not sizes else f"tensors with first dims {sorted(sizes)}"
+        raise WorkloadError(
+            f"the batch holds {given}; every tensor of a batch has the samples as its first dim",
+            hint="Return a tensor, or a dict or tuple of tensors that share their first dim, from the batch function.",
+        )
+    return int(sizes.pop())
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """The samples start to stop (views, no copy)."""
+    return pytree.tree_map(
+        lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
+    )
+
+
+def split_batch(batch: Batch, micro_batch: int) -> Iterator[Batch]:
+    """The batch in micro-batches, in order.
+
+    Raises:
+        WorkloadError: micro_batch does not divide the batch.
+    """
+    size = batch_size(batch)
+    if size % micro_batch:
+        raise WorkloadError(
+            f"a batch of {size} samples does not split into micro-batches of {micro_batch}",
+            hint="Hand step() the whole share of the global batch; TrainingRun.local_batch says how many samples.",
+        )
+    for start in range(0, size, micro_batch):
+        yield slice_batch(batch, start, start + micro_batch)
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device; from pinned host memory without waiting."""
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+    )

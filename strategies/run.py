@@ -1,0 +1,182 @@
+"""TrainingRun: a workload put together by a config, one optimizer step at a time, at the full global batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.base import Build
+from autoplan.strategies.batch import Batch, batch_size, move_batch, split_batch
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step gives back; tensors on the device, so that reading them is the caller's choice to wait.
+
+    Attributes:
+        loss: The summed loss over the count, of the whole global batch, as a scalar.
+        grad_norm: The norm of all gradients before clipping, or None without clipping.
+        skipped: fp16: the gradients held inf or NaN, and no step was taken. Always False in other precisions.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    skipped: bool
+
+
+class TrainingRun:
+    """A model, its optimizer and its schedule as a plan runs them.
+
+    Made by `autoplan.strategies.prepare.prepare` alone: a trial, `plan.prepare` and the examples call the same one.
+    """
+
+    def __init__(self, build: Build, schedule: Any) -> None:
+        assert build.optimizer is not None, "prepare() applies the optimizer strategy before this"
+        self._build = build
+        self.workload = build.workload
+        self.config = build.config
+        self.device = build.device
+        self.model = build.model
+        self.optimizer: torch.optim.Optimizer = build.optimizer
+        self.scaler = build.scaler
+        self.schedule = schedule
+        self.steps = 0
+        self.accumulation = build.config.accumulation(build.workload.global_batch)
+        self.local_batch = self.accumulation * build.config.micro_batch
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    # One step, whole.
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step over this rank's share of the global batch, `local_batch` samples.
+
+        Raises:
+            WorkloadError: the batch does not hold `local_batch` samples.
+        """
+        size = batch_size(batch)
+        if size != self.local_batch:
+            raise WorkloadError(
+                f"step() got {size} samples; a step takes {self.local_batch} on each data-parallel rank, which is the "
+                f"global batch of {self.workload.global_batch} over {self.config.dp} rank(s)",
+                hint="Make the loader's batch size TrainingRun.local_batch; accumulation happens inside step().",
+            )
+        divisor = self.loss_divisor(batch)
+        if self._build.step_engine is not None:
+            total, count = self._build.step_engine.forward_backward(batch, self._loss_scale(divisor))
+            return self.optimizer_step(total, count, divisor)
+        total = torch.zeros((), device=self.device)
+        count = torch.zeros((), device=self.device)
+        for number, micro in enumerate(split_batch(batch, self.config.micro_batch), start=1):
+            micro_total, micro_count = self.micro_step(micro, divisor, sync=number == self.accumulation)
+            total += micro_total
+            count += micro_count
+        return self.optimizer_step(total, count, divisor)
+
+    # The parts of a step; trials time them one by one where whole steps would take too long.
+
+    def loss_divisor(self, batch: Batch) -> torch.Tensor:
+        """What the summed loss is divided by in the backward: the count of the whole global batch.
+
+        Where the workload cannot count ahead it is the number of samples or tokens; optimizer_step() then scales the
+        gradients to the real count. All data-parallel ranks get the same value.
+        """
+        count = self.workload.count
+        share = count(batch) if count is not None else batch_size(batch) * self.workload.tokens_per_sample
+        divisor = torch.tensor(float(share), device=self.device)
+        return self._build.sum_over_ranks(divisor)
+
+    def micro_step(self, micro: Batch, divisor: torch.Tensor, *, sync: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one micro-batch; gradients are reduced over ranks only with `sync`.
+
+        Returns:
+            The micro-batch's summed loss and its count, detached.
+        """
+        self._build.set_gradient_sync(sync)
+        micro = move_batch(micro, self.device)
+        with self._build.forward_context():
+            total, count = self._build.module(micro)
+        loss = total * self._loss_scale(divisor)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+        return total.detach().float(), count.detach().float()
+
+    def _loss_scale(self, divisor: torch.Tensor) -> torch.Tensor:
+        return self._build.gradient_ranks / divisor
+
+    def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
+        """Clips, steps the optimizer and the schedule, and clears the gradients.
+
+        Args:
+            total: This rank's summed loss over all micro-batches.
+            count: This rank's count over all micro-batches.
+            divisor: What micro_step divided by.
+        """
+        total = self._build.sum_over_ranks(total)
+        count = self._build.sum_over_ranks(count)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.workload.count is None:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, divisor / count)
+        norm = None
+        if self.workload.max_grad_norm is not None:
+            norm = self._build.clip_gradients(self._parameters, self.workload.max_grad_norm)
+        skipped = self._step_optimizer()
+        if self.schedule is not None and not skipped:
+            self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
+
+    def _step_optimizer(self) -> bool:
+        if self.scaler is None:
+            self.optimizer.step()
+            return False
+        scale_before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() < scale_before
+
+    # Saving and restoring.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs: model, optimizer, scaler, schedule, step count and random state.
+
+        Parameter names are the model's own, whatever wraps it, so that a state saved under one plan loads under
+        another. The optimizer's state goes by parameter name.
+        """
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "steps": self.steps,
+            "random": {
+                "cpu": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what state_dict() gave, under this or another config of the same workload."""
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.schedule is not None and state["schedule"] is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.steps = int(state["steps"])
+        torch.set_rng_state(state["random"]["cpu"].cpu())
+        if self.device.type == "cuda" and state["random"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.device)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that train."""
+        return list(self._parameters)
