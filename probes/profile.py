@@ -1,6 +1,7 @@
 """HardwareProfile: what the machine can do, each figure with its unit and where it comes from.
 
-Records only: nothing here measures. A profile is JSON, read back equal (`HardwareProfile.model_validate_json`).
+Records only: nothing here measures. A profile is JSON and reads back equal
+(`HardwareProfile.model_validate_json`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Record(BaseModel):
 class Reading(Record):
     """One figure about the machine.
 
-    `value` is None where the figure is unknown; `reason` then says why. Callers must branch on it: there is no
-    stand-in number.
+    `value` is None where the figure is unknown; `reason` then says why. Callers must branch on it: there is
+    no stand-in number.
     """
 
     value: float | None
@@ -37,6 +38,16 @@ class Reading(Record):
     )
     source: str = Field(default="", description="the command, driver call, file or document it comes from")
     reason: str | None = Field(default=None, description="why the value is unknown")
+
+    @classmethod
+    def unknown(cls, unit: str, reason: str, source: str = "") -> Reading:
+        """A reading without a value, and why."""
+        return cls(value=None, unit=unit, provenance="unknown", reason=reason, source=source)
+
+    @classmethod
+    def driver(cls, value: float, unit: str, source: str) -> Reading:
+        """What the operating system or a driver reports, as it is."""
+        return cls(value=value, unit=unit, provenance="driver", source=source)
 
 
 class OperationReading(Record):
@@ -55,8 +66,8 @@ class OperationReading(Record):
 class CollectiveReading(Record):
     """A collective over `group_size` ranks: seconds = latency_s + payload_bytes / algbw_bytes_per_s.
 
-    `busbw` follows nccl-tests: algbw times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter and
-    all-to-all, 1 for point-to-point.
+    `busbw` follows nccl-tests: algbw times 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter
+    and all-to-all, 1 for point-to-point.
     """
 
     operation: str
@@ -90,12 +101,21 @@ class Device(Record):
     uuid: str | None = None
     memory_total_bytes: Reading
     memory_available_bytes: Reading
-    cores: int | None = Field(default=None, description="CPU: cores this process may use (affinity and quota)")
+    cores: int | None = Field(
+        default=None, description="CPU: cores this process may use (affinity and quota)"
+    )
     numa_node: int | None = None
     peak_flops_per_s: dict[str, Reading] = Field(
-        default_factory=dict, description="dense, per dtype: float32, tf32, bfloat16, float16, float8"
+        default_factory=dict,
+        description="measured: the best dense matmul rate per dtype: float32, tf32, bfloat16, float16",
     )
     memory_bandwidth_bytes_per_s: Reading | None = None
+    datasheet_name: str | None = Field(default=None, description="the chip in the catalogue; None: not in it")
+    datasheet_peak_flops_per_s: dict[str, Reading] = Field(
+        default_factory=dict,
+        description="dense, per dtype, from the catalogue; empty for a chip that is not in it",
+    )
+    datasheet_memory_bandwidth_bytes_per_s: Reading | None = None
     host_to_device_bytes_per_s: dict[str, Reading] = Field(
         default_factory=dict, description="pinned, pageable; empty on CPU"
     )
@@ -107,8 +127,21 @@ class Device(Record):
         default_factory=dict, description="clocks, power, temperature, utilisation at probe time"
     )
     throttle_reasons: tuple[str, ...] = ()
-    other_processes: tuple[str, ...] = Field(default=(), description="who else uses the device, 'pid name bytes'")
+    mig: bool | None = Field(default=None, description="the GPU is split by MIG; None: no GPU, or unknown")
+    other_processes: tuple[str, ...] = Field(
+        default=(), description="who else uses the device, 'pid name bytes'"
+    )
     operations: tuple[OperationReading, ...] = ()
+
+    def readings(self, kind: str, dtype: str | None = None) -> tuple[OperationReading, ...]:
+        """The measured operations of one kind (and dtype), in the order they were measured."""
+        return tuple(o for o in self.operations if o.kind == kind and dtype in (None, o.dtype))
+
+    def best_rate(self, kind: str, dtype: str) -> float | None:
+        """The highest measured rate of an operation in its own unit; None if it was not measured."""
+        return max(
+            (o.rate.value for o in self.readings(kind, dtype) if o.rate.value is not None), default=None
+        )
 
 
 class Host(Record):
@@ -119,7 +152,9 @@ class Host(Record):
     cores_logical: int | None
     cores_usable: int
     numa_nodes: int
-    cpu_flags: tuple[str, ...] = Field(default=(), description="the vector extensions that matter: avx2, amx_bf16 ...")
+    cpu_flags: tuple[str, ...] = Field(
+        default=(), description="the vector extensions that matter: avx2, amx_bf16 ..."
+    )
     memory_total_bytes: Reading
     memory_available_bytes: Reading
     cgroup_version: int | None
@@ -160,7 +195,7 @@ class HardwareProfile(Record):
 
 
 def fingerprint(host: Host, devices: tuple[Device, ...]) -> str:
-    """16 hex digits over the CPU, core and memory limits, GPUs (uuid, memory), driver, CUDA and torch versions.
+    """16 hex digits over the CPU, its core and memory limits, the GPUs, driver, CUDA and torch versions.
 
     Available memory, clocks, load and measured rates are left out: they change without the machine changing.
     """
