@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from autoplan.strategies.attention import AttentionStrategy
-from autoplan.strategies.base import Build, Strategy
 from autoplan.strategies.checkpointing import CheckpointingStrategy
 from autoplan.strategies.compilation import CompilationStrategy
-from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.loss import LossStrategy
 from autoplan.strategies.optimizer import OptimizerStrategy
 from autoplan.strategies.precision import PrecisionStrategy
-from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.structure import find_structure
 from autoplan.strategies.threads import ThreadsStrategy
+from torch import nn
+
+from autoplan.strategies.base import Build, Strategy
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.workload import TrainingModule, Workload
 
 # Registry and order of application in one.
