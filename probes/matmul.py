@@ -1,0 +1,141 @@
+"""FLOP/s of matrix products: per dtype, per size, and on the path that a training step takes.
+
+Shapes are (m, n, k): `x[m, k]` times the transpose of `w[n, k]`, as nn.Linear has it, 2mnk flop forward.
+
+- "matmul": the forward product with operands already in the dtype. Its best rate is the device's peak.
+- "linear_train": forward and backward (6mnk flop) of a Linear with float32 weights, under autocast for
+  bfloat16 and float16. This is what mixed-precision training runs. On a CPU without bfloat16 units it can be
+  10 to 20 times slower than float32, with AMX several times faster: only measuring tells.
+- "matmul_threads": (m, n, k, threads), float32 on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from autoplan.probes.timing import TORCH_DTYPES, Operation, filled
+
+Shape = tuple[int, int, int]
+
+# squares for the peak; then tall and thin ones as in training: (tokens, out, in) of small transformer blocks, a
+# vocabulary head, a weight gradient (long k)
+CPU_SHAPES: tuple[Shape, ...] = (
+    (256, 256, 256),
+    (64, 768, 768),
+    (1024, 1024, 1024),
+    (1024, 2304, 768),
+    (1024, 768, 3072),
+    (3072, 768, 1024),
+    (128, 50257, 768),
+    (2048, 2048, 2048),
+)
+CUDA_SHAPES: tuple[Shape, ...] = (
+    (512, 512, 512),
+    (1024, 1024, 1024),
+    (128, 4096, 4096),
+    (2048, 2048, 2048),
+    (8192, 768, 768),
+    (8192, 2304, 768),
+    (4096, 4096, 4096),
+    (3072, 768, 16384),
+    (8192, 4096, 4096),
+    (8192, 50257, 768),
+    (8192, 50304, 768),
+    (4096, 14336, 4096),
+    (8192, 8192, 8192),
+)
+CPU_TRAIN_SHAPES: tuple[Shape, ...] = ((256, 768, 768), (1024, 3072, 768))
+CUDA_TRAIN_SHAPES: tuple[Shape, ...] = ((8192, 3072, 768), (8192, 4096, 4096))
+THREAD_SHAPE: Shape = (1024, 1024, 1024)
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """The dtypes worth measuring on that kind of device; tf32 from compute capability 8.0 on."""
+    if device.type != "cuda":
+        return ("float32", "bfloat16", "float16")
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return ("float32", "tf32", "bfloat16", "float16")
+    return ("float32", "bfloat16", "float16")
+
+
+def matmul_operations(device: torch.device, dtypes: Sequence[str], shapes: Sequence[Shape]) -> Iterator[Operation]:
+    """The forward product `x @ w.T` for each dtype and shape, smallest first."""
+    for shape in sorted(shapes, key=lambda s: s[0] * s[1] * s[2]):
+        for dtype in dtypes:
+            yield _matmul(device, dtype, shape)
+
+
+def linear_train_operations(
+    device: torch.device, dtypes: Sequence[str], shapes: Sequence[Shape]
+) -> Iterator[Operation]:
+    """Forward and backward of a Linear with float32 weights, under autocast where the dtype asks for it."""
+    for shape in sorted(shapes, key=lambda s: s[0] * s[1] * s[2]):
+        for dtype in dtypes:
+            m, n, k = shape
+            yield Operation(
+                kind="linear_train",
+                dtype=dtype,
+                shape=shape,
+                work=6.0 * m * n * k,
+                unit="flop/s",
+                memory_bytes=8 * (m * n + 2 * m * k + 2 * n * k),
+                build=_linear_train_builder(device, dtype, shape),
+            )
+
+
+def thread_operations(device: torch.device, counts: Sequence[int]) -> Iterator[Operation]:
+    """The same float32 product with different numbers of threads (CPU)."""
+    for count in counts:
+        operation = _matmul(device, "float32", THREAD_SHAPE)
+        yield Operation(
+            kind="matmul_threads",
+            dtype="float32",
+            shape=(*THREAD_SHAPE, count),
+            work=operation.work,
+            unit=operation.unit,
+            memory_bytes=operation.memory_bytes,
+            build=operation.build,
+            threads=count,
+        )
+
+
+def _matmul(device: torch.device, dtype: str, shape: Shape) -> Operation:
+    m, n, k = shape
+    torch_dtype = TORCH_DTYPES[dtype]
+
+    def build() -> Callable[[], object]:
+        x, w = filled((m, k), torch_dtype, device), filled((n, k), torch_dtype, device)
+        return lambda: F.linear(x, w)
+
+    return Operation(
+        kind="matmul",
+        dtype=dtype,
+        shape=shape,
+        work=2.0 * m * n * k,
+        unit="flop/s",
+        # twice: the tensors are made in float32 first on a GPU
+        memory_bytes=8 * (m * k + n * k + m * n),
+        build=build,
+    )
+
+
+def _linear_train_builder(device: torch.device, dtype: str, shape: Shape) -> Callable[[], Callable[[], object]]:
+    m, n, k = shape
+    mixed = dtype in ("bfloat16", "float16")
+
+    def build() -> Callable[[], object]:
+        x = filled((m, k), torch.float32, device).requires_grad_()
+        w = filled((n, k), torch.float32, device).requires_grad_()
+        gradient = filled((m, n), TORCH_DTYPES[dtype] if mixed else torch.float32, device)
+
+        def call() -> object:
+            with torch.autocast(device.type, dtype=TORCH_DTYPES[dtype] if mixed else None, enabled=mixed):
+                y = F.linear(x, w)
+            return torch.autograd.grad(y, (x, w), gradient)
+
+        return call
+
+    return build
