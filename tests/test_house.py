@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import autoplan
 import pytest
+
+import autoplan
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "optuna", "transformers", "numpy", "typer", "rich")
