@@ -115,9 +115,7 @@ def _walk_up(root: Path, mount: _Mount, path: str) -> list[Path]:
     return [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
 
-def _tightest_memory(
-    root: Path, levels: list[Path], version: int | None
-) -> tuple[int | None, int | None, str]:
+def _tightest_memory(root: Path, levels: list[Path], version: int | None) -> tuple[int | None, int | None, str]:
     """(lowest limit, lowest free, which file) over the levels; (None, None, why) where none is set."""
     limit: int | None = None
     free: int | None = None

@@ -15,7 +15,7 @@ import torch
 from autoplan.probes.timing import Operation, filled
 
 SMALLEST_BUFFER_BYTES = 128 << 20
-LARGEST_BUFFER_BYTES = 512 << 20
+LARGEST_BUFFER_BYTES = 256 << 20
 TRANSFER_SIZES_BYTES = (1 << 20, 256 << 20)
 
 
@@ -24,7 +24,7 @@ def bandwidth_operations(device: torch.device, *, cache_bytes: int | None) -> It
 
     Args:
         device: The device to measure.
-        cache_bytes: Its last-level cache. Buffers are four times as large, within 128 to 512 MiB each (a
+        cache_bytes: Its last-level cache. Buffers are four times as large, within 128 to 256 MiB each (a
             virtual machine often reports the cache of the whole host).
     """
     wanted = 4 * cache_bytes if cache_bytes else SMALLEST_BUFFER_BYTES

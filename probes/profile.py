@@ -101,9 +101,7 @@ class Device(Record):
     uuid: str | None = None
     memory_total_bytes: Reading
     memory_available_bytes: Reading
-    cores: int | None = Field(
-        default=None, description="CPU: cores this process may use (affinity and quota)"
-    )
+    cores: int | None = Field(default=None, description="CPU: cores this process may use (affinity and quota)")
     numa_node: int | None = None
     peak_flops_per_s: dict[str, Reading] = Field(
         default_factory=dict,
@@ -128,9 +126,7 @@ class Device(Record):
     )
     throttle_reasons: tuple[str, ...] = ()
     mig: bool | None = Field(default=None, description="the GPU is split by MIG; None: no GPU, or unknown")
-    other_processes: tuple[str, ...] = Field(
-        default=(), description="who else uses the device, 'pid name bytes'"
-    )
+    other_processes: tuple[str, ...] = Field(default=(), description="who else uses the device, 'pid name bytes'")
     operations: tuple[OperationReading, ...] = ()
 
     def readings(self, kind: str, dtype: str | None = None) -> tuple[OperationReading, ...]:
@@ -139,9 +135,7 @@ class Device(Record):
 
     def best_rate(self, kind: str, dtype: str) -> float | None:
         """The highest measured rate of an operation in its own unit; None if it was not measured."""
-        return max(
-            (o.rate.value for o in self.readings(kind, dtype) if o.rate.value is not None), default=None
-        )
+        return max((o.rate.value for o in self.readings(kind, dtype) if o.rate.value is not None), default=None)
 
 
 class Host(Record):
@@ -152,9 +146,7 @@ class Host(Record):
     cores_logical: int | None
     cores_usable: int
     numa_nodes: int
-    cpu_flags: tuple[str, ...] = Field(
-        default=(), description="the vector extensions that matter: avx2, amx_bf16 ..."
-    )
+    cpu_flags: tuple[str, ...] = Field(default=(), description="the vector extensions that matter: avx2, amx_bf16 ...")
     memory_total_bytes: Reading
     memory_available_bytes: Reading
     cgroup_version: int | None

@@ -77,14 +77,15 @@ def time_operation(call: Callable[[], object], *, device: torch.device, limit_s:
     On CUDA each sample lies between two events on the current stream; on CPU between two readings of the clock.
 
     Args:
-        call: The operation; run at least twice (the first call also sets up: kernels, workspaces, pages).
+        call: The operation; run at least twice (the first call sets up kernels, workspaces and pages, and
+            counts only where it takes over a second and ten times the limit).
         device: Where it runs.
         limit_s: When to stop taking samples. One slow call may outlast it.
     """
     clock = _cuda_sample if device.type == "cuda" else _cpu_sample
     started = time.perf_counter()
     first_s = clock(call, 1)
-    if first_s > limit_s:
+    if first_s > max(1.0, 10 * limit_s):  # so slow that setting up cannot be most of it
         return Timing(median_s=first_s, spread=None, samples=1)
     second_s = clock(call, 1)
     calls = max(1, round(MIN_SAMPLE_S / max(second_s, 1e-9)))
@@ -179,7 +180,7 @@ def _why_left_out(
         return "the time for the probes was over"
     if operation.memory_bytes > memory_limit_bytes:
         return f"it needs {operation.memory_bytes / 2**30:.1f} GiB, {memory_limit_bytes / 2**30:.1f} may be used"
-    if rate is not None and 2 * operation.work / rate > max(4 * share_s, 0.05):
+    if rate is not None and 2 * operation.work / rate > max(4 * share_s, 0.5):
         return f"two calls would take {2 * operation.work / rate:.2f} s at the rate of the smaller one"
     return None
 

@@ -1,0 +1,192 @@
+"""The measured half of the probes: what runs in a rank. The parent half is `autoplan.probes.run`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+from autoplan.probes.profile import OperationReading, Reading, Record
+
+
+class Context(Protocol):
+    """What a rank needs of `autoplan.processes.RankContext`."""
+
+    def phase(self, name: str) -> None:
+        """Start a phase and its deadline."""
+
+    def heartbeat(self, **facts: Any) -> None:
+        """Say how far it is."""
+
+    def report(self, result: Any) -> None:
+        """Write the result; a later one replaces it."""
+
+
+class ProbeRequest(Record):
+    """What one rank is asked to measure."""
+
+    type: Literal["cuda", "cpu"]
+    index: int
+    budget_s: float
+    threads: int
+    memory_limit_bytes: float
+    cache_bytes: int | None = None
+
+
+class ShapesRequest(Record):
+    """Matrix products of given (m, n, k) to measure on one device."""
+
+    type: Literal["cuda", "cpu"]
+    index: int
+    budget_s: float
+    threads: int
+    memory_limit_bytes: float
+    kind: Literal["matmul", "linear_train"]
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]
+
+
+class Measured(Record):
+    """What a rank measured on one device, or had measured when it ended."""
+
+    type: Literal["cuda", "cpu"]
+    index: int
+    operations: tuple[OperationReading, ...] = ()
+    kernel_launch_s: Reading | None = None
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    complete: bool = False
+
+
+def probe_devices(context: Context, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measure devices one after the other; after each series the result so far is written.
+
+    Args:
+        context: The rank's.
+        requests: `ProbeRequest`s as dicts.
+
+    Returns:
+        `Measured` as dicts, in the order of the requests.
+    """
+    done: list[Measured] = []
+    for item in requests:
+        request = ProbeRequest.model_validate(item)
+        context.phase(f"{request.type}:{request.index}")
+        measured = Measured(type=request.type, index=request.index)
+        for measured in _series(context, request):
+            context.report([m.model_dump(mode="json") for m in (*done, measured)])
+        done.append(measured)
+    return [m.model_dump(mode="json") for m in done]
+
+
+def probe_given_shapes(context: Context, item: dict[str, Any]) -> dict[str, Any]:
+    """Measure the shapes of a `ShapesRequest`; returns `Measured` as a dict."""
+    from autoplan.probes.matmul import linear_train_operations, matmul_operations
+    from autoplan.probes.timing import Budget, measure_operations
+
+    request = ShapesRequest.model_validate(item)
+    context.phase("shapes")
+    device = _open_device(request.type, request.index, request.threads)
+    make = matmul_operations if request.kind == "matmul" else linear_train_operations
+    budget = Budget(seconds=request.budget_s)
+    readings, notes = measure_operations(
+        list(make(device, (request.dtype,), request.shapes)),
+        device=device,
+        budget=budget,
+        cap_s=max(0.3, request.budget_s / max(1, len(request.shapes))),
+        memory_limit_bytes=request.memory_limit_bytes,
+        on_progress=lambda label: context.heartbeat(doing=label),
+    )
+    measured = Measured(
+        type=request.type,
+        index=request.index,
+        operations=tuple(readings),
+        notes=tuple(notes),
+        seconds=request.budget_s - budget.remaining_s,
+        complete=True,
+    )
+    return measured.model_dump(mode="json")
+
+
+def _open_device(kind: str, index: int, threads: int) -> Any:
+    """The torch device, ready to be timed."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device(kind, index)
+        torch.cuda.set_device(device)
+    # the first backward starts autograd's threads, the first CUDA call a context: neither belongs to a sample
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+    torch.autograd.grad((x @ x).sum(), x)
+    return device
+
+
+def _series(context: Context, request: ProbeRequest) -> Any:
+    """Yield what is measured so far after each series of measurements; the most needed series first."""
+    from autoplan.probes import launch
+    from autoplan.probes.timing import Budget, measure_operations
+
+    started = time.perf_counter()
+    device = _open_device(request.type, request.index, request.threads)
+    reading = launch.probe_launch(device)
+    operations: list[OperationReading] = []
+    notes: list[str] = []
+    series = _all_series(device, request)
+    left = sum(share for share, _ in series)
+    for position, (share, make) in enumerate(series):
+        spent = time.perf_counter() - started
+        # what one series leaves over is shared out among the later ones
+        seconds = max(0.0, request.budget_s - spent) * share / left
+        left -= share
+        readings, left_out = measure_operations(
+            make(),
+            device=device,
+            budget=Budget(seconds=seconds),
+            cap_s=0.4 if device.type == "cpu" else 0.25,
+            memory_limit_bytes=request.memory_limit_bytes,
+            on_progress=lambda label: context.heartbeat(doing=label),
+        )
+        operations += readings
+        notes += left_out
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+        yield Measured(
+            type=request.type,
+            index=request.index,
+            operations=tuple(operations),
+            kernel_launch_s=reading,
+            notes=tuple(notes),
+            seconds=time.perf_counter() - started,
+            complete=position + 1 == len(series),
+        )
+
+
+def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callable[[], list[Any]]]]:
+    """(share of the time, the operations), in the order in which they are measured."""
+    from autoplan.probes import attention, matmul, memory
+
+    on_cpu = device.type == "cpu"
+    dtypes = matmul.dtypes_of(device)
+    mixed = tuple(d for d in dtypes if d != "tf32")
+    # float16 attention on a CPU is not trained with; a GPU is
+    attention_dtypes = ("float32", "bfloat16") if on_cpu else mixed
+    shapes = matmul.CPU_SHAPES if on_cpu else matmul.CUDA_SHAPES
+    train_shapes = matmul.CPU_TRAIN_SHAPES if on_cpu else matmul.CUDA_TRAIN_SHAPES
+    attention_shapes = attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES
+    series: list[tuple[float, Callable[[], list[Any]]]] = [
+        (0.40, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
+        (0.20, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
+        (0.17, lambda: list(memory.bandwidth_operations(device, cache_bytes=request.cache_bytes))),
+        (0.17, lambda: list(attention.attention_operations(device, attention_dtypes, attention_shapes))),
+    ]
+    if on_cpu:
+        counts = sorted({1, max(1, request.threads // 2), request.threads})
+        series.append((0.06, lambda: list(matmul.thread_operations(device, counts))))
+    else:
+        series.append((0.15, lambda: list(memory.transfer_operations(device))))
+    return series
