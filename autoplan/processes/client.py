@@ -1,0 +1,386 @@
+"""The planner's side: one zygote per search, one task at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from autoplan.processes import linux
+from autoplan.processes.errors import StopTask, ZygoteError
+from autoplan.processes.files import clear_rank_files, read_tail
+from autoplan.processes.owner import ProcessIdentity, is_alive
+from autoplan.processes.records import Ended, ProcessReport, Progress, Task
+from autoplan.processes.reports import build_report
+from autoplan.processes.wire import FrameReader, send_frame
+
+_MARKER = "AUTOPLAN_ZYGOTE"
+_START_S = 300.0
+_CLOSE_S = 10.0
+_CANCEL_S = 20.0
+_SILENCE_S = 120.0  # the zygote speaks every second while a task runs
+_LISTEN_S = 0.5
+
+_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from autoplan.processes.zygote import main; main({fd}, {pid}, {preload!r})"
+
+
+class Zygote:
+    """Starts tasks in processes forked from one that has the imports behind it.
+
+    A context manager; `run` starts the process if need be, and starts another if it was lost. Not for use by two
+    threads at once.
+
+    Args:
+        preload: Modules to import before the first fork. What fails to import is listed in `preload_errors`. They
+            must not run tensor operations or initialise CUDA while they are imported.
+        env: Added to the planner's environment, for the zygote and so for every rank.
+        quiet: Keep what the zygote itself prints (warnings of the imports) off the planner's stderr.
+    """
+
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str] = ("torch", "transformers"),
+        env: Mapping[str, str] | None = None,
+        quiet: bool = True,
+    ) -> None:
+        self._preload = list(preload)
+        self._env = dict(env or {})
+        self._quiet = quiet
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._reader: FrameReader | None = None
+        self._output: Path | None = None
+        self._marker = ""
+        self._busy = threading.Lock()
+        self.preload_errors: dict[str, str] = {}
+        self.threads = 0
+        """Threads of the zygote after its imports; idle ones of numpy's BLAS end themselves at a fork."""
+        self.cuda_initialized = False
+        """True if an import initialised CUDA: forked ranks then refuse to run, with that reason."""
+        self.start_seconds = 0.0
+
+    def __enter__(self) -> Zygote:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the zygote runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's pid; None if it was not started or is closed."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Starts the process and waits for its imports; does nothing if it runs.
+
+        Raises:
+            ZygoteError: It could not be started, or died before it was ready.
+        """
+        if self.alive:
+            return
+        if sys.platform != "linux":
+            raise ZygoteError(
+                f"this is {sys.platform}; trials need Linux (process control by prctl, pidfd and /proc)",
+                hint="run autoplan on Linux, or in a Linux container",
+            )
+        self._discard()
+        sweep_abandoned()
+        began_at = time.monotonic()
+        self._launch()
+        try:
+            ready = self._await_ready(began_at)
+        except BaseException:
+            self._discard()
+            raise
+        self.preload_errors = ready["preload_errors"]
+        self.threads, self.cuda_initialized = ready["threads"], ready["cuda_initialized"]
+        self.start_seconds = time.monotonic() - began_at
+
+    def close(self) -> None:
+        """Ends the zygote and everything that it started."""
+        if self._connection is not None:
+            try:
+                self._connection.shutdown(socket.SHUT_RDWR)  # reaches the zygote through every copy of the fd
+            except OSError:
+                pass
+        if self._process is not None:
+            try:
+                self._process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                pass
+        self._discard()
+
+    def run(self, task: Task, *, on_progress: Callable[[Progress], None] | None = None) -> ProcessReport:
+        """Runs a task to its end, whatever that is.
+
+        Args:
+            task: What to run.
+            on_progress: Called at each new heartbeat, and every second. An exception of it ends the task and is
+                raised again here, but for `StopTask`: that gives a report with `Ended.CANCELLED`.
+
+        Returns:
+            How the task ended. Nothing that it started runs any more (see `left_behind`).
+
+        Raises:
+            ZygoteError: No zygote could be started.
+            UsageError: The target or its arguments cannot be pickled.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise ZygoteError("this zygote runs a task already", hint="use one Zygote per thread")
+        requested_at = time.monotonic()
+        temporary = None
+        try:
+            payload = _pickle_payload(task)
+            self.start()
+            if task.directory is None:
+                directory = temporary = Path(tempfile.mkdtemp(prefix="autoplan-task-"))
+            else:
+                directory = task.directory.absolute()
+                directory.mkdir(parents=True, exist_ok=True)
+                clear_rank_files(directory)
+            request = _build_request(task, directory, requested_at)
+            ended = self._run_request(request, payload, on_progress)
+            return build_report(task, directory, requested_at, ended)
+        finally:
+            self._busy.release()
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    # -- one request ---------------------------------------------------------------------------------------
+
+    def _run_request(
+        self, request: dict[str, Any], payload: bytes, on_progress: Callable[[Progress], None] | None
+    ) -> dict[str, Any]:
+        assert self._connection is not None
+        try:
+            send_frame(self._connection, request, payload)
+            return self._await_end(on_progress)
+        except (EOFError, OSError):
+            return self._lose()
+        except _CallbackError as stop:
+            self._cancel()
+            raise stop.error from None
+        except StopTask:
+            return self._cancel()
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _await_end(self, on_progress: Callable[[Progress], None] | None) -> dict[str, Any]:
+        heard_at = time.monotonic()
+        while True:
+            message = self._receive(_LISTEN_S)
+            if message is None:
+                if not self.alive or time.monotonic() - heard_at > _SILENCE_S:
+                    raise EOFError("the zygote is gone or silent")
+                continue
+            heard_at = time.monotonic()
+            if message["kind"] == "ended":
+                return message
+            if message["kind"] == "progress" and on_progress is not None:
+                self._tell(on_progress, message)
+
+    def _tell(self, on_progress: Callable[[Progress], None], message: dict[str, Any]) -> None:
+        """Calls back; an error of the callback must not be taken for one of the connection."""
+        progress = Progress(**{name: value for name, value in message.items() if name != "kind"})
+        try:
+            on_progress(progress)
+        except (EOFError, OSError) as error:
+            raise _CallbackError(error) from error
+
+    def _cancel(self) -> dict[str, Any]:
+        """Asks for the end of the task and waits for it; a second Ctrl-C, or no answer, ends the zygote."""
+        assert self._connection is not None
+        give_up_at = time.monotonic() + _CANCEL_S
+        try:
+            send_frame(self._connection, {"kind": "cancel"})
+            while time.monotonic() < give_up_at and self.alive:
+                message = self._receive(_LISTEN_S)
+                if message is not None and message["kind"] == "ended":
+                    return message
+        except (EOFError, OSError):
+            pass
+        except BaseException:
+            self._lose()
+            raise
+        return self._lose() | {"ended": Ended.CANCELLED.value}
+
+    def _receive(self, timeout_s: float) -> dict[str, Any] | None:
+        assert self._reader is not None
+        frame = self._reader.read(timeout_s)
+        return None if frame is None else frame[0]
+
+    def _lose(self) -> dict[str, Any]:
+        """Ends what is left of a zygote that can no longer be used."""
+        swept = self._discard()
+        return {"kind": "ended", "ended": Ended.ZYGOTE_LOST.value, "swept": swept}
+
+    # -- the process ---------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        identity = ProcessIdentity.current()
+        self._marker = f"{identity.boot_id}:{identity.pid}:{identity.start_time}:{uuid.uuid4().hex}"
+        environment = {
+            **os.environ,
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() then asks the driver, and starts no context
+            **self._env,
+            _MARKER: self._marker,
+        }
+        code = _BOOTSTRAP.format(
+            path=_import_path(), fd=theirs.fileno(), pid=os.getpid(), preload=self._preload
+        )
+        output_fd, output = tempfile.mkstemp(prefix="autoplan-zygote-", suffix=".log")
+        self._output = Path(output)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=output_fd if self._quiet else sys.stderr,
+                stderr=output_fd if self._quiet else sys.stderr,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is the planner's to handle
+            )
+        except OSError as error:
+            raise ZygoteError(f"{sys.executable} could not be started: {error}") from error
+        finally:
+            os.close(output_fd)
+            theirs.close()
+        self._connection, self._reader = ours, FrameReader(ours)
+
+    def _await_ready(self, began_at: float) -> dict[str, Any]:
+        try:
+            while time.monotonic() - began_at < _START_S:
+                message = self._receive(_LISTEN_S)
+                if message is not None:
+                    return message
+                if not self.alive:
+                    break
+        except EOFError:
+            pass
+        assert self._process is not None and self._output is not None
+        status = self._process.poll()
+        state = f"was not ready after {_START_S:.0f} s" if status is None else f"ended with status {status}"
+        raise ZygoteError(
+            f"the process that starts the trials {state}, while it imported {', '.join(self._preload)}",
+            hint="the last it said: " + (read_tail(self._output, 2000).strip() or "(nothing)"),
+        )
+
+    def _discard(self) -> int:
+        """Kills the zygote and what carries its mark; returns how many others than the zygote that were."""
+        swept = 0
+        if self._process is not None:
+            self._process.kill()
+            try:
+                self._process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                pass  # uninterruptible: nothing more can be done from here
+            swept = _kill_marked(self._marker)
+        if self._connection is not None:
+            self._connection.close()
+        if self._output is not None:
+            self._output.unlink(missing_ok=True)
+        self._process = self._connection = self._reader = self._output = None
+        return swept
+
+
+class _CallbackError(BaseException):
+    """Carries an OSError of the caller's callback past the handling of the connection's own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def sweep_abandoned() -> int:
+    """Kills what a planner that is dead left behind: only processes that carry a zygote's mark in their environment.
+
+    Needed only where planner and zygote were killed at the same moment: else the one sweeps for the other.
+
+    Returns:
+        How many processes were killed.
+    """
+    killed = 0
+    for marker in set(linux.environments(_MARKER).values()):
+        parts = marker.split(":")
+        if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+            continue
+        owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))
+        if not is_alive(owner):
+            killed += _kill_marked(marker)
+    return killed
+
+
+def _kill_marked(marker: str) -> int:
+    """SIGKILL to every process with a zygote's mark, until a look finds none; bounded."""
+    killed: set[int] = set()
+    give_up_at = time.monotonic() + _CLOSE_S
+    while time.monotonic() < give_up_at:
+        marks = linux.environments(_MARKER)
+        found = {pid for pid, value in marks.items() if value == marker} - {os.getpid()}
+        if not found:
+            break
+        for pid in found:
+            if linux.signal_quietly(pid, signal.SIGKILL):
+                killed.add(pid)
+        time.sleep(0.01)
+    return len(killed)
+
+
+def _import_path() -> list[str]:
+    return [str(entry) for entry in sys.path]
+
+
+def _pickle_payload(task: Task) -> bytes:
+    import cloudpickle
+
+    from autoplan.errors import UsageError
+
+    target = None if isinstance(task.target, str) else task.target
+    try:
+        return bytes(cloudpickle.dumps((target, task.args), protocol=pickle.HIGHEST_PROTOCOL))
+    except Exception as error:
+        raise UsageError(
+            f"the target or its arguments cannot be sent to another process: {type(error).__name__}: {error}",
+            hint="open files, locks, generators and GPU tensors cannot travel: create them inside the function",
+        ) from error
+
+
+def _build_request(task: Task, directory: Path, requested_at: float) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "target": task.target if isinstance(task.target, str) else None,
+        "ranks": task.ranks,
+        "directory": str(directory),
+        "deadlines_s": dict(task.deadlines_s),
+        "total_deadline_s": task.total_deadline_s,
+        "memory_limit_bytes": task.memory_limit_bytes,
+        "env": dict(task.env),
+        "cold": task.cold,
+        "cpu_affinity": task.cpu_affinity,
+        "requested_at": requested_at,
+        "cwd": os.getcwd(),
+        "sys_path": _import_path(),
+    }

@@ -1,0 +1,135 @@
+"""What a target knows of the task it runs in, and how it tells the supervisor where it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.processes.files import rank_file, write_json
+from autoplan.processes.records import FIRST_PHASE
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LEAVE_WAIT_S = 10.0
+
+
+class RankContext:
+    """The first argument of every target."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        directory: Path,
+        store_port: int,
+        listen_fd: int | None,
+        requested_at: float,
+    ) -> None:
+        self.rank = rank
+        self.local_rank = rank
+        self.world_size = world_size
+        self.directory = directory
+        self.master_addr = "127.0.0.1"
+        self.store_port = self.master_port = store_port
+        """Bound and listening since before the first rank was started, so nobody else can take it."""
+        self._listen_fd = listen_fd
+        self._requested_at = requested_at
+        self._store: Store | None = None
+        self._reported = False
+        self._started_at: float | None = None
+        self._phases: list[tuple[str, float]] = [(FIRST_PHASE, time.monotonic())]
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def seconds_since_request(self) -> float:
+        """Seconds since the planner called `Zygote.run` (CLOCK_MONOTONIC is one clock for all processes)."""
+        return time.monotonic() - self._requested_at
+
+    @property
+    def reported(self) -> bool:
+        """Whether `report` was called."""
+        return self._reported
+
+    def phase(self, name: str) -> None:
+        """Starts a phase; its deadline counts from here."""
+        self._phases.append((name, time.monotonic()))
+        self._write_heartbeat()
+
+    def heartbeat(self, **facts: Any) -> None:
+        """Adds facts about the progress (JSON) to those already given. It does not extend any deadline."""
+        self._facts.update(facts)
+        self._write_heartbeat()
+
+    def report(self, result: Any) -> None:
+        """Writes the rank's result; a later call replaces it.
+
+        Args:
+            result: Anything JSON can hold, or a pydantic model.
+        """
+        write_json(rank_file(self.directory, self.rank, "result.json"), {"result": result})
+        self._reported = True
+
+    def init_process_group(self, backend: str, timeout_s: float) -> None:
+        """Joins all ranks of the task in torch.distributed's default group.
+
+        Rank 0 serves the store on the socket that was bound before the ranks were started. The variables of
+        "env://" are set too, so that a later library call finds the same store.
+
+        Args:
+            backend: "gloo", "nccl", or one per device such as "cpu:gloo,cuda:nccl".
+            timeout_s: For the meeting, and for every collective after it.
+        """
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=timeout_s)
+        if Path("/sys/class/net/lo").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may resolve to nothing
+        self._store = dist.TCPStore(
+            self.master_addr,
+            self.store_port,
+            self.world_size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=self._listen_fd,
+        )
+        os.environ["MASTER_ADDR"] = self.master_addr
+        os.environ["MASTER_PORT"] = str(self.store_port)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+
+    def mark_started(self) -> None:
+        """Notes that the target is about to be entered."""
+        self._started_at = time.monotonic()
+        self._write_heartbeat()
+
+    def leave(self) -> None:
+        """Keeps rank 0, which serves the store, until the others are through."""
+        if self._store is None or self.world_size == 1:
+            return
+        from datetime import timedelta
+
+        try:
+            self._store.set(f"autoplan/left/{self.rank}", "1")
+            if self.rank == 0:
+                others = [f"autoplan/left/{rank}" for rank in range(1, self.world_size)]
+                self._store.wait(others, timedelta(seconds=_LEAVE_WAIT_S))
+        except RuntimeError:
+            pass  # a rank that ended another way: the supervisor sees it
+
+    def _write_heartbeat(self) -> None:
+        beat = {
+            "pid": os.getpid(),
+            "started_at": self._started_at,
+            "phases": self._phases,
+            "facts": self._facts,
+        }
+        write_json(rank_file(self.directory, self.rank, "heartbeat.json"), beat)

@@ -1,0 +1,68 @@
+"""The files of a task: which rank writes what, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
+_TAIL_BYTES = 16_384
+
+
+def rank_file(directory: Path, rank: int, kind: str) -> Path:
+    """The path of one of a rank's files.
+
+    Args:
+        directory: The task's directory.
+        rank: Whose file.
+        kind: "heartbeat.json", "result.json", "error.json", "stdout" or "stderr".
+    """
+    assert kind in _KINDS, kind
+    return directory / f"rank{rank}.{kind}"
+
+
+def clear_rank_files(directory: Path) -> None:
+    """Removes what an earlier task left, so that it cannot be taken for this task's."""
+    for kind in _KINDS:
+        for path in directory.glob(f"rank*.{kind}"):
+            path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON under another name first, then renames it: a reader sees the old file or the new one."""
+    text = json.dumps(value, default=_to_json)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any | None:
+    """What a JSON file holds; None if it is not there or cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> str:
+    """The last bytes of a file as text; empty if it is not there."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size_bytes - limit_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _to_json(value: Any) -> Any:
+    """Pydantic models as their fields, paths as text, numpy and torch scalars as numbers."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"a result of type {type(value).__qualname__} cannot be written as JSON")

@@ -1,0 +1,166 @@
+"""The few Linux calls that Python does not wrap, and readings from /proc. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+# <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_PAGE_UNITS_BYTES = 1024  # /proc/PID/status and smaps_rollup count in kB of 1024 bytes
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), *(ctypes.c_ulong(0),) * 3) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def become_subreaper() -> None:
+    """Makes this process the parent of every orphan among its descendants, whatever their session."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int) -> bool:
+    """Asks the kernel for SIGKILL when the parent's forking thread ends; it survives an exec.
+
+    Args:
+        parent_pid: The process that forked this one.
+
+    Returns:
+        False where the parent is gone already: the signal will never come, so the caller must exit.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent_pid
+
+
+def raise_oom_score(adjustment: int = 900) -> None:
+    """Makes the kernel's OOM killer take this process before the planner (range -1000 to 1000)."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(adjustment))
+    except OSError:
+        pass  # a sandbox without the file: the polled limit still holds
+
+
+def limit_data_bytes(limit_bytes: int) -> None:
+    """Sets RLIMIT_DATA: private writable memory of one process, counted as it is mapped, not as it is touched."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that polls readable when the process ends; None where the kernel has no pidfd."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent's pid, from /proc/PID/stat (proc(5), field 4); None if the process is gone."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else None
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot (proc(5), field 22); None if gone or a zombie."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] in ("Z", "X"):
+        return None
+    return int(fields[19])
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third on: the second, the name, may hold blanks and brackets."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def all_pids() -> list[int]:
+    """Every process that /proc shows."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def descendants(root_pid: int) -> set[int]:
+    """All living or zombie descendants of a process, found by parent, so sessions and groups do not matter."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid in all_pids():
+        parent = parent_of(pid)
+        if parent is not None:
+            children[parent].append(pid)
+    found: set[int] = set()
+    frontier = [root_pid]
+    while frontier:
+        new = [pid for pid in children[frontier.pop()] if pid not in found]
+        found.update(new)
+        frontier.extend(new)
+    return found
+
+
+def environments(name: str) -> dict[int, str]:
+    """The value of a variable in each process that had it at its last exec; only our own user's can be read."""
+    prefix = name.encode() + b"="
+    found = {}
+    for pid in all_pids():
+        try:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        value = next((entry for entry in entries if entry.startswith(prefix)), None)
+        if value is not None:
+            found[pid] = value[len(prefix) :].decode(errors="replace")
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Anonymous and shared memory resident in a process (RssAnon + RssShmem); 0 if it is gone.
+
+    File pages are left out: the kernel can drop them. What a fork still shares with its parent counts in both,
+    so a sum over processes is an upper bound; `proportional_bytes` settles it, at a higher cost.
+    """
+    return _sum_kib(Path(f"/proc/{pid}/status"), ("RssAnon:", "RssShmem:"))
+
+
+def proportional_bytes(pid: int) -> int:
+    """As `resident_bytes`, each shared page divided by the processes that map it (smaps_rollup)."""
+    return _sum_kib(Path(f"/proc/{pid}/smaps_rollup"), ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def _sum_kib(path: Path, names: tuple[str, ...]) -> int:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * _PAGE_UNITS_BYTES for line in lines if line.startswith(names))
+
+
+def kernel_oom_kills() -> int:
+    """How often the kernel's OOM killer acted since boot, in any cgroup (/proc/vmstat, oom_kill)."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def signal_quietly(pid: int, number: int, *, group: bool = False) -> bool:
+    """Sends a signal to a process or to a process group; False if it was gone already."""
+    try:
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

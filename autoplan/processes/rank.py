@@ -1,0 +1,224 @@
+"""What happens in a rank, from the fork to the exit."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autoplan.processes import linux
+from autoplan.processes.context import RankContext
+from autoplan.processes.files import rank_file, write_json
+
+_COLD_START = (
+    "import sys; sys.path[:] = {path!r}; from autoplan.processes.rank import run_cold; run_cold({fd})"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpec:
+    """All that a rank is told, apart from the payload."""
+
+    rank: int
+    world_size: int
+    zygote_pid: int
+    directory: str
+    target: str | None
+    requested_at: float
+    store_port: int
+    listen_fd: int | None
+    env: dict[str, str]
+    cwd: str
+    sys_path: list[str]
+    cpus: list[int] | None
+    data_limit_bytes: int | None
+
+
+def run_forked(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoReturn:
+    """Runs the target in a process just forked from the zygote, and exits."""
+    exit_code = 1
+    try:
+        _detach(spec, inherited_fds)
+        _reseed()
+        exit_code = _call_target(spec, payload)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(exit_code)
+
+
+def exec_cold(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoReturn:
+    """Replaces a process just forked from the zygote by a fresh interpreter that runs the target."""
+    try:
+        _detach(spec, inherited_fds)
+        request = os.memfd_create("autoplan-request")
+        with open(request, "wb", closefd=False) as file:
+            pickle.dump((spec, payload), file)
+        os.lseek(request, 0, os.SEEK_SET)
+        os.set_inheritable(request, True)
+        if spec.listen_fd is not None:
+            os.set_inheritable(spec.listen_fd, True)
+        code = _COLD_START.format(path=spec.sys_path, fd=request)
+        os.execve(sys.executable, [sys.executable, "-P", "-c", code], {**os.environ, **_rank_env(spec)})
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(1)
+
+
+def run_cold(request_fd: int) -> NoReturn:
+    """Where the fresh interpreter of `exec_cold` begins."""
+    exit_code = 1
+    try:
+        with open(request_fd, "rb") as file:
+            spec, payload = pickle.load(file)
+        exit_code = _call_target(spec, payload)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(exit_code)
+
+
+def _detach(spec: RankSpec, inherited_fds: list[int]) -> None:
+    """Makes the fork a process of its own: group, signals, descriptors, limits."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    if not linux.die_with_parent(spec.zygote_pid):
+        os._exit(1)
+    # The zygote's end of the connection above all: with a copy here the planner would not see the zygote die.
+    for fd in inherited_fds:
+        if fd != spec.listen_fd:
+            os.close(fd)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _redirect(0, os.devnull, os.O_RDONLY)
+    directory = Path(spec.directory)
+    _redirect(1, rank_file(directory, spec.rank, "stdout"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    _redirect(2, rank_file(directory, spec.rank, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    linux.raise_oom_score()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if spec.data_limit_bytes is not None:
+        linux.limit_data_bytes(spec.data_limit_bytes)
+    if spec.cpus is not None:
+        os.sched_setaffinity(0, spec.cpus)
+    os.chdir(spec.cwd)
+
+
+def _redirect(fd: int, path: str | Path, flags: int) -> None:
+    opened = os.open(path, flags, 0o644)
+    os.dup2(opened, fd)
+    os.close(opened)
+
+
+def _reseed() -> None:
+    """Gives the fork random states of its own (Python's `random` does that by itself)."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        if getattr(torch.cuda, "_is_in_bad_fork", lambda: False)():
+            raise RuntimeError(
+                "CUDA was initialised in the zygote, so no forked rank can use it; "
+                "a preloaded module does that at import: leave it out of `preload`"
+            )
+        torch.manual_seed(int.from_bytes(os.urandom(7)))
+
+
+def _rank_env(spec: RankSpec) -> dict[str, str]:
+    ranks = {"RANK": spec.rank, "LOCAL_RANK": spec.rank}
+    sizes = {"WORLD_SIZE": spec.world_size, "LOCAL_WORLD_SIZE": spec.world_size}
+    return {**{name: str(value) for name, value in (ranks | sizes).items()}, **spec.env}
+
+
+def _call_target(spec: RankSpec, payload: bytes) -> int:
+    """Calls the target and writes its result or its exception; returns the exit status."""
+    sys.path[:] = spec.sys_path
+    sys.argv = ["autoplan-rank"]
+    os.environ.update(_rank_env(spec))
+    _reopen_streams()
+    directory = Path(spec.directory)
+    context = RankContext(
+        rank=spec.rank,
+        world_size=spec.world_size,
+        directory=directory,
+        store_port=spec.store_port,
+        listen_fd=spec.listen_fd,
+        requested_at=spec.requested_at,
+    )
+    try:
+        target, args = _load_target(spec.target, payload)
+        context.mark_started()
+        result = target(context, *args)
+        if not context.reported and result is not None:
+            context.report(result)
+    except SystemExit as stop:
+        return _exit_status(stop)
+    except BaseException as error:
+        traceback.print_exc()
+        write_json(rank_file(directory, spec.rank, "error.json"), _describe(error))
+        return 1
+    context.leave()
+    return 0
+
+
+def _reopen_streams() -> None:
+    """Points Python's streams at the files, line by line, and has a fatal signal leave a traceback."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    faulthandler.enable(sys.stderr)
+
+
+def _load_target(name: str | None, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    target, args = pickle.loads(payload)
+    if name is not None:
+        module, _, attribute = name.partition(":")
+        target = importlib.import_module(module)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    return target, args
+
+
+def _exit_status(stop: SystemExit) -> int:
+    """The status that Python itself would exit with."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    return {
+        "at": time.monotonic(),
+        "error": {
+            "type_name": _qualified_name(type(error)),
+            "type_names": [_qualified_name(cls) for cls in type(error).__mro__],
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+    }
+
+
+def _qualified_name(cls: type) -> str:
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _exit(exit_code: int) -> NoReturn:
+    """Ends the process without the exit hooks that it inherited: what is left is the supervisor's to sweep."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(exit_code)

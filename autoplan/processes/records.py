@@ -1,0 +1,210 @@
+"""What goes into a run of ranks (`Task`) and what comes back (`ProcessReport`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from autoplan.errors import UsageError
+from autoplan.processes.errors import TaskFailedError
+
+ANY_PHASE = "*"
+FIRST_PHASE = "start"
+
+
+class Record(BaseModel):
+    """A frozen record that crosses a process or a file; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A function to run in one or more ranks, with the limits it runs under.
+
+    `target` is called as `target(context, *args)` with a `RankContext`. What it returns becomes the rank's result
+    (anything JSON can hold, or a pydantic model) unless it called `context.report(...)`.
+    """
+
+    target: str | Callable[..., Any]
+    """"package.module:function", or any callable: it travels by cloudpickle, so closures and functions of a
+    notebook or of an unguarded script work."""
+    args: tuple[Any, ...] = ()
+    ranks: int = 1
+    directory: Path | None = None
+    """Where heartbeats, results and output of the ranks are written; None takes a temporary one and removes it.
+    Files of an earlier task in it are removed first: use one directory per task."""
+    deadlines_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds allowed per phase; "*" is for phases not named. A phase with neither has no deadline of its own.
+    Before the first `context.phase(...)` a rank is in phase "start"."""
+    total_deadline_s: float | None = None
+    """Seconds allowed from the request to the end of the last rank."""
+    memory_limit_bytes: int | None = None
+    """Host memory of all ranks and their descendants together. Polled; see `autoplan.processes.supervisor`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set in the ranks before the target runs. What torch reads while it is imported needs `cold` too. The rest
+    of the environment is the planner's when the zygote was started."""
+    cold: bool = False
+    """A fresh interpreter, for settings that must be in place before torch is imported."""
+    cpu_affinity: tuple[tuple[int, ...], ...] | None = None
+    """The CPUs of each rank; None leaves them as they are."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise UsageError(f"a task was given {self.ranks} ranks; it needs at least one")
+        if self.cpu_affinity is not None and len(self.cpu_affinity) != self.ranks:
+            raise UsageError(
+                f"cpu_affinity names the CPUs of {len(self.cpu_affinity)} ranks, the task has {self.ranks}",
+                hint="give one tuple of CPU numbers per rank, or None",
+            )
+        if isinstance(self.target, str) and self.target.count(":") != 1:
+            raise UsageError(f"the target {self.target!r} is not of the form 'package.module:function'")
+
+
+class Ended(StrEnum):
+    """How a task ended."""
+
+    FINISHED = "finished"
+    """Every rank exited with status 0."""
+    RANK_FAILED = "rank_failed"
+    """A rank raised, exited with another status or was killed by a signal that was not ours."""
+    DEADLINE = "deadline"
+    """A phase, or the whole task, ran past its deadline."""
+    MEMORY_LIMIT = "memory_limit"
+    """The ranks and their descendants held more host memory than allowed."""
+    CANCELLED = "cancelled"
+    """The caller asked for the end."""
+    ZYGOTE_LOST = "zygote_lost"
+    """The zygote died or fell silent; the ranks were killed with it."""
+
+
+class ErrorReport(Record):
+    """A Python exception that left the target."""
+
+    type_name: str
+    """Fully qualified, for example "torch.OutOfMemoryError"."""
+    type_names: tuple[str, ...]
+    """The qualified names of the class and its bases, so that a caller can look for a base by name."""
+    message: str
+    traceback: str
+
+    def is_a(self, name: str) -> bool:
+        """Whether the exception is of this class, by qualified or by plain name."""
+        return any(entry == name or entry.rpartition(".")[2] == name for entry in self.type_names)
+
+
+class RankReport(Record):
+    """How one rank ended."""
+
+    rank: int
+    pid: int | None
+    exit_code: int | None
+    """None if it was killed by a signal, or if nobody saw it end."""
+    signal: int | None
+    phase: str
+    facts: dict[str, Any]
+    """What it last gave to `context.heartbeat(...)`, merged over its life."""
+    result: Any | None
+    error: ErrorReport | None
+    stderr_tail: str
+    stdout_tail: str
+    started: bool
+    """Whether the target was entered."""
+    failed_after_s: float | None
+    """Seconds from the request to its failure; None where it did not fail by itself."""
+
+
+class Progress(Record):
+    """The state of a task while it runs."""
+
+    seconds: float
+    """Since the request."""
+    phase: str
+    """Of rank 0."""
+    phase_seconds: float
+    facts: tuple[dict[str, Any], ...]
+    """Per rank."""
+    memory_bytes: int
+
+
+class ProcessReport(Record):
+    """How a task ended, rank by rank."""
+
+    ended: Ended
+    phase: str
+    """Of the rank that ended the task, else of rank 0 at the end."""
+    phase_deadline_s: float | None
+    """The deadline that was passed; None if `ended` is not DEADLINE."""
+    failed_rank: int | None
+    """The rank that ended the task, where one did."""
+    ranks: tuple[RankReport, ...]
+    seconds: float
+    """From the request to this report."""
+    startup_s: float | None
+    """From the request to the first line of the target, in the slowest rank; None if one never got there."""
+    peak_memory_bytes: int
+    """Largest host memory seen by the poll: anonymous and shared pages of the ranks and their descendants. A page
+    shared by several of them counts in each, so this is an upper bound."""
+    memory_limit_bytes: int | None
+    data_limit_bytes: int | None
+    """The hard limit behind the polled one (RLIMIT_DATA, per process), where it was set."""
+    kernel_oom_kills: int
+    """How often the kernel's OOM killer acted on this machine meanwhile."""
+    swept: int
+    """Processes other than ranks that were still there and were killed."""
+    left_behind: int
+    """Processes that SIGKILL did not end within the time allowed (uninterruptible sleep)."""
+    phase_seconds: dict[str, float]
+    """Seconds in each phase, of `failed_rank` or else rank 0."""
+
+    @property
+    def first_failure(self) -> RankReport | None:
+        """The rank that ended the task; None if it finished, was cancelled or lost its zygote."""
+        return None if self.failed_rank is None else self.ranks[self.failed_rank]
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The results, by rank."""
+        return tuple(rank.result for rank in self.ranks)
+
+    def check(self) -> ProcessReport:
+        """This report, if the task finished.
+
+        Raises:
+            TaskFailedError: It did not; the text is `describe()`.
+        """
+        if self.ended is not Ended.FINISHED:
+            raise TaskFailedError(self.describe(), report=self)
+        return self
+
+    def describe(self) -> str:
+        """How the task ended, in one line."""
+        failure = self.first_failure
+        where = f"in phase {self.phase!r} after {self.seconds:.1f} s"
+        if failure is not None and len(self.ranks) > 1:
+            where = f"rank {failure.rank} " + where
+        match self.ended:
+            case Ended.DEADLINE:
+                return f"over its deadline of {self.phase_deadline_s:g} s {where}"
+            case Ended.MEMORY_LIMIT:
+                return (
+                    f"held {self.peak_memory_bytes / 2**30:.2f} GiB of host memory "
+                    f"{where}; the limit is {(self.memory_limit_bytes or 0) / 2**30:.2f} GiB"
+                )
+            case Ended.RANK_FAILED if failure is not None:
+                return f"{_describe_end(failure)} {where}"
+            case _:
+                return f"{self.ended.value.replace('_', ' ')} {where}"
+
+
+def _describe_end(rank: RankReport) -> str:
+    if rank.error is not None:
+        return f"{rank.error.type_name}: {rank.error.message.strip() or '(no text)'}"
+    if rank.signal is not None:
+        return f"killed by signal {rank.signal}"
+    return f"exit status {rank.exit_code}"

@@ -1,0 +1,333 @@
+"""Runs one task inside the zygote: starts the ranks, watches them, ends them, sweeps what they left.
+
+Memory: the limit is polled over all descendants (every 20 to 100 ms; anonymous and shared resident pages, and the
+proportional set size before anything is killed for it). Behind it stands RLIMIT_DATA per process, 1.5 times the
+limit and 1 GiB, where no NVIDIA device can be used (a CUDA context maps far more than it touches).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoplan.processes import linux
+from autoplan.processes.files import rank_file, read_json
+from autoplan.processes.memory import MemoryWatch, data_limit_bytes
+from autoplan.processes.rank import RankSpec, exec_cold, run_forked
+from autoplan.processes.records import ANY_PHASE, FIRST_PHASE, Ended
+
+_FAST_TICK_S = 0.02
+_SLOW_TICK_S = 0.1
+_FAST_FOR_S = 2.0
+_PROGRESS_S = 1.0
+_TERM_GRACE_S = 2.0
+_KILL_WAIT_S = 10.0
+
+# A rank killed by one of these is the cause; a peer's exception (connection reset) within this time is the effect.
+_FATAL_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_EFFECT_WITHIN_S = 1.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RankState:
+    """What the supervisor knows of one rank."""
+
+    rank: int
+    pid: int
+    pidfd: int | None
+    forked_at: float
+    heartbeat_stamp: tuple[int, int] = (0, 0)
+    started_at: float | None = None
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    signal: int | None = None
+    ended_at: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.ended_at is not None and self.exit_code != 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why the task ends."""
+
+    ended: Ended
+    failed_rank: int | None = None
+    phase_deadline_s: float | None = None
+
+
+class Supervisor:
+    """One task, from the first fork to the last wait.
+
+    Args:
+        request: The header that `Zygote.run` sent.
+        payload: The pickled target and arguments.
+        caller: What the planner asks meanwhile: `caller()` is True if the task is to be cancelled.
+        watched_fds: Descriptors whose readiness is a reason to look at `caller` at once.
+        inherited_fds: Descriptors of the zygote that no rank may keep.
+        send_progress: Takes a message for the planner.
+    """
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        payload: bytes,
+        *,
+        caller: Callable[[], bool],
+        watched_fds: list[int],
+        inherited_fds: list[int],
+        send_progress: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._request = request
+        self._payload = payload
+        self._caller = caller
+        self._watched_fds = watched_fds
+        self._inherited_fds = inherited_fds
+        self._send_progress = send_progress
+        self._directory = Path(request["directory"])
+        self._deadlines_s: dict[str, float] = request["deadlines_s"]
+        self._memory = MemoryWatch(os.getpid(), request["memory_limit_bytes"])
+        self._ranks: list[RankState] = []
+        self._swept: set[int] = set()
+        self._began_at = time.monotonic()
+        self._progress_at = 0.0
+        limit_bytes = request["memory_limit_bytes"]
+        env = {**os.environ, **request["env"]}
+        self._data_limit_bytes = None if limit_bytes is None else data_limit_bytes(limit_bytes, env)
+
+    def run(self) -> dict[str, Any]:
+        """Runs the task to its end; nothing of it is left when this returns (see `left_behind`)."""
+        oom_kills_before = linux.kernel_oom_kills()
+        try:
+            self._start_ranks()
+            verdict = self._watch()
+        except BaseException:
+            self._end_all(grace_s=0.0)
+            raise
+        # Memory runs out faster than a grace period; a finished rank has nothing left to save.
+        at_once = verdict.ended in (Ended.MEMORY_LIMIT, Ended.FINISHED)
+        left_behind = self._end_all(grace_s=0.0 if at_once else _TERM_GRACE_S)
+        return {
+            "kind": "ended",
+            "ended": verdict.ended.value,
+            "failed_rank": verdict.failed_rank,
+            "phase_deadline_s": verdict.phase_deadline_s,
+            "ranks": [
+                {"pid": r.pid, "exit_code": r.exit_code, "signal": r.signal, "ended_at": r.ended_at}
+                for r in self._ranks
+            ],
+            "peak_memory_bytes": self._memory.peak_bytes,
+            "data_limit_bytes": self._data_limit_bytes,
+            "kernel_oom_kills": linux.kernel_oom_kills() - oom_kills_before,
+            "swept": len(self._swept),
+            "left_behind": left_behind,
+        }
+
+    # -- start ---------------------------------------------------------------------------------------------
+
+    def _start_ranks(self) -> None:
+        """Forks the ranks around a store socket that is bound before the first of them exists."""
+        request = self._request
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, request["ranks"])) as listener:
+            for rank in range(request["ranks"]):
+                spec = RankSpec(
+                    rank=rank,
+                    world_size=request["ranks"],
+                    zygote_pid=os.getpid(),
+                    directory=request["directory"],
+                    target=request["target"],
+                    requested_at=request["requested_at"],
+                    store_port=listener.getsockname()[1],
+                    listen_fd=listener.fileno() if rank == 0 else None,
+                    env=request["env"],
+                    cwd=request["cwd"],
+                    sys_path=request["sys_path"],
+                    cpus=None if request["cpu_affinity"] is None else request["cpu_affinity"][rank],
+                    data_limit_bytes=self._data_limit_bytes,
+                )
+                self._ranks.append(self._fork(spec, listener.fileno()))
+        self._payload = b""
+
+    def _fork(self, spec: RankSpec, listener_fd: int) -> RankState:
+        own_fds = [r.pidfd for r in self._ranks if r.pidfd is not None]
+        forked_at = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            start = exec_cold if self._request["cold"] else run_forked
+            start(spec, self._payload, [*self._inherited_fds, *own_fds, listener_fd])
+        try:
+            os.setpgid(pid, pid)  # the rank does it too: whoever comes first
+        except OSError:
+            pass
+        return RankState(rank=spec.rank, pid=pid, pidfd=linux.open_pidfd(pid), forked_at=forked_at)
+
+    # -- watch ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> Verdict:
+        while True:
+            self._wait(self._tick_s())
+            if self._caller():
+                return Verdict(ended=Ended.CANCELLED)
+            self._reap()
+            for state in self._ranks:
+                self._read_heartbeat(state)
+            over_limit = self._memory.poll()
+            verdict = self._failure() or self._finish() or self._overdue()
+            if verdict is None and over_limit:
+                verdict = Verdict(ended=Ended.MEMORY_LIMIT, failed_rank=self._largest_rank())
+            if verdict is not None:
+                return verdict
+            self._tell_progress()
+
+    def _tick_s(self) -> float:
+        young = time.monotonic() - self._began_at < _FAST_FOR_S
+        return _FAST_TICK_S if young or self._memory.near_limit else _SLOW_TICK_S
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleeps until the time is over, the planner says something or a rank ends."""
+        poller = select.poll()
+        for fd in self._watched_fds:
+            poller.register(fd, select.POLLIN)
+        for state in self._ranks:
+            if state.pidfd is not None:
+                poller.register(state.pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+
+    def _reap(self) -> None:
+        """Takes every wait status there is: of the ranks, and of orphans that the zygote adopted."""
+        by_pid = {state.pid: state for state in self._ranks}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            state = by_pid.get(pid)
+            if state is None:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            state.exit_code, state.signal = (code, None) if code >= 0 else (None, -code)
+            state.ended_at = time.monotonic()
+            if state.pidfd is not None:
+                os.close(state.pidfd)
+                state.pidfd = None
+
+    def _read_heartbeat(self, state: RankState) -> None:
+        path = rank_file(self._directory, state.rank, "heartbeat.json")
+        try:
+            stat = path.stat()
+        except OSError:
+            return
+        stamp = (stat.st_ino, stat.st_mtime_ns)
+        if stamp == state.heartbeat_stamp:
+            return
+        beat = read_json(path)
+        if beat is not None:
+            state.heartbeat_stamp = stamp
+            state.started_at, state.facts = beat["started_at"], beat["facts"]
+            state.phases = [(name, at) for name, at in beat["phases"]]
+            self._progress_at = 0.0
+
+    def _failure(self) -> Verdict | None:
+        failed = [state for state in self._ranks if state.failed]
+        if not failed:
+            return None
+        return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
+
+    def _failed_at(self, state: RankState) -> float:
+        assert state.ended_at is not None
+        if state.signal in _FATAL_SIGNALS:
+            return state.ended_at - _EFFECT_WITHIN_S
+        written = read_json(rank_file(self._directory, state.rank, "error.json"))
+        return state.ended_at if written is None else float(written["at"])
+
+    def _finish(self) -> Verdict | None:
+        if all(state.ended_at is not None for state in self._ranks):
+            return Verdict(ended=Ended.FINISHED)
+        return None
+
+    def _overdue(self) -> Verdict | None:
+        """The rank that is furthest over its phase's deadline, or the whole task over its own."""
+        now = time.monotonic()
+        worst: tuple[float, RankState, float] | None = None
+        for state in self._ranks:
+            name, since = state.phases[-1] if state.phases else (FIRST_PHASE, state.forked_at)
+            limit_s = self._deadlines_s.get(name, self._deadlines_s.get(ANY_PHASE))
+            if state.ended_at is None and limit_s is not None:
+                over_s = now - since - limit_s
+                if over_s > 0 and (worst is None or over_s > worst[0]):
+                    worst = (over_s, state, limit_s)
+        if worst is not None:
+            return Verdict(ended=Ended.DEADLINE, failed_rank=worst[1].rank, phase_deadline_s=worst[2])
+        total_s = self._request["total_deadline_s"]
+        if total_s is not None and now - self._request["requested_at"] > total_s:
+            running = next(state for state in self._ranks if state.ended_at is None)
+            return Verdict(ended=Ended.DEADLINE, failed_rank=running.rank, phase_deadline_s=total_s)
+        return None
+
+    def _largest_rank(self) -> int:
+        return max(self._ranks, key=lambda state: self._memory.by_pid.get(state.pid, 0)).rank
+
+    def _tell_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._progress_at < _PROGRESS_S:
+            return
+        self._progress_at = now
+        phase, since = self._ranks[0].phases[-1] if self._ranks[0].phases else (FIRST_PHASE, self._began_at)
+        self._send_progress(
+            {
+                "kind": "progress",
+                "seconds": now - self._request["requested_at"],
+                "phase": phase,
+                "phase_seconds": now - since,
+                "facts": [state.facts for state in self._ranks],
+                "memory_bytes": self._memory.bytes,
+            }
+        )
+
+    # -- end -----------------------------------------------------------------------------------------------
+
+    def _end_all(self, *, grace_s: float) -> int:
+        """SIGTERM to the ranks' groups, a grace period, then SIGKILL to every descendant until none is left.
+
+        Every descendant of the zygote belongs to the task: it starts nothing else, and it adopts what loses its
+        parent. Returns how many outlived SIGKILL (uninterruptible sleep).
+        """
+        running = [state for state in self._ranks if state.ended_at is None]
+        if grace_s > 0:
+            for state in running:
+                linux.signal_quietly(state.pid, signal.SIGTERM, group=True)
+            give_up_at = time.monotonic() + grace_s
+            while time.monotonic() < give_up_at and any(state.ended_at is None for state in running):
+                self._wait_for_ends(give_up_at - time.monotonic())
+        rank_pids = {state.pid for state in self._ranks}
+        give_up_at = time.monotonic() + _KILL_WAIT_S
+        pause_s = 0.001
+        while True:
+            self._reap()
+            remaining = linux.descendants(os.getpid())
+            if not remaining or time.monotonic() > give_up_at:
+                return len(remaining)
+            for pid in remaining:
+                linux.signal_quietly(pid, signal.SIGKILL)
+            self._swept |= remaining - rank_pids
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def _wait_for_ends(self, timeout_s: float) -> None:
+        poller = select.poll()
+        for state in self._ranks:
+            if state.pidfd is not None:
+                poller.register(state.pidfd, select.POLLIN)
+        poller.poll(min(timeout_s, 0.05) * 1000)
+        self._reap()

@@ -1,0 +1,78 @@
+"""Frames between the planner and its zygote: a JSON header and raw bytes, both with their length in front."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+_LENGTHS = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
+_CHUNK_BYTES = 1 << 20
+
+
+def encode_frame(header: dict[str, Any], payload: bytes = b"") -> list[bytes]:
+    """A frame as the pieces to send, so that a large payload is not copied."""
+    text = json.dumps(header).encode()
+    return [_LENGTHS.pack(len(text), len(payload)) + text, payload]
+
+
+def send_frame(connection: socket.socket, header: dict[str, Any], payload: bytes = b"") -> None:
+    """Sends one frame, however long it takes.
+
+    Raises:
+        OSError: The other end is gone.
+    """
+    for piece in encode_frame(header, payload):
+        connection.sendall(piece)
+
+
+class FrameReader:
+    """Takes frames off a socket and keeps what has come of the next one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray()
+
+    def read(self, timeout_s: float | None) -> tuple[dict[str, Any], bytes] | None:
+        """The next frame.
+
+        Args:
+            timeout_s: How long to wait; None waits for ever, 0 takes only what is there.
+
+        Returns:
+            Header and payload, or None after the time.
+
+        Raises:
+            EOFError: The other end is closed.
+        """
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        while (frame := self._take()) is None:
+            wait_s = None if give_up_at is None else max(0.0, give_up_at - time.monotonic())
+            if not poller.poll(None if wait_s is None else wait_s * 1000):
+                return None
+            try:
+                data = self._connection.recv(_CHUNK_BYTES)
+            except ConnectionError as error:
+                raise EOFError("the other end is gone") from error
+            if not data:
+                raise EOFError("the other end is closed")
+            self._buffer += data
+        return frame
+
+    def _take(self) -> tuple[dict[str, Any], bytes] | None:
+        if len(self._buffer) < _LENGTHS.size:
+            return None
+        header_bytes, payload_bytes = _LENGTHS.unpack_from(self._buffer)
+        header_end = _LENGTHS.size + header_bytes
+        end = header_end + payload_bytes
+        if len(self._buffer) < end:
+            return None
+        header = json.loads(self._buffer[_LENGTHS.size : header_end])
+        payload = bytes(self._buffer[header_end:end])
+        del self._buffer[:end]
+        return header, payload

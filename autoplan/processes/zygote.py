@@ -1,0 +1,171 @@
+"""The zygote's own process: imports once, then forks the ranks of one task after another.
+
+Started by exec (`python -c`), so that a user's unguarded script is never entered again. It stays single-threaded,
+runs no tensor operation and never initialises CUDA: both would be broken in the ranks that it forks. It ends with
+the planner, and takes everything that it started with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from autoplan.processes import linux
+from autoplan.processes.supervisor import Supervisor
+from autoplan.processes.wire import FrameReader, encode_frame, send_frame
+
+
+class PlannerGone(Exception):
+    """The planner died or closed the connection."""
+
+
+class _Terminated(Exception):
+    """Somebody sent SIGTERM."""
+
+
+def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
+    """Serves the planner until it is gone.
+
+    Args:
+        connection_fd: Our end of the socket pair; its end is the planner's end.
+        planner_pid: Watched besides, since a fork of the planner may hold a copy of its end.
+        preload: Modules to import before the first fork.
+    """
+    connection = socket.socket(fileno=connection_fd)
+    _die_if_planner_goes(connection)
+    linux.become_subreaper()
+    server = ZygoteServer(connection, planner_pid)
+    errors = _import_all(preload)
+    _stay_alive(connection)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    gc.collect()
+    gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in each rank
+    exit_code = 0
+    try:
+        server.announce(errors)
+        server.serve()
+    except (PlannerGone, _Terminated, OSError) as stop:
+        exit_code = 0 if isinstance(stop, PlannerGone) else 1
+    for pid in linux.descendants(os.getpid()):
+        linux.signal_quietly(pid, signal.SIGKILL)
+    os._exit(exit_code)
+
+
+class ZygoteServer:
+    """Answers the planner's requests, one at a time."""
+
+    def __init__(self, connection: socket.socket, planner_pid: int) -> None:
+        self._connection = connection
+        self._reader = FrameReader(connection)
+        self._planner_pidfd = linux.open_pidfd(planner_pid) if os.getppid() == planner_pid else None
+        self._unsent = bytearray()
+        self._fds = [connection.fileno()]
+        if self._planner_pidfd is not None:
+            self._fds.append(self._planner_pidfd)
+
+    def announce(self, preload_errors: dict[str, str]) -> None:
+        """Tells the planner that the imports are done, and how they went."""
+        torch = sys.modules.get("torch")
+        ready = {
+            "kind": "ready",
+            "pid": os.getpid(),
+            "preload_errors": preload_errors,
+            "threads": len(os.listdir("/proc/self/task")),
+            "cuda_initialized": bool(torch is not None and torch.cuda.is_initialized()),
+        }
+        send_frame(self._connection, ready)
+
+    def serve(self) -> None:
+        """Runs tasks until the planner is gone (`PlannerGone`)."""
+        while True:
+            header, payload = self._next_request()
+            if header["kind"] != "run":
+                continue  # a cancellation that crossed the end of its task
+            supervisor = Supervisor(
+                header,
+                payload,
+                caller=self._is_cancelled,
+                watched_fds=self._fds,
+                inherited_fds=self._fds,
+                send_progress=self._send_progress,
+            )
+            del payload
+            ended = supervisor.run()
+            self._flush(wait=True)
+            send_frame(self._connection, ended)
+
+    def _next_request(self) -> tuple[dict[str, Any], bytes]:
+        while True:
+            poller = select.poll()
+            for fd in self._fds:
+                poller.register(fd, select.POLLIN)
+            poller.poll()
+            self._check_planner()
+            frame = self._read()
+            if frame is not None:
+                return frame
+
+    def _is_cancelled(self) -> bool:
+        self._check_planner()
+        frame = self._read()
+        return frame is not None and frame[0]["kind"] == "cancel"
+
+    def _read(self) -> tuple[dict[str, Any], bytes] | None:
+        try:
+            return self._reader.read(timeout_s=0)
+        except EOFError as error:
+            raise PlannerGone from error
+
+    def _check_planner(self) -> None:
+        if self._planner_pidfd is not None and select.select([self._planner_pidfd], [], [], 0)[0]:
+            raise PlannerGone
+
+    def _send_progress(self, message: dict[str, Any]) -> None:
+        """Sends what the planner can take now, and drops the message if it has not taken the last one."""
+        self._flush(wait=False)
+        if not self._unsent:
+            self._unsent += encode_frame(message)[0]
+            self._flush(wait=False)
+
+    def _flush(self, *, wait: bool) -> None:
+        while self._unsent:
+            try:
+                sent = self._connection.send(self._unsent, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]
+
+
+def _import_all(names: list[str]) -> dict[str, str]:
+    errors = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def _die_if_planner_goes(connection: socket.socket) -> None:
+    """Has the kernel end this process when the planner's end closes, as long as imports keep us from looking."""
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default action is the end
+    if select.select([connection], [], [], 0)[0]:
+        os._exit(0)  # it was gone before we asked
+
+
+def _stay_alive(connection: socket.socket) -> None:
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+
+
+def _on_sigterm(number: int, frame: object) -> NoReturn:
+    raise _Terminated
