@@ -33,7 +33,9 @@ _CANCEL_S = 20.0
 _SILENCE_S = 120.0  # the zygote speaks every second while a task runs
 _LISTEN_S = 0.5
 
-_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from autoplan.processes.zygote import main; main({fd}, {pid}, {preload!r})"
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = {path!r}; from autoplan.processes.zygote import main; main({fd}, {pid}, {preload!r})"
+)
 
 
 class Zygote:
@@ -175,6 +177,12 @@ class Zygote:
         assert self._connection is not None
         try:
             send_frame(self._connection, request, payload)
+        except OSError:
+            return self._lose()
+        except BaseException:
+            self._lose()  # half a request was sent: the zygote cannot understand what follows
+            raise
+        try:
             return self._await_end(on_progress)
         except (EOFError, OSError):
             return self._lose()
@@ -248,9 +256,7 @@ class Zygote:
             **self._env,
             _MARKER: self._marker,
         }
-        code = _BOOTSTRAP.format(
-            path=_import_path(), fd=theirs.fileno(), pid=os.getpid(), preload=self._preload
-        )
+        code = _BOOTSTRAP.format(path=_import_path(), fd=theirs.fileno(), pid=os.getpid(), preload=self._preload)
         output_fd, output = tempfile.mkstemp(prefix="autoplan-zygote-", suffix=".log")
         self._output = Path(output)
         try:

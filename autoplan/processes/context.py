@@ -11,7 +11,7 @@ from autoplan.processes.files import rank_file, write_json
 from autoplan.processes.records import FIRST_PHASE
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _LEAVE_WAIT_S = 10.0
 
@@ -90,7 +90,7 @@ class RankContext:
         timeout = timedelta(seconds=timeout_s)
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may resolve to nothing
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             self.master_addr,
             self.store_port,
             self.world_size,
@@ -102,9 +102,7 @@ class RankContext:
         os.environ["MASTER_ADDR"] = self.master_addr
         os.environ["MASTER_PORT"] = str(self.store_port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        dist.init_process_group(
-            backend, store=self._store, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
+        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
     def mark_started(self) -> None:
         """Notes that the target is about to be entered."""

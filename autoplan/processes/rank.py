@@ -21,9 +21,7 @@ from autoplan.processes import linux
 from autoplan.processes.context import RankContext
 from autoplan.processes.files import rank_file, write_json
 
-_COLD_START = (
-    "import sys; sys.path[:] = {path!r}; from autoplan.processes.rank import run_cold; run_cold({fd})"
-)
+_COLD_START = "import sys; sys.path[:] = {path!r}; from autoplan.processes.rank import run_cold; run_cold({fd})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

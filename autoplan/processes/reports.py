@@ -23,9 +23,10 @@ def build_report(task: Task, directory: Path, requested_at: float, ended: dict[s
     seen = ended.get("ranks") or [{} for _ in range(task.ranks)]
     seen += [{} for _ in range(task.ranks - len(seen))]
     beats = [read_json(rank_file(directory, rank, "heartbeat.json")) or {} for rank in range(task.ranks)]
-    failed_rank = ended.get("failed_rank")
+    failed_rank, failed_ranks = ended.get("failed_rank"), ended.get("failed_ranks", [])
     ranks = tuple(
-        _rank_report(directory, rank, requested_at, seen[rank], beats[rank]) for rank in range(task.ranks)
+        _rank_report(directory, rank, seen[rank], beats[rank], failed=rank in failed_ranks, since=requested_at)
+        for rank in range(task.ranks)
     )
     lead = failed_rank or 0
     starts = [beat["started_at"] for beat in beats if beat.get("started_at") is not None]
@@ -48,12 +49,11 @@ def build_report(task: Task, directory: Path, requested_at: float, ended: dict[s
 
 
 def _rank_report(
-    directory: Path, rank: int, requested_at: float, seen: dict[str, Any], beat: dict[str, Any]
+    directory: Path, rank: int, seen: dict[str, Any], beat: dict[str, Any], *, failed: bool, since: float
 ) -> RankReport:
     written = read_json(rank_file(directory, rank, "result.json"))
     failure = read_json(rank_file(directory, rank, "error.json"))
-    failed_at = failure["at"] if failure else seen.get("ended_at")
-    failed = bool(failure) or seen.get("exit_code", 0) != 0
+    failed_at = failure["at"] if failure else seen["ended_at"] if failed else None
     return RankReport(
         rank=rank,
         pid=seen.get("pid", beat.get("pid")),
@@ -66,7 +66,7 @@ def _rank_report(
         stderr_tail=read_tail(rank_file(directory, rank, "stderr")),
         stdout_tail=read_tail(rank_file(directory, rank, "stdout")),
         started=beat.get("started_at") is not None,
-        failed_after_s=failed_at - requested_at if failed and failed_at is not None else None,
+        failed_after_s=None if failed_at is None else failed_at - since,
     )
 
 

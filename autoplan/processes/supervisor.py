@@ -28,6 +28,7 @@ _SLOW_TICK_S = 0.1
 _FAST_FOR_S = 2.0
 _PROGRESS_S = 1.0
 _TERM_GRACE_S = 2.0
+_HELPER_GRACE_S = 0.2  # multiprocessing's resource tracker and the like end themselves, and clean up, at end of file
 _KILL_WAIT_S = 10.0
 
 # A rank killed by one of these is the cause; a peer's exception (connection reset) within this time is the effect.
@@ -113,13 +114,14 @@ class Supervisor:
         except BaseException:
             self._end_all(grace_s=0.0)
             raise
-        # Memory runs out faster than a grace period; a finished rank has nothing left to save.
-        at_once = verdict.ended in (Ended.MEMORY_LIMIT, Ended.FINISHED)
-        left_behind = self._end_all(grace_s=0.0 if at_once else _TERM_GRACE_S)
+        failed_ranks = [state.rank for state in self._ranks if state.failed]
+        urgent = verdict.ended is Ended.MEMORY_LIMIT  # memory runs out faster than a grace period
+        left_behind = self._end_all(grace_s=0.0 if urgent else _TERM_GRACE_S)
         return {
             "kind": "ended",
             "ended": verdict.ended.value,
             "failed_rank": verdict.failed_rank,
+            "failed_ranks": failed_ranks,
             "phase_deadline_s": verdict.phase_deadline_s,
             "ranks": [
                 {"pid": r.pid, "exit_code": r.exit_code, "signal": r.signal, "ended_at": r.ended_at}
@@ -303,19 +305,14 @@ class Supervisor:
         Every descendant of the zygote belongs to the task: it starts nothing else, and it adopts what loses its
         parent. Returns how many outlived SIGKILL (uninterruptible sleep).
         """
-        running = [state for state in self._ranks if state.ended_at is None]
         if grace_s > 0:
-            for state in running:
-                linux.signal_quietly(state.pid, signal.SIGTERM, group=True)
-            give_up_at = time.monotonic() + grace_s
-            while time.monotonic() < give_up_at and any(state.ended_at is None for state in running):
-                self._wait_for_ends(give_up_at - time.monotonic())
+            self._end_ranks(grace_s)
+            self._await_helpers()
         rank_pids = {state.pid for state in self._ranks}
         give_up_at = time.monotonic() + _KILL_WAIT_S
         pause_s = 0.001
         while True:
-            self._reap()
-            remaining = linux.descendants(os.getpid())
+            remaining = self._remaining()
             if not remaining or time.monotonic() > give_up_at:
                 return len(remaining)
             for pid in remaining:
@@ -323,6 +320,27 @@ class Supervisor:
             self._swept |= remaining - rank_pids
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
+
+    def _end_ranks(self, grace_s: float) -> None:
+        """SIGTERM, the grace period, SIGKILL: to the groups of the ranks that still run."""
+        running = [state for state in self._ranks if state.ended_at is None]
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_WAIT_S)):
+            for state in running:
+                if state.ended_at is None:
+                    linux.signal_quietly(state.pid, number, group=True)
+            give_up_at = time.monotonic() + wait_s
+            while time.monotonic() < give_up_at and any(state.ended_at is None for state in running):
+                self._wait_for_ends(give_up_at - time.monotonic())
+
+    def _await_helpers(self) -> None:
+        give_up_at = time.monotonic() + _HELPER_GRACE_S
+        while self._remaining() and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+
+    def _remaining(self) -> set[int]:
+        """The descendants that are left once every wait status there is has been taken."""
+        self._reap()
+        return linux.descendants(os.getpid())
 
     def _wait_for_ends(self, timeout_s: float) -> None:
         poller = select.poll()
