@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+from pydantic import Field
+
 from autoplan.probes.profile import OperationReading, Reading, Record
 
 
@@ -29,7 +31,7 @@ class ProbeRequest(Record):
     index: int
     budget_s: float
     threads: int
-    memory_limit_bytes: float
+    memory_limit_bytes: float | None = Field(default=None, description="None: half of what is free on the GPU")
     cache_bytes: int | None = None
 
 
@@ -40,7 +42,7 @@ class ShapesRequest(Record):
     index: int
     budget_s: float
     threads: int
-    memory_limit_bytes: float
+    memory_limit_bytes: float | None = None
     kind: Literal["matmul", "linear_train"]
     dtype: str
     shapes: tuple[tuple[int, int, int], ...]
@@ -94,7 +96,7 @@ def probe_given_shapes(context: Context, item: dict[str, Any]) -> dict[str, Any]
         device=device,
         budget=budget,
         cap_s=max(0.3, request.budget_s / max(1, len(request.shapes))),
-        memory_limit_bytes=request.memory_limit_bytes,
+        memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
         on_progress=lambda label: context.heartbeat(doing=label),
     )
     measured = Measured(
@@ -124,6 +126,14 @@ def _open_device(kind: str, index: int, threads: int) -> Any:
     return device
 
 
+def _memory_limit_bytes(device: Any, given: float | None) -> float:
+    import torch
+
+    if given is not None:
+        return given
+    return 0.5 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
+
+
 def _series(context: Context, request: ProbeRequest) -> Any:
     """Yield what is measured so far after each series of measurements; the most needed series first."""
     from autoplan.probes import launch
@@ -146,7 +156,7 @@ def _series(context: Context, request: ProbeRequest) -> Any:
             device=device,
             budget=Budget(seconds=seconds),
             cap_s=0.4 if device.type == "cpu" else 0.25,
-            memory_limit_bytes=request.memory_limit_bytes,
+            memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
             on_progress=lambda label: context.heartbeat(doing=label),
         )
         operations += readings

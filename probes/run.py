@@ -1,0 +1,359 @@
+"""All probes in order: what can be read at once, then what must be measured, in a rank and within a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autoplan.errors import DeviceError, UsageError
+from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
+from autoplan.probes.gpu import read_gpus
+from autoplan.probes.host import read_cpu_device, read_host, read_last_level_cache_bytes
+from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading, Reading
+from autoplan.probes.worker import Measured, ProbeRequest, ShapesRequest
+
+if TYPE_CHECKING:
+    from autoplan.processes import ProcessReport, Task, Zygote
+
+DEFAULT_BUDGET_S = 12.0
+# Above this share of busy cores (load over cores) or of GPU utilisation, rates are not this machine's best.
+BUSY_SHARE = 0.5
+# torch.utils.benchmark calls an interquartile range over 25 % of the median severe
+SEVERE_SPREAD = 0.25
+
+
+def read_host_profile(*, api: Any = None) -> HardwareProfile:
+    """What can be read without measuring: milliseconds, no torch, no CUDA context.
+
+    Args:
+        api: Anything shaped like the `pynvml` module; None takes the real one.
+    """
+    started = time.perf_counter()
+    gpus = read_gpus(api)
+    host = read_host(driver=gpus.driver)
+    notes = list(gpus.notes)
+    devices = gpus.devices
+    if devices and host.cuda is None:
+        names = ", ".join(device.name for device in devices)
+        notes.append(f"this torch ({host.torch}) was built without CUDA: it cannot use {names}")
+        devices = ()
+    notes += _busy_notes(host, devices)
+    return HardwareProfile(
+        created=_now(),
+        seconds_spent=time.perf_counter() - started,
+        host=host,
+        devices=(*devices, read_cpu_device(host)),
+        links=gpus.links if devices else (),
+        notes=tuple(notes),
+    )
+
+
+def run_probes(
+    zygote: Zygote | None = None,
+    *,
+    device: str | None = None,
+    budget_s: float = DEFAULT_BUDGET_S,
+    fresh: bool = False,
+    cache_dir: Path | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> HardwareProfile:
+    """Everything the probes can find out about this machine, from the cache where it was measured before.
+
+    Args:
+        zygote: Where the rank that measures is started from; None starts one for the purpose.
+        device: "cuda" or "cpu": what is measured; None measures the GPUs if there are any, else the CPU.
+        budget_s: How long it may take, the start of the rank included.
+        fresh: Measure again even if the cache has this machine.
+        cache_dir: None takes the user's cache folder.
+        on_progress: Called with a few words whenever something else is being measured.
+
+    Raises:
+        UsageError: `device` is neither "cuda" nor "cpu".
+        DeviceError: There is no such device, or nothing could be measured on it.
+    """
+    started = time.perf_counter()
+    profile = read_host_profile()
+    kind = pick_device(profile, device)
+    path = cache_path(profile.fingerprint, kind, cache_dir)
+    if not fresh:
+        cached, problem = load_cached(path)
+        if cached is not None and cached.budget_s >= budget_s and cached.profile.fingerprint == profile.fingerprint:
+            return _refresh(profile, cached.profile, path)
+        if problem is not None:
+            profile = _with_notes(profile, [problem])
+    with _own_or_given(zygote) as running:
+        spent = time.perf_counter() - started
+        # a slow start of the interpreter must not leave nothing for the measuring
+        measure_s = max(budget_s - spent, 0.4 * budget_s)
+        measured, notes = _measure(running, profile, kind, measure_s, on_progress)
+    profile = profile.model_copy(
+        update={
+            "devices": tuple(_merge(d, measured) for d in profile.devices),
+            "seconds_spent": time.perf_counter() - started,
+        }
+    )
+    profile = _with_notes(profile, [*notes, *_spread_notes(measured)])
+    problem = save_cached(path, CachedProfile(budget_s=budget_s, profile=profile))
+    return profile if problem is None else _with_notes(profile, [problem])
+
+
+def probe_shapes(
+    shapes: Sequence[tuple[int, int, int]],
+    dtype: str,
+    *,
+    kind: Literal["matmul", "linear_train"] = "matmul",
+    device: str | None = None,
+    zygote: Zygote | None = None,
+    budget_s: float = 10.0,
+) -> tuple[OperationReading, ...]:
+    """Measure matrix products of given (m, n, k), `x[m, k]` times the transpose of `w[n, k]`.
+
+    Args:
+        shapes: What to measure; repeated ones are measured once. What the budget leaves no time for is missing
+            from the answer.
+        dtype: float32, tf32, bfloat16 or float16.
+        kind: "matmul" (forward, operands in the dtype) or "linear_train" (forward and backward, autocast).
+        device: "cuda" or "cpu"; None takes the GPU if there is one.
+        zygote: Where the rank is started from; None starts one for the purpose.
+        budget_s: Seconds for all shapes together.
+
+    Raises:
+        DeviceError: Nothing could be measured.
+    """
+    profile = read_host_profile()
+    chosen = profile.device(pick_device(profile, device))
+    request = ShapesRequest(
+        type=chosen.type,
+        index=chosen.index,
+        budget_s=budget_s,
+        threads=choose_threads(profile.host),
+        memory_limit_bytes=_tensor_limit_bytes(chosen),
+        kind=kind,
+        dtype=dtype,
+        shapes=tuple(dict.fromkeys(shapes)),
+    )
+    with _own_or_given(zygote) as running:
+        report = running.run(_task("probe_given_shapes", request.model_dump(), budget_s, profile.host))
+    result = report.ranks[0].result if report.ranks else None
+    if result is None:
+        raise _device_error(chosen.type, report)
+    return Measured.model_validate(result).operations
+
+
+def pick_device(profile: HardwareProfile, wanted: str | None) -> Literal["cuda", "cpu"]:
+    """The kind of device to use: the one asked for, else "cuda" where there is a GPU.
+
+    Raises:
+        UsageError: `wanted` is neither "cuda" nor "cpu".
+        DeviceError: "cuda" is wanted and there is none.
+    """
+    has_gpu = any(d.type == "cuda" for d in profile.devices)
+    if wanted is None:
+        return "cuda" if has_gpu else "cpu"
+    if wanted not in ("cuda", "cpu"):
+        raise UsageError(f"the device {wanted!r} is not known", hint="give cuda or cpu")
+    if wanted == "cpu":
+        return "cpu"
+    if not has_gpu:
+        why = "; ".join(n for n in profile.notes if "GPU" in n or "CUDA" in n) or "no GPU is visible to this process"
+        raise DeviceError(
+            f"the device cuda was asked for, and there is none to use: {why}",
+            hint="check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch was installed with CUDA, or use cpu",
+        )
+    return "cuda"
+
+
+def choose_threads(host: Host) -> int:
+    """Threads for torch on the CPU: one per physical core this process may use."""
+    physical = host.cores_physical or host.cores_usable
+    return max(1, min(host.cores_usable, physical))
+
+
+def _measure(
+    zygote: Zygote,
+    profile: HardwareProfile,
+    kind: str,
+    measure_s: float,
+    on_progress: Callable[[str], None] | None,
+) -> tuple[list[Measured], list[str]]:
+    """What a rank measured, and what is missing."""
+    targets = [d for d in profile.devices if d.type == kind]
+    requests = [
+        ProbeRequest(
+            type=device.type,
+            index=device.index,
+            budget_s=measure_s / len(targets),
+            threads=choose_threads(profile.host),
+            memory_limit_bytes=_tensor_limit_bytes(device),
+            cache_bytes=_cache_bytes(device),
+        )
+        for device in targets
+    ]
+    task = _task("probe_devices", [r.model_dump() for r in requests], measure_s, profile.host)
+    report = zygote.run(task, on_progress=_progress_teller(on_progress))
+    result = report.ranks[0].result if report.ranks else None
+    measured = [Measured.model_validate(item) for item in result or ()]
+    if not measured:
+        raise _device_error(kind, report)
+    notes = [note for m in measured for note in m.notes]
+    if len(measured) < len(targets) or not all(m.complete for m in measured):
+        notes.append(f"the probes did not come to their end: {report.describe()}")
+    return measured, notes
+
+
+def _progress_teller(on_progress: Callable[[str], None] | None) -> Callable[[Any], None] | None:
+    if on_progress is None:
+        return None
+    last = ""
+
+    def tell(progress: Any) -> None:
+        nonlocal last
+        doing = str(progress.facts[0].get("doing", "")) if progress.facts else ""
+        if doing and doing != last:
+            last = doing
+            on_progress(doing)
+
+    return tell
+
+
+def _task(function: str, argument: Any, measure_s: float, host: Host) -> Task:
+    from autoplan.processes import Task
+
+    available = host.memory_available_bytes.value
+    return Task(
+        target=f"autoplan.probes.worker:{function}",
+        args=(argument,),
+        deadlines_s={"*": 3 * measure_s + 30},
+        total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
+        memory_limit_bytes=int(0.8 * available) if available else None,
+    )
+
+
+def _own_or_given(zygote: Zygote | None) -> AbstractContextManager[Zygote]:
+    from autoplan.processes import Zygote
+
+    return Zygote(preload=("torch",)) if zygote is None else nullcontext(zygote)
+
+
+def _device_error(kind: str, report: ProcessReport) -> DeviceError:
+    tail = report.ranks[0].stderr_tail.strip().splitlines()[-1:] if report.ranks else []
+    last = f"; last line: {tail[0]}" if tail else ""
+    return DeviceError(
+        f"nothing could be measured on {kind}: {report.describe()}{last}",
+        hint="check that `python -c \"import torch; torch.ones(1, device='" + kind + "')\"` works on this machine",
+    )
+
+
+def _tensor_limit_bytes(device: Device) -> float | None:
+    """What tensors of the probes may take: a quarter of the host's free memory; the rank asks the GPU."""
+    if device.type == "cuda":
+        return None
+    available = device.memory_available_bytes.value
+    return 0.25 * available if available else None
+
+
+def _cache_bytes(device: Device) -> int | None:
+    from autoplan.probes import catalog
+
+    if device.type == "cpu":
+        return read_last_level_cache_bytes()
+    sheet = catalog.find(device.name)
+    if sheet is None or sheet.last_level_cache_bytes is None:
+        return None
+    return int(sheet.last_level_cache_bytes.value)
+
+
+def _merge(device: Device, measured: Iterable[Measured]) -> Device:
+    """The device with what was measured on it."""
+    for found in measured:
+        if (found.type, found.index) == (device.type, device.index):
+            return device.model_copy(
+                update={
+                    "operations": found.operations,
+                    "kernel_launch_s": found.kernel_launch_s,
+                    "peak_flops_per_s": _peaks(found.operations),
+                    "memory_bandwidth_bytes_per_s": _best(found.operations, ("copy", "add")),
+                    "host_to_device_bytes_per_s": _transfers(found.operations, "host_to_device"),
+                    "device_to_host_bytes_per_s": _transfers(found.operations, "device_to_host"),
+                }
+            )
+    return device
+
+
+def _peaks(operations: Sequence[OperationReading]) -> dict[str, Reading]:
+    dtypes = dict.fromkeys(o.dtype for o in operations if o.kind == "matmul")
+    best = {dtype: _best([o for o in operations if o.dtype == dtype], ("matmul",)) for dtype in dtypes}
+    return {dtype: reading for dtype, reading in best.items() if reading is not None}
+
+
+def _transfers(operations: Sequence[OperationReading], way: str) -> dict[str, Reading]:
+    best = {kind: _best(operations, (f"{way}_{kind}",)) for kind in ("pinned", "pageable")}
+    return {kind: reading for kind, reading in best.items() if reading is not None}
+
+
+def _best(operations: Sequence[OperationReading], kinds: Sequence[str]) -> Reading | None:
+    """The highest rate among the operations of these kinds."""
+    known = [o for o in operations if o.kind in kinds and o.rate.value is not None]
+    if not known:
+        return None
+    best = max(known, key=lambda o: o.rate.value or 0.0)
+    shape = "x".join(map(str, best.shape))
+    source = f"best of {len(known)}: {best.kind} {shape}, {best.rate.source}"
+    return best.rate.model_copy(update={"source": source})
+
+
+def _refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> HardwareProfile:
+    """What was measured then, with what is read now (free memory, clocks, load)."""
+    measured = [
+        Measured(type=d.type, index=d.index, operations=d.operations, kernel_launch_s=d.kernel_launch_s, complete=True)
+        for d in cached.devices
+        if d.operations
+    ]
+    notes = [f"measured at {cached.created}, kept in {path}"]
+    notes += [note for note in cached.notes if note not in now.notes]
+    return now.model_copy(
+        update={
+            "devices": tuple(_merge(d, measured) for d in now.devices),
+            "collectives": cached.collectives,
+            "notes": (*now.notes, *notes),
+        }
+    )
+
+
+def _busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
+    notes = []
+    load = host.load_average.value
+    if load is not None and load > BUSY_SHARE * host.cores_usable:
+        notes.append(
+            f"the machine was busy (load {load:.1f} on {host.cores_usable} cores): rates may be lower than it can do"
+        )
+    for device in devices:
+        use = device.state["utilisation"].value if "utilisation" in device.state else None
+        if use is not None and use > BUSY_SHARE:
+            notes.append(f"cuda:{device.index} was busy ({use:.0%} utilisation): rates may be lower than it can do")
+        if device.throttle_reasons:
+            notes.append(f"the clock of cuda:{device.index} was held down: {', '.join(device.throttle_reasons)}")
+    return notes
+
+
+def _spread_notes(measured: Sequence[Measured]) -> list[str]:
+    operations = [o for m in measured for o in m.operations]
+    noisy = [o for o in operations if o.rate.spread is not None and o.rate.spread > SEVERE_SPREAD]
+    if len(noisy) <= len(operations) // 4:
+        return []
+    return [
+        f"{len(noisy)} of {len(operations)} measurements vary by over {SEVERE_SPREAD:.0%}: "
+        "something else used the machine; measure again when it is idle"
+    ]
+
+
+def _with_notes(profile: HardwareProfile, notes: Sequence[str]) -> HardwareProfile:
+    return profile.model_copy(update={"notes": (*profile.notes, *notes)})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
