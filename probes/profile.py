@@ -77,6 +77,9 @@ class CollectiveReading(Record):
     latency_s: Reading
     algbw_bytes_per_s: Reading
     busbw_bytes_per_s: Reading
+    compute_slowdown: Reading | None = Field(
+        default=None, description="all-reduce: how many times longer a matmul takes that runs beside it"
+    )
     samples: tuple[tuple[int, float], ...] = Field(
         default=(), description="(payload bytes, median seconds) pairs that the line was fitted to"
     )
