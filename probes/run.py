@@ -24,6 +24,8 @@ DEFAULT_BUDGET_S = 12.0
 BUSY_SHARE = 0.5
 # torch.utils.benchmark calls an interquartile range over 25 % of the median severe
 SEVERE_SPREAD = 0.25
+# A tenth of the cores gone moves a rate by about as much: more than what the search tells apart.
+SEVERE_OTHERS_SHARE = 0.10
 
 
 def read_host_profile(*, api: Any = None) -> HardwareProfile:
@@ -96,7 +98,7 @@ def run_probes(
             "seconds_spent": time.perf_counter() - started,
         }
     )
-    profile = _with_notes(profile, [*notes, *_spread_notes(measured)])
+    profile = _with_notes(profile, [*notes, *_contention_notes(measured)])
     problem = save_cached(path, CachedProfile(budget_s=budget_s, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
 
@@ -338,6 +340,17 @@ def _busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
         if device.throttle_reasons:
             notes.append(f"the clock of cuda:{device.index} was held down: {', '.join(device.throttle_reasons)}")
     return notes
+
+
+def _contention_notes(measured: Sequence[Measured]) -> list[str]:
+    """What other processes did to the measurements: their CPU time, and the spread of the samples."""
+    notes = [
+        f"other processes took {m.others_cpu_share:.0%} of the CPU time while {m.type}:{m.index} was measured: "
+        "rates may be lower than it can do; measure again when the machine is idle"
+        for m in measured
+        if m.others_cpu_share > SEVERE_OTHERS_SHARE
+    ]
+    return notes or _spread_notes(measured)
 
 
 def _spread_notes(measured: Sequence[Measured]) -> list[str]:

@@ -55,6 +55,7 @@ class Measured(Record):
     index: int
     operations: tuple[OperationReading, ...] = ()
     kernel_launch_s: Reading | None = None
+    others_cpu_share: float = Field(default=0.0, description="of all cores, kept busy by other processes meanwhile")
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     complete: bool = False
@@ -126,6 +127,32 @@ def _open_device(kind: str, index: int, threads: int) -> Any:
     return device
 
 
+class OtherProcesses:
+    """How much of the machine's CPU time went to other processes since this was made."""
+
+    def __init__(self) -> None:
+        self._own_s, self._busy_s, self._all_s = self._read()
+
+    def cpu_share(self) -> float:
+        """A share of all cores, 0 to 1; the kernel counts in steps of 10 ms."""
+        own_s, busy_s, all_s = (now - then for now, then in zip(self._read(), self._then(), strict=True))
+        return 0.0 if all_s <= 0 else min(1.0, max(0.0, (busy_s - own_s) / all_s))
+
+    def _then(self) -> tuple[float, float, float]:
+        return self._own_s, self._busy_s, self._all_s
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Seconds of CPU: this process's, everything busy, everything. /proc/stat through psutil."""
+        import psutil
+
+        times = psutil.cpu_times()
+        # guest time is part of user time already, iowait is idle time
+        everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return time.process_time(), everything - idle, everything
+
+
 def _memory_limit_bytes(device: Any, given: float | None) -> float:
     import torch
 
@@ -140,6 +167,7 @@ def _series(context: Context, request: ProbeRequest) -> Any:
     from autoplan.probes.timing import Budget, measure_operations
 
     started = time.perf_counter()
+    others = OtherProcesses()
     device = _open_device(request.type, request.index, request.threads)
     reading = launch.probe_launch(device)
     operations: list[OperationReading] = []
@@ -170,6 +198,7 @@ def _series(context: Context, request: ProbeRequest) -> Any:
             index=request.index,
             operations=tuple(operations),
             kernel_launch_s=reading,
+            others_cpu_share=others.cpu_share(),
             notes=tuple(notes),
             seconds=time.perf_counter() - started,
             complete=position + 1 == len(series),

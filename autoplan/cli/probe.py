@@ -1,0 +1,230 @@
+"""autoplan probe: what this machine can do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli import output
+from autoplan.units import format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from autoplan.probes.profile import Device, HardwareProfile, Host, Reading
+
+Row = tuple[str, ...]
+
+
+def probe_command(
+    json: output.JsonOption = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if this machine was measured.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cuda or cpu; without it the GPUs if there are any.", metavar="DEVICE"),
+    ] = None,
+) -> None:
+    """Measure what this machine can do: matmul, attention, memory, transfers, launches; read its limits and state."""
+    from autoplan.probes.run import run_probes
+
+    with _progress() as tell:
+        profile = run_probes(device=device, fresh=fresh, on_progress=tell)
+    if json:
+        sys.stdout.write(profile.model_dump_json(indent=2) + "\n")
+        return
+    show_profile(profile)
+
+
+def show_profile(profile: HardwareProfile) -> None:
+    """The profile on stdout: tables on a terminal, plain lines elsewhere."""
+    _show("Host", ("", "", ""), host_rows(profile.host))
+    for device in profile.devices:
+        title = f"{'cpu' if device.type == 'cpu' else f'cuda:{device.index}'}: {device.name}"
+        _show(title, ("", "", ""), device_rows(device))
+        if device.operations:
+            _show("matrix products", ("dtype", "best", "datasheet", "share", "in training"), peak_rows(device))
+            _show("attention, forward and backward", ("dtype", "shape", "sdpa", "eager"), attention_rows(device))
+    if profile.links:
+        rows = [(f"{k.a} - {k.b}", k.kind, format_rate(k.bandwidth_bytes_per_s), k.detail) for k in profile.links]
+        _show("links, one direction, datasheet", ("ends", "kind", "bandwidth", "detail"), rows)
+    if profile.collectives:
+        rows = [
+            (f"{c.operation} x{c.group_size}", c.backend, format_rate(c.busbw_bytes_per_s), format_time(c.latency_s))
+            for c in profile.collectives
+        ]
+        _show("collectives", ("operation", "backend", "bus bandwidth", "latency"), rows)
+    console = output.console(stderr=False)
+    for note in profile.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", markup=False)
+
+
+def host_rows(host: Host) -> list[Row]:
+    """(what, value, where from) of the host."""
+    cores = f"{host.cores_usable} usable of {host.cores_logical} ({host.cores_physical} physical)"
+    return [
+        ("cpu", host.cpu_model, " ".join(host.cpu_flags)),
+        ("cores", cores, f"{host.numa_nodes} NUMA node(s)"),
+        ("memory", *_size(host.memory_total_bytes)),
+        ("memory available", *_size(host.memory_available_bytes)),
+        ("memory limit", *_size(host.cgroup_memory_limit_bytes)),
+        ("cpu limit", *_plain(host.cgroup_cpu_limit)),
+        ("/dev/shm", *_size(host.shared_memory_bytes)),
+        ("load", *_plain(host.load_average)),
+        ("software", f"{host.kernel}, Python {host.python}, torch {host.torch}", _versions(host)),
+    ]
+
+
+def device_rows(device: Device) -> list[Row]:
+    """(what, value, where from) of a device; what is empty is left out."""
+    rows: list[Row] = [
+        ("memory", *_size(device.memory_total_bytes)),
+        ("memory available", *_size(device.memory_available_bytes)),
+    ]
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    if bandwidth is not None:
+        text = format_rate(bandwidth)
+        share = format_share(bandwidth, device.datasheet_memory_bandwidth_bytes_per_s)
+        rows.append(("memory bandwidth", text + (f", {share} of the datasheet" if share else ""), bandwidth.source))
+    for way, readings in (
+        ("host to device", device.host_to_device_bytes_per_s),
+        ("device to host", device.device_to_host_bytes_per_s),
+    ):
+        rows += [(f"{way}, {kind}", format_rate(reading), reading.source) for kind, reading in readings.items()]
+    if device.kernel_launch_s is not None:
+        what = "kernel launch" if device.type == "cuda" else "dispatch"
+        rows.append((what, format_time(device.kernel_launch_s), device.kernel_launch_s.source))
+    for name, reading in device.state.items():
+        rows.append((name.replace("_", " "), _state(reading), reading.reason or reading.source))
+    if device.throttle_reasons:
+        rows.append(("held down by", ", ".join(device.throttle_reasons), ""))
+    rows += [("also in use by", process, "") for process in device.other_processes]
+    return rows
+
+
+def peak_rows(device: Device) -> list[Row]:
+    """(dtype, best matmul, datasheet, share of it, best Linear forward and backward) per dtype."""
+    rows: list[Row] = []
+    for dtype in dict.fromkeys((*device.peak_flops_per_s, *device.datasheet_peak_flops_per_s)):
+        measured = device.peak_flops_per_s.get(dtype)
+        printed = device.datasheet_peak_flops_per_s.get(dtype)
+        training = device.best_rate("linear_train", dtype)
+        rows.append(
+            (
+                dtype,
+                format_rate(measured) if measured else "not measured",
+                format_rate(printed) if printed else "unknown",
+                format_share(measured, printed),
+                _scaled(training, "FLOP/s") if training is not None else "not measured",
+            )
+        )
+    return rows
+
+
+def attention_rows(device: Device) -> list[Row]:
+    """(dtype, shape, sdpa, eager) per dtype and shape."""
+    rows: list[Row] = []
+    cases = dict.fromkeys(
+        (o.dtype, o.shape) for o in device.operations if o.kind.endswith("_train") and len(o.shape) == 4
+    )
+    for dtype, shape in cases:
+        times = [
+            next((format_time(o.seconds) for o in device.readings(kind, dtype) if o.shape == shape), "not measured")
+            for kind in ("sdpa_train", "eager_attention_train")
+        ]
+        rows.append((dtype, "x".join(map(str, shape)), *times))
+    return rows
+
+
+def format_rate(reading: Reading) -> str:
+    """ "415 GFLOP/s", "30.1 GB/s", with the spread where it is known; the reason where there is no value."""
+    if reading.value is None:
+        return f"unknown ({reading.reason})"
+    text = _scaled(reading.value, "FLOP/s" if reading.unit == "flop/s" else "B/s")
+    return text if reading.spread is None else f"{text} ± {reading.spread / 2:.0%}"
+
+
+def format_time(reading: Reading) -> str:
+    """ "1.8 ms", with the spread where it is known; the reason where there is no value."""
+    if reading.value is None:
+        return f"unknown ({reading.reason})"
+    text = format_seconds(reading.value)
+    return text if reading.spread is None else f"{text} ± {reading.spread / 2:.0%}"
+
+
+def format_share(measured: Reading | None, printed: Reading | None) -> str:
+    """The measured rate as a share of the datasheet's; empty where either is unknown."""
+    if measured is None or printed is None or measured.value is None or not printed.value:
+        return ""
+    return f"{measured.value / printed.value:.0%}"
+
+
+def _scaled(value: float, unit: str) -> str:
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{format_number(value / scale)} {prefix}{unit}"
+    return f"{format_number(value)} {unit}"
+
+
+def _size(reading: Reading) -> tuple[str, str]:
+    return ("none known" if reading.value is None else format_bytes(reading.value)), reading.reason or reading.source
+
+
+def _plain(reading: Reading) -> tuple[str, str]:
+    return ("none known" if reading.value is None else format_number(reading.value)), reading.reason or reading.source
+
+
+def _state(reading: Reading) -> str:
+    if reading.value is None:
+        return "unknown"
+    if reading.unit == "Hz":
+        return f"{reading.value / 1e6:.0f} MHz"
+    return f"{reading.value:.0%}" if reading.unit == "1" else f"{format_number(reading.value)} {reading.unit}"
+
+
+def _versions(host: Host) -> str:
+    driver = f"driver {host.driver}" if host.driver else "no GPU driver"
+    return f"{driver}, CUDA {host.cuda}" if host.cuda else driver
+
+
+def _show(title: str, header: Row, rows: list[Row]) -> None:
+    """A table on a terminal; elsewhere one line per row, cells apart by ' | '."""
+    if not rows:
+        return
+    console = output.console(stderr=False)
+    if output.is_plain(sys.stdout):
+        console.print(title, markup=False)
+        for row in rows if not any(header) else [header, *rows]:
+            console.print("  " + " | ".join(cell for cell in row if cell), markup=False)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=any(header), box=None, pad_edge=False)
+    for column in range(len(rows[0])):
+        table.add_column(header[column], style="dim" if not any(header) and column == 2 else None)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+    console.print()
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is being measured: a line that changes on a terminal, one line in all elsewhere; on stderr."""
+    console = output.console()
+    if output.is_plain(sys.stderr):
+        told = False
+
+        def tell_once(doing: str) -> None:
+            nonlocal told
+            if not told:
+                console.print("measuring this machine, some 12 s", markup=False)
+            told = True
+
+        yield tell_once
+        return
+    with console.status("looking at this machine") as status:
+        yield lambda doing: status.update(f"measuring {doing}")
