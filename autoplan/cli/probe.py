@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,13 +126,12 @@ def peak_rows(device: Device) -> list[Row]:
 def attention_rows(device: Device) -> list[Row]:
     """(dtype, shape, sdpa, eager) per dtype and shape."""
     rows: list[Row] = []
-    cases = dict.fromkeys(
-        (o.dtype, o.shape) for o in device.operations if o.kind.endswith("_train") and len(o.shape) == 4
-    )
+    both = ("sdpa_train", "eager_attention_train")
+    cases = dict.fromkeys((o.dtype, o.shape) for o in device.operations if o.kind in both)
     for dtype, shape in cases:
         times = [
             next((format_time(o.seconds) for o in device.readings(kind, dtype) if o.shape == shape), "not measured")
-            for kind in ("sdpa_train", "eager_attention_train")
+            for kind in both
         ]
         rows.append((dtype, "x".join(map(str, shape)), *times))
     return rows
@@ -189,15 +188,16 @@ def _versions(host: Host) -> str:
     return f"{driver}, CUDA {host.cuda}" if host.cuda else driver
 
 
-def _show(title: str, header: Row, rows: list[Row]) -> None:
+def _show(title: str, header: Row, rows: Sequence[Row]) -> None:
     """A table on a terminal; elsewhere one line per row, cells apart by ' | '."""
     if not rows:
         return
     console = output.console(stderr=False)
     if output.is_plain(sys.stdout):
         console.print(title, markup=False)
-        for row in rows if not any(header) else [header, *rows]:
-            console.print("  " + " | ".join(cell for cell in row if cell), markup=False)
+        for row in [header, *rows] if any(header) else rows:
+            cells = [cell or "-" for cell in row] if any(header) else [cell for cell in row if cell]
+            console.print("  " + " | ".join(cells), markup=False)
         return
     from rich.table import Table
     from rich.text import Text
