@@ -1,0 +1,88 @@
+"""The typer application: which commands there are, and how an end becomes an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from autoplan import __version__
+from autoplan.cli import output
+from autoplan.cli.explain import explain_command
+from autoplan.cli.export import export_command
+from autoplan.cli.report import report_command
+from autoplan.cli.run import run_command
+from autoplan.cli.schema import schema_command
+from autoplan.cli.search import search_command
+from autoplan.cli.show import show_command
+from autoplan.cli.verify import verify_command
+from autoplan.errors import AutoplanError
+
+HELP = (
+    "Finds, by measurement, the fastest way to run a training job on this machine, keeps what is trained the same, "
+    "and hands over a plan that is applied."
+)
+EPILOG = (
+    "Exit codes: 0 done; 1 a bug of autoplan; 2 wrong usage or input; 3 nothing fits; 4 device unusable or busy; "
+    "5 budget ended before a verified plan; 6 export failed its check; 130 interrupted."
+)
+
+
+def show_version(wanted: bool) -> None:
+    """Prints the version and ends."""
+    if wanted:
+        print(f"autoplan {__version__}")
+        raise typer.Exit
+
+
+def build_app() -> typer.Typer:
+    """The application; with boxes and colours in its help only on a terminal."""
+    app = typer.Typer(
+        name="autoplan",
+        help=HELP,
+        epilog=EPILOG,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None if output.is_plain(sys.stdout) else "rich",
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+
+    @app.callback()
+    def top(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+        ] = False,
+    ) -> None:
+        pass
+
+    app.command("search")(search_command)
+    app.command("show")(show_command)
+    app.command("explain")(explain_command)
+    app.command("verify")(verify_command)
+    app.command("run")(run_command)
+    app.command("export")(export_command)
+    app.command("report")(report_command)
+    app.command("schema")(schema_command)
+    return app
+
+
+def run() -> int:
+    """Runs the command in sys.argv; returns its exit code (see autoplan.errors)."""
+    try:
+        build_app()(prog_name="autoplan")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except AutoplanError as error:
+        output.show_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone: nothing is left to say, or to whom
+        return 0
+    except Exception as error:  # whatever is left is our bug
+        output.show_bug(error)
+        return 1
+    return 0

@@ -1,0 +1,98 @@
+"""autoplan explain: why each knob has its value, and what was ruled out, by which limit and by how much."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.cli import output
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+
+if TYPE_CHECKING:
+    from autoplan.planner.plan import Plan
+
+
+def explain_command(
+    plan: PlanArgument = DEFAULT_PLAN,
+    knob: Annotated[
+        str | None, typer.Option("--knob", help="Only this knob: its value, and how the trials of each value went.")
+    ] = None,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Explain a plan: each choice with its reason, what failed, what was never tried and why."""
+    loaded = load_plan(plan)
+    knobs = explain_knobs(loaded, knob)
+    if json_output:
+        output.print_json(
+            {
+                "status": "ok",
+                "knobs": knobs,
+                "left_out": [family.model_dump(mode="json") for family in loaded.left_out],
+                "failed_trials": [t.model_dump(mode="json") for t in loaded.evidence if t.outcome.value != "ok"],
+            }
+        )
+        return
+    _print(loaded, knobs, everything=knob is None)
+
+
+def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
+    """Per knob: the value, the reason, and the best measured trial of each value that was tried.
+
+    Raises:
+        ConfigError: `only` is not a knob.
+    """
+    from autoplan.strategies.config import KNOBS, knob_values
+
+    if only is not None:
+        only = only.replace("-", "_")
+        knob_values(only)
+    reasons = {choice.knob: choice.reason for choice in plan.choices}
+    told = []
+    for knob in KNOBS:
+        tried = _tried(plan, knob)
+        if only == knob or (only is None and (len(tried) > 1 or knob in reasons)):
+            value = getattr(plan.config, knob)
+            told.append({"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried})
+    return told
+
+
+def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
+    """The values of a knob that trials had: how many trials, the best rate, and how the others ended."""
+    groups: dict[Any, list[Any]] = {}
+    for trial in plan.evidence:
+        groups.setdefault(getattr(trial.config, knob), []).append(trial)
+    tried = []
+    for value, trials in groups.items():
+        rates = [t.tokens_per_s.median for t in trials if t.tokens_per_s is not None and t.outcome.value == "ok"]
+        ends = sorted({t.outcome.value for t in trials if t.outcome.value != "ok"})
+        tried.append(
+            {"value": value, "trials": len(trials), "best_tokens_per_s": max(rates, default=None), "other_ends": ends}
+        )
+    return sorted(tried, key=lambda entry: -(entry["best_tokens_per_s"] or 0.0))
+
+
+def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None:
+    from autoplan.report import facts, terminal
+    from autoplan.units import format_number
+
+    console = output.console(stderr=False)
+    unit = plan.workload.unit
+    rows = []
+    for entry in knobs:
+        tried = "; ".join(
+            f"{one['value']}: "
+            + (f"{format_number(one['best_tokens_per_s'])} {unit}/s" if one["best_tokens_per_s"] else "")
+            + (" " if one["best_tokens_per_s"] and one["other_ends"] else "")
+            + (f"({', '.join(one['other_ends'])})" if one["other_ends"] else "")
+            for one in entry["tried"]
+        )
+        rows.append((entry["knob"], str(entry["value"]), entry["reason"] or "", tried))
+    headings = ("knob", "value", "why", "the best of each value tried")
+    terminal.show_table(console, facts.Rows(headings, rows), title="Choices")
+    if everything:
+        failed = [trial for trial in plan.evidence if trial.outcome.value != "ok"]
+        terminal.show_table(console, facts.trial_rows(failed, unit), title="Trials that did not run to their end")
+        terminal.show_table(console, facts.alternatives(plan), title="Next best")
+        terminal.show_table(console, facts.left_out(plan), title="Ruled out, never tried")
+        terminal.say(console, "parity", facts.parity_line(plan))

@@ -1,0 +1,45 @@
+"""autoplan export: a plan for another trainer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import output
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+
+
+def export_command(
+    plan: PlanArgument = DEFAULT_PLAN,
+    to: Annotated[
+        str, typer.Option("--to", help="json, yaml, pytorch (a script that needs no autoplan) or transformers.")
+    ] = "pytorch",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file to write. Default: plan-TARGET in the current folder.")
+    ] = None,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Write a plan for another trainer; every file is checked as its reader would read it before it is kept."""
+    from autoplan.planner.export.run import export_plan
+
+    exported = export_plan(load_plan(plan), to, out)
+    if json_output:
+        output.print_json(
+            {
+                "status": "ok",
+                "to": to,
+                "files": [str(path) for path in exported.paths],
+                "not_carried": list(exported.not_carried),
+                "notes": list(exported.notes),
+            }
+        )
+        return
+    for path in exported.paths:
+        print(path)
+    for text in exported.not_carried:
+        print(f"not carried: {text}", file=sys.stderr)
+    for text in exported.notes:
+        print(f"note: {text}", file=sys.stderr)

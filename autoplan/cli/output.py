@@ -1,0 +1,85 @@
+"""Where output goes: data to stdout, narration to stderr; plain lines where no person is looking."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1  # of the documents that --json prints
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
+
+
+def is_plain(stream: Any) -> bool:
+    """True where bars and colours have no place: not a terminal, NO_COLOR set, or a dumb terminal."""
+    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def console(*, stderr: bool = True) -> Console:
+    """A rich console on stderr (narration) or stdout (data)."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    plain = is_plain(stream)
+    return Console(
+        file=stream,
+        no_color=True if plain else None,
+        highlight=False,
+        width=None if stream.isatty() else 120,
+        soft_wrap=plain and not stream.isatty(),
+    )
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document on stdout, `schema_version` first."""
+    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION} | document, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+def wants_json() -> bool:
+    """True where this command was called with --json."""
+    return "--json" in sys.argv[1:]
+
+
+def show_error(error: AutoplanError) -> None:
+    """The error for a person on stderr, and with --json as a document on stdout too."""
+    sys.stderr.write(f"error: {error.message}\n")
+    if error.hint:
+        sys.stderr.write(f"  {error.hint}\n")
+    if wants_json():
+        told = {"code": error.code, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        print_json({"status": "error", "error": told})
+
+
+def show_bug(error: BaseException) -> None:
+    """A bug of ours: a short text, and where its traceback is."""
+    text = "".join(traceback.format_exception(error))
+    place = _write_traceback(text)
+    sys.stderr.write(f"error: this is a bug in autoplan: {type(error).__name__}: {error}\n")
+    sys.stderr.write(f"  The traceback is in {place}; please report it.\n" if place else text)
+    if wants_json():
+        told = {"code": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}
+        print_json({"status": "error", "error": told | {"traceback": text}})
+
+
+def _write_traceback(text: str) -> Path | None:
+    import platformdirs
+
+    try:
+        folder = platformdirs.user_log_path("autoplan", ensure_exists=True)
+        path = folder / f"traceback-{os.getpid()}.txt"
+        path.write_text(text)
+    except OSError:
+        return None
+    return path

@@ -1,0 +1,32 @@
+"""autoplan show: a plan for a person."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import output
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan, other_hardware
+
+
+def show_command(
+    plan: PlanArgument = DEFAULT_PLAN,
+    trials: Annotated[bool, typer.Option("--trials", help="List every trial behind the plan too.")] = False,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Show a plan: baseline against plan, each choice and why, what was ruled out, the next best."""
+    loaded = load_plan(plan)
+    elsewhere = other_hardware(loaded)
+    if json_output:
+        output.print_json({"status": "ok", "other_hardware": elsewhere, "plan": loaded.model_dump(mode="json")})
+        return
+    from autoplan.report import terminal
+
+    console = output.console(stderr=False)
+    terminal.show_plan(console, loaded)
+    if trials:
+        console.print()
+        terminal.show_trials(console, loaded.evidence, loaded.workload.unit)
+    if elsewhere:
+        output.console().print(f"note: {elsewhere}", markup=False)

@@ -1,0 +1,1 @@
+"""What people look at: progress and tables on a terminal, plain lines elsewhere, and a page of HTML."""

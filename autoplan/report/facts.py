@@ -1,0 +1,167 @@
+"""What a plan says, as rows of text: the terminal and the HTML page show the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autoplan.planner.plan import Measurement, Plan
+from autoplan.planner.trials.outcome import Interval, Outcome, Trial
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.spec import WorkloadSpec
+from autoplan.units import format_bytes, format_number, format_seconds
+
+
+class Rows(NamedTuple):
+    """A table: its headings, and as many cells in each row."""
+
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def percent(share: float | None) -> str:
+    """`31.0 %`; `unknown` for None."""
+    return "unknown" if share is None else f"{share * 100:.1f} %"
+
+
+def with_interval(interval: Interval | None, unit: str = "") -> str:
+    """`1,234 tokens/s (1,220 to 1,250)`."""
+    if interval is None:
+        return "not measured"
+    numbers = [format_number(value) for value in (interval.median, interval.low, interval.high)]
+    return f"{numbers[0]}{unit} ({numbers[1]} to {numbers[2]})"
+
+
+def seconds_with_interval(interval: Interval | None) -> str:
+    """`4.56 s (4.50 s to 4.61 s)`."""
+    if interval is None:
+        return "not measured"
+    return (
+        f"{format_seconds(interval.median)} ({format_seconds(interval.low)} to {format_seconds(interval.high)})"
+    )
+
+
+def baseline_mfu(plan: Plan) -> float | None:
+    """Model FLOPs/s of the baseline over the peak that the plan's own MFU stands on.
+
+    The same peak for both, so that the two figures differ by the speed-up alone.
+    """
+    step = plan.baseline.step_time_s
+    if plan.measurement.mfu is None or step is None:
+        return None
+    return plan.measurement.mfu * plan.measurement.step_time_s.median / step.median
+
+
+def comparison(plan: Plan) -> Rows:
+    """The baseline against the plan."""
+    base, best, unit = plan.baseline, plan.measurement, plan.workload.unit
+    rows = [
+        (f"{unit}/s", with_interval(base.tokens_per_s), with_interval(best.tokens_per_s)),
+        ("speed-up", "1", with_interval(plan.speedup)),
+        ("step time", seconds_with_interval(base.step_time_s), seconds_with_interval(best.step_time_s)),
+        ("peak memory", format_bytes(base.peak_memory_bytes), format_bytes(best.peak_memory_bytes)),
+        ("MFU", percent(baseline_mfu(plan)), percent(best.mfu)),
+        ("timed by", method_words(base.method), method_words(best.method)),
+    ]
+    return Rows(("", "baseline (plain)", "plan"), rows)
+
+
+def method_words(method: str | None) -> str:
+    """How a step was timed, in words."""
+    return {"whole_steps": "whole steps", "parts": "parts of a step", None: "not timed"}.get(method, str(method))
+
+
+def configuration(plan: Plan) -> Rows:
+    """Each knob that the plan sets, and why; then those it leaves as they are, with a reason if there is one."""
+    reasons = {choice.knob: choice.reason for choice in plan.choices}
+    chosen = plan.config.knobs_off_default()
+    rows = [(knob, str(value), reasons.get(knob, "")) for knob, value in chosen.items()]
+    rows.insert(1, ("accumulation", str(plan.accumulation), accumulation_reason(plan)))
+    values = plan.config.model_dump()
+    kept = [knob for knob in reasons if knob in values and knob not in chosen]
+    rows += [(knob, str(values[knob]), reasons[knob]) for knob in kept]
+    return Rows(("knob", "value", "why"), rows)
+
+
+def accumulation_reason(plan: Plan) -> str:
+    """The arithmetic that keeps the global batch."""
+    ranks = f" x {plan.config.dp} data-parallel ranks" if plan.config.dp > 1 else ""
+    return (
+        f"keeps the global batch: {plan.config.micro_batch} x {plan.accumulation}{ranks} = "
+        f"{plan.workload.global_batch}"
+    )
+
+
+def left_out(plan: Plan) -> Rows:
+    """What was never tried: which limit, by how much."""
+    rows = [(f.family, f.limit, f.by, str(f.configurations)) for f in plan.left_out]
+    return Rows(("ruled out", "limit", "by how much", "configurations"), rows)
+
+
+def alternatives(plan: Plan) -> Rows:
+    """The next best."""
+    rows = [
+        (
+            alternative.config.describe(),
+            measured_rate(alternative.measurement),
+            with_interval(alternative.speed_ratio),
+            alternative.why,
+        )
+        for alternative in plan.alternatives
+    ]
+    return Rows(("next best", f"{plan.workload.unit}/s", "of the plan's speed", "why not"), rows)
+
+
+def measured_rate(measurement: Measurement | None) -> str:
+    """The rate of a measurement that may be missing."""
+    return "not measured" if measurement is None else with_interval(measurement.tokens_per_s)
+
+
+def trial_rows(trials: Sequence[Trial], unit: str) -> Rows:
+    """Every trial: what it ran, how it ended."""
+    rows = []
+    for trial in trials:
+        end = "ok" if trial.outcome is Outcome.OK else f"{trial.outcome.value}: {trial.reason or trial.phase}"
+        rows.append(
+            (
+                str(trial.number),
+                trial.purpose,
+                trial.config.describe(),
+                with_interval(trial.tokens_per_s),
+                format_bytes(trial.peak_memory_bytes),
+                format_seconds(trial.seconds_spent),
+                end + (" (from the record)" if trial.resumed else ""),
+            )
+        )
+    return Rows(("#", "for", "configuration", f"{unit}/s", "peak memory", "took", "outcome"), rows)
+
+
+def workload_line(spec: WorkloadSpec) -> str:
+    """`gpt2, 1,024 tokens a sequence, global batch 32 sequences`."""
+    length = f", {spec.sequence_length:,} tokens a sequence" if spec.sequence_length else ""
+    samples = "sequences" if spec.sequence_length else "samples"
+    return f"{spec.name}{length}, global batch {spec.global_batch} {samples}"
+
+
+def hardware_line(plan: Plan) -> str:
+    """The device in a line."""
+    device = plan.hardware.device(plan.device)
+    cores = f", {device.cores} cores" if device.cores else ""
+    return f"{device.name} ({device.type}{cores}, {format_bytes(device.memory_total_bytes.value)})"
+
+
+def parity_line(plan: Plan) -> str:
+    """What the parity check found."""
+    parity = plan.parity
+    changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
+    verdict = "passed" if parity.passed else "FAILED"
+    note = f"; {parity.note}" if parity.note else ""
+    return (
+        f"{verdict}: {changed}; largest difference in gradients {parity.worst_gradient_difference:.2g} and in the "
+        f"update {parity.worst_update_difference:.2g} of {parity.tolerance:.2g} allowed ({parity.worst_group}){note}"
+    )
+
+
+def describe_config(config: TrainingConfig) -> str:
+    """One line; `plain` where only the micro-batch is set."""
+    return config.describe()

@@ -1,0 +1,167 @@
+"""What a search shows while it runs: one live line on a terminal, a plain line per event elsewhere; all on stderr."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.planner.plan import LeftOutFamily, Prediction
+from autoplan.planner.search.options import BudgetState, SearchObserver
+from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.config import TrainingConfig
+from autoplan.units import format_bytes, format_clock, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PHASES = {
+    "probe": "measuring this machine",
+    "inspect": "reading the model",
+    "trace": "tracing the model's operations",
+    "space": "listing the legal configurations",
+    "baseline": "measuring the plain baseline",
+    "search": "searching",
+    "finalists": "measuring the fastest few again, interleaved",
+    "parity": "checking that the plan trains the same thing",
+    "plan": "writing the plan",
+}
+
+
+class PlainProgress(SearchObserver):
+    """One line per event, no bars: for logs, pipes and NO_COLOR."""
+
+    def __init__(self, console: Console, unit: str = "tokens") -> None:
+        self.console = console
+        self.unit = unit
+
+    def say(self, text: str) -> None:
+        """Prints one line."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def on_phase(self, name: str, detail: str = "") -> None:
+        words = PHASES.get(name, name)
+        self.say(f"{words}: {detail}" if detail else words)
+
+    def on_note(self, text: str) -> None:
+        self.say(f"note: {text}")
+
+    def on_hardware(self, hardware: HardwareProfile, memory_limit_bytes: int) -> None:
+        names = ", ".join(device.name for device in hardware.devices)
+        self.say(f"hardware: {names}; a trial may take {format_bytes(memory_limit_bytes)}")
+
+    def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
+        ruled_out = sum(family.configurations for family in left_out)
+        self.say(f"space: {candidates:,} configurations to choose from, {ruled_out:,} ruled out before any trial")
+
+    def on_trial_started(
+        self,
+        number: int,
+        purpose: Literal["baseline", "search", "finalist"],
+        config: TrainingConfig,
+        prediction: Prediction | None,
+        budget: BudgetState,
+    ) -> None:
+        expected = f", predicted {format_seconds(prediction.step_time_s)} a step" if prediction else ""
+        self.say(f"trial {number} ({purpose}): {config.describe()}{expected}; {format_clock(budget.left_s)} left")
+
+    def on_trial_finished(self, trial: Trial, best: Trial | None, budget: BudgetState) -> None:
+        self.say(f"trial {trial.number} {self.ending(trial, best)}")
+
+    def ending(self, trial: Trial, best: Trial | None) -> str:
+        """How a trial ended, in a line."""
+        if trial.outcome is Outcome.OK and trial.tokens_per_s is not None:
+            text = f"{format_number(trial.tokens_per_s.median)} {self.unit}/s"
+            text += f", {format_bytes(trial.peak_memory_bytes)} at the peak"
+        else:
+            text = f"{trial.outcome.value}: {trial.reason or 'in ' + trial.phase}"
+        if best is not None and best.number == trial.number:
+            text += ", the best so far"
+        return text + (" (from the record)" if trial.resumed else f", took {format_seconds(trial.seconds_spent)}")
+
+
+class LiveProgress(PlainProgress):
+    """A live line under the finished trials: the phase, the budget as a bar, the best so far."""
+
+    def __init__(self, console: Console, unit: str = "tokens") -> None:
+        super().__init__(console, unit)
+        self.doing = "starting"
+        self.running = ""
+        self.budget: BudgetState | None = None
+        self.best: Trial | None = None
+        self.baseline: Trial | None = None
+        self._seen = time.monotonic()
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveProgress:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *ending: Any) -> None:
+        self._live.__exit__(*ending)
+
+    def render(self) -> Group:
+        """The live part."""
+        left = self.budget.left_s - (time.monotonic() - self._seen) if self.budget else None
+        head = Table.grid(padding=(0, 1))
+        if self.budget is not None and left is not None:
+            bar = ProgressBar(total=max(self.budget.budget_s, 1e-9), completed=self.budget.budget_s - left, width=24)
+            head.add_row(bar, Text(f"{format_clock(left)} left", style="bold"), Text(self.doing))
+        else:
+            head.add_row(Text(self.doing))
+        lines: list[Table | Text] = [head]
+        if self.running:
+            lines.append(Text(self.running, style="dim", overflow="ellipsis", no_wrap=True))
+        if self.best is not None and self.best.tokens_per_s is not None:
+            text = f"best so far: {format_number(self.best.tokens_per_s.median)} {self.unit}/s"
+            if self.baseline is not None and self.baseline.tokens_per_s is not None:
+                text += f", {self.best.tokens_per_s.median / self.baseline.tokens_per_s.median:.2f} x the baseline"
+            lines.append(Text(f"{text}: {self.best.config.describe()}", overflow="ellipsis", no_wrap=True))
+        return Group(*lines)
+
+    def remember(self, budget: BudgetState) -> None:
+        """Keeps where the budget stands, and when that was."""
+        self.budget, self._seen = budget, time.monotonic()
+
+    def on_phase(self, name: str, detail: str = "") -> None:
+        self.doing = PHASES.get(name, name) + (f": {detail}" if detail else "")
+        self.running = ""
+
+    def on_trial_started(
+        self,
+        number: int,
+        purpose: Literal["baseline", "search", "finalist"],
+        config: TrainingConfig,
+        prediction: Prediction | None,
+        budget: BudgetState,
+    ) -> None:
+        self.remember(budget)
+        self.running = f"trial {number}: {config.describe()}"
+
+    def on_progress(self, phase: str, facts: dict[str, Any], budget: BudgetState) -> None:
+        self.remember(budget)
+        head = self.running.split(" [", 1)[0]
+        if head:
+            self.running = f"{head} [{phase}]"
+
+    def on_trial_finished(self, trial: Trial, best: Trial | None, budget: BudgetState) -> None:
+        self.remember(budget)
+        self.running = ""
+        self.best = best
+        if trial.purpose == "baseline":
+            self.baseline = trial
+        good = trial.outcome is Outcome.OK
+        self.console.print(
+            Text.assemble(
+                (f"{trial.number:3d} ", "dim"),
+                (self.ending(trial, best), "green" if best is not None and best.number == trial.number else ""),
+                "  ",
+                (trial.config.describe(), "dim" if good else "yellow"),
+            )
+        )

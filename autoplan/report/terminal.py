@@ -1,0 +1,83 @@
+"""Tables for a terminal; the same tables as plain aligned lines where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.planner.plan import Plan
+from autoplan.planner.trials.outcome import Trial
+from autoplan.report import facts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def make_table(content: facts.Rows, *, title: str | None = None, right: Sequence[int] = ()) -> Table:
+    """A rich table; text is never read as markup.
+
+    Args:
+        content: Headings and rows.
+        title: Above the table.
+        right: The columns that hold numbers.
+    """
+    table = Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, header_style="bold"
+    )
+    for number, heading in enumerate(content.headings):
+        table.add_column(Text(heading), justify="right" if number in right else "left", overflow="fold")
+    for row in content.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def show_table(console: Console, content: facts.Rows, *, title: str, right: Sequence[int] = ()) -> None:
+    """Prints a table if it has rows."""
+    if content.rows:
+        if console.is_terminal:
+            console.print(make_table(content, title=title, right=right))
+        else:
+            show_lines(console, content, title)
+
+
+def show_lines(console: Console, content: facts.Rows, title: str) -> None:
+    """The table as aligned columns, a line each: no boxes, nothing wrapped, easy to grep."""
+    widths = [
+        max(len(row[column]) for row in (content.headings, *content.rows)) for column in range(len(content.headings))
+    ]
+    console.print(Text(title + ":"))
+    for row in (content.headings, *content.rows):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(Text(("  " + cells).rstrip()), soft_wrap=True)
+    console.print()
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """The plan for a person: what it is, what it gains, why, what was ruled out, what came next."""
+    say(console, "workload", facts.workload_line(plan.workload))
+    say(console, "hardware", facts.hardware_line(plan))
+    say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
+    console.print()
+    show_table(console, facts.comparison(plan), title="Baseline against plan")
+    show_table(console, facts.configuration(plan), title="The plan")
+    show_table(console, facts.alternatives(plan), title="Next best")
+    show_table(console, facts.left_out(plan), title="Ruled out, never tried", right=(3,))
+    say(console, "parity", facts.parity_line(plan))
+    if plan.measurement.mfu_peak_source:
+        say(console, "MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns")
+    for note in plan.notes:
+        say(console, "note", note)
+
+
+def show_trials(console: Console, trials: Sequence[Trial], unit: str) -> None:
+    """Every trial in a table."""
+    show_table(console, facts.trial_rows(trials, unit), title="Trials", right=(0,))
+
+
+def say(console: Console, topic: str, text: str) -> None:
+    """`topic: text`, wrapped under itself on a terminal."""
+    console.print(Text.assemble((f"{topic}: ", "bold"), text), soft_wrap=not console.is_terminal)

@@ -1,0 +1,1 @@
+"""Exports: a plan written for another trainer, each checked before it is kept. One file per target."""

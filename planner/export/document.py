@@ -1,0 +1,37 @@
+"""The short document of the json and yaml exports: what to set, what was measured, where; no evidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.planner.plan import Plan
+
+DOCUMENT_VERSION = 1
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The plan without its trials: the configuration, the workload, the figures."""
+    measured = plan.measurement
+    return {
+        "schema_version": DOCUMENT_VERSION,
+        "plan": {"study": plan.study, "created": plan.created, "device": plan.device},
+        "workload": plan.workload.model_dump(
+            mode="json", include={"kind", "reference", "name", "sequence_length", "global_batch", "unit", "options"}
+        ),
+        "config": plan.config.model_dump(mode="json"),
+        "accumulation": plan.accumulation,
+        "world_size": plan.config.world_size,
+        "measured": {
+            f"{plan.workload.unit}_per_s": measured.tokens_per_s.model_dump(mode="json"),
+            "step_time_s": measured.step_time_s.model_dump(mode="json"),
+            "peak_memory_bytes": measured.peak_memory_bytes,
+            "mfu": measured.mfu,
+            "speedup_over_plain_fp32": plan.speedup.model_dump(mode="json"),
+        },
+        "hardware": {
+            "device": plan.hardware.device(plan.device).name,
+            "fingerprint": plan.hardware.fingerprint,
+        },
+        "environment": plan.environment.model_dump(mode="json"),
+        "why": {choice.knob: choice.reason for choice in plan.choices},
+    }

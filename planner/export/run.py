@@ -1,0 +1,86 @@
+"""export_plan: renders a target, checks it as its reader would read it, and only then writes it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan.errors import UsageError
+from autoplan.planner.export.base import Export, Target
+from autoplan.planner.plan import Plan
+
+# One file per target; a class named by its second part, loaded when it is asked for.
+TARGETS: Mapping[str, tuple[str, str]] = {
+    "json": ("autoplan.planner.export.json_file", "JsonTarget"),
+    "yaml": ("autoplan.planner.export.yaml_file", "YamlTarget"),
+    "pytorch": ("autoplan.planner.export.pytorch_script", "PytorchTarget"),
+    "transformers": ("autoplan.planner.export.transformers_arguments", "TransformersTarget"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What was written: the paths, what the target cannot say, and notes."""
+
+    paths: tuple[Path, ...]
+    not_carried: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load_target(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in TARGETS:
+        near = difflib.get_close_matches(name, TARGETS, n=2)
+        raise UsageError(
+            f"{name!r} is not an export target",
+            hint=("Did you mean " + " or ".join(near) + "? " if near else "") + f"Targets: {', '.join(TARGETS)}.",
+        )
+    module, kind = TARGETS[name]
+    target: Target = getattr(importlib.import_module(module), kind)()
+    return target
+
+
+def export_plan(plan: Plan, to: str, out: str | Path | None = None) -> Exported:
+    """Writes a plan for another trainer.
+
+    Args:
+        plan: The plan.
+        to: json, yaml, pytorch or transformers.
+        out: The file to write; companions stand beside it. None: `plan-<target>` in the current folder.
+
+    Raises:
+        UsageError: no such target, or the place cannot be written.
+        ExportError: the target cannot carry the plan, or its own check failed; nothing is written.
+    """
+    target = load_target(to)
+    path = Path(out) if out is not None else Path(f"plan-{to}{target.suffix}")
+    export = target.render(plan, path.stem)
+    notes = target.check(plan, export)
+    return Exported(
+        paths=_write(path, export), not_carried=export.not_carried, notes=(*export.notes, *notes)
+    )
+
+
+def _write(path: Path, export: Export) -> tuple[Path, ...]:
+    """Writes all files, each by a rename, the first under `path`'s own name."""
+    written = []
+    for number, (name, text) in enumerate(export.files.items()):
+        place = path if number == 0 else path.with_name(name)
+        temporary = place.with_name(place.name + ".tmp")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(place)
+        except OSError as error:
+            raise UsageError(
+                f"the export cannot be written to {place}: {error.strerror}", hint="Give another place with --out."
+            ) from error
+        written.append(place)
+    return tuple(written)

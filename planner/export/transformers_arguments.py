@@ -1,0 +1,277 @@
+"""Export to transformers: TrainingArguments as JSON, and a companion for what is no training argument.
+
+Key names come from transformers_keys.json, a table per version of transformers. The check runs the real class in a
+process of its own (it sets environment variables) and reads every value back.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from importlib import resources
+from typing import Any
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.plan import Plan
+
+# parse_json_file is how transformers' own example scripts read such a file. bf16 and fp16 want a GPU or use_cpu;
+# tf32 is refused on every CPU, whatever is written, so this check leaves it out where there is no GPU.
+_READ_BACK = """
+import json, sys, tempfile, os
+from transformers import HfArgumentParser, TrainingArguments
+wanted = json.load(open(sys.argv[1]))
+import torch
+given = dict(wanted)
+if not torch.cuda.is_available():
+    given["use_cpu"] = True
+    given.pop("tf32", None)
+path = os.path.join(tempfile.mkdtemp(), "arguments.json")
+json.dump(given, open(path, "w"))
+(arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
+print("READ " + json.dumps({key: getattr(arguments, key) for key in given}, default=str))
+"""
+
+
+def key_table(version: str) -> dict[str, Any]:
+    """The newest table that is not newer than the version.
+
+    Raises:
+        ExportError: transformers is older than every table.
+    """
+    text = resources.files("autoplan.planner.export").joinpath("transformers_keys.json").read_text()
+    tables: list[dict[str, Any]] = json.loads(text)["tables"]
+    fitting = [table for table in tables if _number(table["since"]) <= _number(version)]
+    if not fitting:
+        raise ExportError(
+            f"no key table fits transformers {version}",
+            hint="Tables start at " + ", ".join(table["since"] for table in tables) + "; update transformers.",
+        )
+    return max(fitting, key=lambda table: _number(table["since"]))
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[str, Any], list[str]]:
+    """The keyword arguments, and what they cannot say.
+
+    Raises:
+        ExportError: the plan needs tensor or pipeline parallelism, or replicas of shards.
+    """
+    config, options = plan.config, plan.workload.options
+    if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
+        raise ExportError(
+            f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
+            f"dp_shard={config.dp_shard}",
+            hint="Use plan.prepare() under torchrun, or search with --fix tp=1 --fix pp=1.",
+        )
+    lost: list[str] = []
+    said: dict[str, Any] = {
+        "micro_batch": config.micro_batch,
+        "accumulation": plan.accumulation,
+        "bf16": config.precision == "bf16",
+        "fp16": config.precision == "fp16",
+        "learning_rate": options.get("learning_rate"),
+        "weight_decay": options.get("weight_decay"),
+        "schedule": "constant",
+        "max_grad_norm": options.get("max_grad_norm") or 0.0,
+        "seed": options.get("seed", 0),
+        "drop_last": True,
+        "use_cpu": plan.device == "cpu",
+    }
+    if plan.device == "cuda":
+        said["tf32"] = config.precision == "tf32"
+    said |= _checkpointing(config.checkpointing, keys, lost)
+    said |= _compilation(plan, lost)
+    said |= _optimizer(plan, lost)
+    if config.loss == "fused":
+        lost.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
+    if options.get("weight_decay"):
+        lost.append("weight decay on every parameter: the Trainer leaves biases and norms out of it")
+    arguments = {keys[what]: value for what, value in said.items() if value is not None and keys.get(what)}
+    arguments = {"output_dir": "trainer-output"} | {str(key): value for key, value in arguments.items()}
+    if config.dp_shard > 1:
+        arguments |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "reshard_after_forward": config.reshard_after_forward},
+        }
+    return arguments, lost
+
+
+def _checkpointing(value: str, keys: dict[str, str | None], lost: list[str]) -> dict[str, Any]:
+    if value == "none":
+        return {"checkpointing": False}
+    said: dict[str, Any] = {"checkpointing": True, "checkpointing_options": {"use_reentrant": False}}
+    every = keys.get("checkpointing_every")
+    if value.startswith("every_") and every:
+        said["checkpointing_options"] |= {every: int(value.removeprefix("every_"))}
+    elif value != "full":
+        lost.append(f"checkpointing={value}: every block is checkpointed, which is slower and takes less memory")
+    return said
+
+
+def _compilation(plan: Plan, lost: list[str]) -> dict[str, Any]:
+    if plan.config.compile == "block":
+        lost.append("compile=block is no training argument: the companion's prepare_model() compiles each block")
+    if plan.config.compile != "model":
+        return {"compile": False}
+    return {"compile": True, "compile_mode": plan.config.compile_mode}
+
+
+def _optimizer(plan: Plan, lost: list[str]) -> dict[str, Any]:
+    if plan.workload.kind in ("function", "object"):
+        lost.append("the workload's own optimizer: hand it to Trainer(optimizers=(optimizer, schedule))")
+        return {}
+    step = plan.config.optimizer_step
+    if step == "for_loop" and plan.device == "cuda":
+        lost.append("optimizer_step=for_loop: adamw_torch takes torch's default on CUDA, which is foreach")
+    if step == "foreach" and plan.device == "cpu":
+        lost.append("optimizer_step=foreach: adamw_torch takes torch's default on a CPU, which is the for-loop")
+    return {"optimizer": "adamw_torch_fused" if step == "fused" else "adamw_torch"}
+
+
+def companion(plan: Plan, arguments_file: str, lost: list[str], version: str, verified: str | None) -> str:
+    """A module that loads the arguments and prepares the model; comments say what the plan measured."""
+    config = plan.config
+    lines = [
+        *provenance_lines(plan),
+        f"Written for transformers {version}" + (f", verified on {verified}." if verified else ", not verified."),
+        f"Global batch: {config.micro_batch} x {plan.accumulation} accumulation"
+        + (f" x {config.dp} ranks" if config.dp > 1 else "")
+        + f" = {plan.workload.global_batch}. Start {config.world_size} process(es).",
+        "Loss: the Trainer divides the summed loss by the items of the whole global batch, as the plan does, for "
+        "models that take num_items_in_batch (the causal language models do). For other models it takes the mean of "
+        "the micro-batches' means, which is another loss wherever their counts differ: pass compute_loss_func then.",
+        *(f"NOT CARRIED: {text}." for text in lost),
+    ]
+    body = [
+        comment(lines),
+        '"""What the plan sets that is no training argument. Use: '
+        'Trainer(model=prepare_model(model), args=load_arguments(), ...)."""',
+        "",
+        "from pathlib import Path",
+        "",
+        "import torch",
+        "from transformers import HfArgumentParser, TrainingArguments",
+        "",
+        "",
+        "def load_arguments():",
+        '    """The TrainingArguments that stand beside this file."""',
+        f"    path = Path(__file__).with_name({arguments_file!r})",
+        "    (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)",
+        "    return arguments",
+        "",
+        "",
+        "def prepare_model(model):",
+        '    """Applies to a model what the training arguments cannot say; returns it."""',
+    ]
+    if config.attention != "own":
+        body.append(f"    model.set_attn_implementation({config.attention!r})")
+    if config.threads is not None:
+        body.append(f"    torch.set_num_threads({config.threads})")
+    if config.compile == "block":
+        body += [
+            "    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]",
+            "    for block in max(lists, key=lambda m: sum(p.numel() for p in m.parameters())):",
+            f"        block.compile(mode={config.compile_mode!r}, dynamic=False)",
+        ]
+    return "\n".join([*body, "    return model", ""])
+
+
+class TransformersTarget:
+    """TrainingArguments as JSON for HfArgumentParser.parse_json_file, and a companion module."""
+
+    name = "transformers"
+    suffix = ".json"
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        version = installed_version()
+        table = key_table(version or plan.environment.transformers or "5.23")
+        arguments, lost = training_arguments(plan, table["keys"])
+        module = stem.replace("-", "_") + "_companion.py"
+        return Export(
+            files={
+                f"{stem}.json": json.dumps(arguments, indent=2) + "\n",
+                module: companion(plan, f"{stem}.json", lost, table["written_for"], table["verified"]),
+            },
+            not_carried=tuple(lost),
+        )
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        arguments_text, module_text = export.files.values()
+        _compiles(module_text)
+        if installed_version() is None or not _is_installed("accelerate"):
+            return ("not read by the real TrainingArguments: it needs accelerate (pip install 'autoplan[transformers]')",)
+        read_back = read_back_arguments(arguments_text)
+        for key, wanted in json.loads(arguments_text).items():
+            if key in read_back and key != "use_cpu":
+                same_or_error(key, _plain(read_back[key], wanted), wanted)
+        return ()
+
+
+def read_back_arguments(text: str) -> dict[str, Any]:
+    """The values as the real class holds them, read in a process of its own.
+
+    Raises:
+        ExportError: the class refuses the arguments.
+    """
+    import os
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "wanted.json")
+        path.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-c", _READ_BACK, str(path)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            timeout=300,
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
+    if done.returncode or not lines:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise ExportError(
+            f"transformers {installed_version()} refuses the arguments: {last[0]}",
+            hint="Nothing was written. The key table of this version may be out of date: please report it.",
+        )
+    values: dict[str, Any] = json.loads(lines[-1].removeprefix("READ "))
+    return values
+
+
+def _plain(value: Any, wanted: Any) -> Any:
+    """Enums and adorned dicts as what was written: an enum's text is its class and name, or its value."""
+    if isinstance(wanted, dict) and isinstance(value, dict):
+        return {key: value.get(key) for key in wanted}
+    if isinstance(wanted, str) and isinstance(value, str) and "." in value and "." not in wanted:
+        return value.rsplit(".", 1)[1].lower()
+    return value
+
+
+def _compiles(text: str) -> None:
+    try:
+        compile(text, "companion", "exec")
+    except SyntaxError as error:
+        raise ExportError(f"the companion is not Python: {error}", hint="Please report it.") from error
+
+
+def installed_version() -> str | None:
+    """The installed version of transformers; None where it is not installed."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""Plans for tests of what reads plans: built from records, so that no search has to run first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.planner.plan import (
+    Alternative,
+    Choice,
+    Environment,
+    LeftOutFamily,
+    Measurement,
+    Parity,
+    Plan,
+    Prediction,
+)
+from autoplan.planner.trials.outcome import Interval, Outcome, PeakMemory, Trial
+from autoplan.probes.profile import Device, HardwareProfile, Host, Reading
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.spec import WorkloadSpec
+
+
+def interval(median: float, spread: float = 0.02) -> Interval:
+    return Interval(median=median, low=median * (1 - spread), high=median * (1 + spread), samples=9)
+
+
+def make_hardware(*, cores: int = 2) -> HardwareProfile:
+    def known(value: float, unit: str) -> Reading:
+        return Reading.driver(value, unit, "a test")
+
+    host = Host(
+        cpu_model="Test CPU <3 GHz>",
+        cores_physical=cores,
+        cores_logical=cores,
+        cores_usable=cores,
+        numa_nodes=1,
+        memory_total_bytes=known(16 * 2**30, "bytes"),
+        memory_available_bytes=known(12 * 2**30, "bytes"),
+        cgroup_version=None,
+        cgroup_memory_limit_bytes=Reading.unknown("bytes", "no cgroup"),
+        cgroup_cpu_limit=Reading.unknown("1", "no cgroup"),
+        shared_memory_bytes=known(2**30, "bytes"),
+        load_average=known(0.1, "1"),
+        kernel="6.1",
+        python="3.11.9",
+        torch="2.13.0",
+        driver=None,
+        cuda=None,
+    )
+    device = Device(
+        index=0,
+        type="cpu",
+        name="Test CPU <3 GHz>",
+        memory_total_bytes=known(16 * 2**30, "bytes"),
+        memory_available_bytes=known(12 * 2**30, "bytes"),
+        cores=cores,
+        peak_flops_per_s={
+            "float32": Reading(value=1.0e11, unit="flop/s", provenance="measured"),
+            "bfloat16": Reading(value=4.0e11, unit="flop/s", provenance="measured"),
+        },
+    )
+    return HardwareProfile(created="2026-11-21T08:00:00+00:00", seconds_spent=9.0, host=host, devices=(device,))
+
+
+def make_trial(
+    number: int, config: TrainingConfig, step_time_s: float | None, *, tokens: int = 1024, **given: Any
+) -> Trial:
+    facts: dict[str, Any] = {
+        "number": number,
+        "purpose": "search",
+        "config": config,
+        "outcome": Outcome.OK,
+        "phase": "done",
+        "seconds_spent": 12.0,
+        "peak_memory": PeakMemory(resident_bytes=3 * 2**30, limit_bytes=8 * 2**30),
+    }
+    if step_time_s is not None:
+        rate = tokens / step_time_s
+        facts |= {
+            "step_time_s": interval(step_time_s),
+            "tokens_per_s": Interval(median=rate, low=rate * 0.98, high=rate * 1.02, samples=9),
+            "method": "whole_steps",
+        }
+    return Trial(**(facts | given))
+
+
+def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
+    """A plan of a 16-sequence GPT-2 search in which bf16 with compiled blocks won over plain fp32."""
+    config = config or TrainingConfig(
+        micro_batch=4, precision="bf16", compile="block", attention="sdpa", checkpointing="every_2"
+    )
+    global_batch, length = 16, 64
+    spec = WorkloadSpec(
+        kind="model",
+        reference="gpt2",
+        name="gpt2",
+        sequence_length=length,
+        global_batch=global_batch,
+        options={"learning_rate": 0.0005, "max_grad_norm": 1.0, "seed": 0},
+        identity="0123456789abcdef",
+        defaults_used=("global batch 16 sequences (--global-batch)",),
+    )
+    plain = TrainingConfig(micro_batch=2)
+    baseline = make_trial(0, plain, 8.0, purpose="baseline")
+    trials = (
+        baseline,
+        make_trial(1, config, 2.5),
+        make_trial(2, TrainingConfig(micro_batch=8), 7.5),
+        make_trial(
+            3,
+            TrainingConfig(micro_batch=16),
+            None,
+            outcome=Outcome.OUT_OF_MEMORY,
+            detail="host",
+            reason="3.1 GiB over the limit of 8.0 GiB in warmup",
+            phase="warmup",
+        ),
+    )
+    measured = Measurement(
+        step_time_s=interval(2.5),
+        tokens_per_s=interval(409.6),
+        peak_memory_bytes=3 * 2**30,
+        mfu=0.31,
+        mfu_peak_source="measured matmul, bfloat16",
+        method="whole_steps",
+        trials=(1,),
+    )
+    lost = measured.model_copy(update={"step_time_s": interval(7.5), "tokens_per_s": interval(136.5), "trials": (2,)})
+    facts: dict[str, Any] = {
+        "created": "2026-11-21T08:10:00+00:00",
+        "study": "feedfacefeedface",
+        "workload": spec,
+        "config": config,
+        "accumulation": config.accumulation(global_batch),
+        "device": "cpu",
+        "hardware": make_hardware(),
+        "prediction": Prediction(
+            step_time_s=2.4,
+            step_time_low_s=2.0,
+            step_time_high_s=3.0,
+            peak_memory_bytes=2.9 * 2**30,
+            peak_memory_low_bytes=2.5 * 2**30,
+            peak_memory_high_bytes=3.4 * 2**30,
+            verdict="fits",
+            bound="compute",
+            model_flops=3.1e11,
+        ),
+        "measurement": measured,
+        "baseline": baseline,
+        "speedup": interval(3.2, 0.03),
+        "alternatives": (
+            Alternative(
+                config=trials[2].config, measurement=lost, speed_ratio=interval(0.333), why="67 % slower: fp32 matmuls"
+            ),
+        ),
+        "parity": Parity(
+            passed=True,
+            tolerance=0.02,
+            worst_gradient_difference=0.004,
+            worst_update_difference=0.003,
+            worst_group="blocks",
+            loss_difference=0.0002,
+            global_batch=4,
+            sequence_length=64,
+            changes_numerics=True,
+            note="checked on 4 sequences of 64 tokens",
+        ),
+        "choices": (
+            Choice(knob="micro_batch", value=4, reason="8 gains less than 1 % and takes 1.1 GiB more"),
+            Choice(knob="precision", value="bf16", reason="matmuls measured 3.9 times as fast as fp32 here"),
+        ),
+        "left_out": (
+            LeftOutFamily(
+                family="micro_batch=16 without checkpointing",
+                limit="memory limit of 8.0 GiB",
+                by="predicted 11.1 GiB, 3.1 GiB over",
+                configurations=24,
+            ),
+        ),
+        "evidence": trials,
+        "notes": ("Timed beside nothing else.",),
+        "environment": Environment(
+            autoplan="0.1.0", torch="2.13.0", python="3.11.9", transformers="5.23.0", platform="Linux"
+        ),
+    }
+    return Plan(**(facts | given))
