@@ -1,0 +1,49 @@
+"""What a trial is asked (`TrialRequest`) and what its ranks answer (`TrialAnswer`). Loads no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from autoplan.planner.trials.outcome import Interval, Outcome, PeakMemory
+from autoplan.probes.profile import Record
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.spec import WorkloadSpec
+
+WHOLE_STEP_SHARE = 0.2
+"""Whole steps are timed where one costs less than this share of the trial's time box; else its parts are."""
+
+FITS_MICRO_STEPS = 3
+"""Micro-steps in each of the two short steps that show that a configuration fits, where accumulation has as many:
+Adam's state appears at the first step, gradients that accumulate beside it at the second."""
+
+
+class TrialRequest(Record):
+    """One configuration to measure, and for how long."""
+
+    spec: WorkloadSpec
+    config: TrainingConfig
+    device: Literal["cuda", "cpu"]
+    time_box_s: float = Field(description="seconds for warm-up and measuring together, the two short steps included")
+    best_high_s: float | None = Field(default=None, description="high bound of the best step time so far")
+    memory_limit_bytes: int | None = Field(default=None, description="device memory a rank may take (CUDA)")
+    method: Literal["whole_steps", "parts"] | None = Field(default=None, description="None: by WHOLE_STEP_SHARE")
+    narrow: float = 0.02
+    seed: int = 0
+
+
+class TrialAnswer(Record):
+    """What one rank found. Rank 0's times are the slowest rank's already."""
+
+    outcome: Outcome = Outcome.OK
+    detail: str | None = None
+    reason: str | None = None
+    step_time_s: Interval | None = None
+    method: Literal["whole_steps", "parts"] | None = None
+    parts_s: dict[str, float] = Field(default_factory=dict)
+    peak_memory: PeakMemory = PeakMemory()
+    loss: float | None = None
+    items_per_step: int = Field(default=0, description="tokens, or samples, of the global batch")
+    warnings: tuple[str, ...] = ()
+    startup_s: float = 0.0

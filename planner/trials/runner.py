@@ -1,0 +1,285 @@
+"""Runs trials and turns however they end into a Trial with one of the closed outcomes. Runs in the planner."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from autoplan.errors import AutoplanError
+from autoplan.planner.plan import Prediction
+from autoplan.planner.trials.failures import classify_exception
+from autoplan.planner.trials.measure import invert
+from autoplan.planner.trials.outcome import Outcome, PeakMemory, Trial
+from autoplan.planner.trials.request import TrialAnswer, TrialRequest
+from autoplan.processes import Ended, ProcessReport, Progress, RankReport, Task, Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.spec import WorkloadSpec
+
+TARGET = "autoplan.planner.trials.worker:run_trial"
+
+# Seconds a phase may take before it counts as stuck. Compiling is long by nature; the search's budget cuts all of
+# them shorter through the task's total deadline.
+PHASE_DEADLINES_S: Mapping[str, float] = {
+    "start": 60.0,
+    "init": 300.0,
+    "build": 600.0,
+    "compile": 1800.0,
+    "warmup": 1800.0,
+    "measure": 1800.0,
+    "done": 60.0,
+}
+
+LAST_LINES = 20
+
+Purpose = Literal["baseline", "search", "finalist"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialOrder:
+    """What the search asks of one trial.
+
+    Attributes:
+        number: The trial's number in this study.
+        purpose: Baseline, search or finalist.
+        config: What to measure.
+        prediction: What the cost model said.
+        time_box_s: Seconds for warm-up and measuring.
+        deadline_s: Seconds after which the trial is ended, whatever it does.
+        best_high_s: The step time to beat; None: the trial is never given up.
+        method: Whole steps or parts, where runs must be comparable.
+    """
+
+    number: int
+    purpose: Purpose
+    config: TrainingConfig
+    prediction: Prediction | None
+    time_box_s: float
+    deadline_s: float
+    best_high_s: float | None = None
+    method: Literal["whole_steps", "parts"] | None = None
+
+
+class TrialRunner:
+    """Runs the trials of one search, one after another.
+
+    Args:
+        zygote: Starts the ranks.
+        spec: What is trained.
+        device: "cuda" or "cpu".
+        memory_limit_bytes: What a trial may take: of host memory on CPU, of each device on CUDA.
+        host_limit_bytes: What a trial's processes may take of host memory together.
+        directory: Where each trial gets a folder for its output.
+        phase_deadlines_s: Instead of PHASE_DEADLINES_S.
+    """
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        spec: WorkloadSpec,
+        *,
+        device: Literal["cuda", "cpu"],
+        memory_limit_bytes: int,
+        host_limit_bytes: int,
+        directory: Path,
+        phase_deadlines_s: Mapping[str, float] = PHASE_DEADLINES_S,
+        seed: int = 0,
+    ) -> None:
+        self.zygote = zygote
+        self.spec = spec
+        self.device: Literal["cuda", "cpu"] = device
+        self.memory_limit_bytes = memory_limit_bytes
+        self.host_limit_bytes = host_limit_bytes
+        self.directory = directory
+        self.phase_deadlines_s = phase_deadlines_s
+        self.seed = seed
+
+    def run(self, order: TrialOrder, *, on_progress: Callable[[Progress], None] | None = None) -> Trial:
+        """Runs one trial. Whatever happens in it is in the Trial; KeyboardInterrupt alone passes through."""
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        began = time.monotonic()
+        request = TrialRequest(
+            spec=self.spec,
+            config=order.config,
+            device=self.device,
+            time_box_s=order.time_box_s,
+            best_high_s=order.best_high_s,
+            memory_limit_bytes=self.memory_limit_bytes,
+            method=order.method,
+            seed=self.seed,
+        )
+        directory = self.directory / f"{order.number:04d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        task = Task(
+            target=TARGET,
+            args=(request,),
+            ranks=order.config.world_size,
+            directory=directory,
+            deadlines_s=self.phase_deadlines_s,
+            total_deadline_s=order.deadline_s,
+            memory_limit_bytes=self.host_limit_bytes,
+        )
+        report = self.zygote.run(task, on_progress=on_progress)
+        trial = make_trial(order, report, device=self.device, memory_limit_bytes=self.memory_limit_bytes)
+        return trial.model_copy(update={"started": started, "seconds_spent": time.monotonic() - began})
+
+
+def make_trial(
+    order: TrialOrder, report: ProcessReport, *, device: Literal["cuda", "cpu"], memory_limit_bytes: int
+) -> Trial:
+    """The Trial that a process report stands for.
+
+    The verdict comes from the supervisor's own word (deadline, memory), then from wait statuses and exceptions, then
+    from the ranks' answers; never from log text alone.
+    """
+    verdict = _verdict(report)
+    answers = [_answer(rank) for rank in report.ranks]
+    good = [answer for answer in answers if answer is not None]
+    first = good[0] if good else None
+    timed = first is not None and first.step_time_s is not None and verdict.outcome in (Outcome.OK, Outcome.PRUNED)
+    fragile = verdict.outcome is Outcome.OUT_OF_MEMORY and first is not None
+    step = first.step_time_s if first is not None and (timed or fragile) else None
+    items = first.items_per_step if first is not None else 0
+    failed = verdict.outcome not in (Outcome.OK, Outcome.PRUNED)
+    shown = report.first_failure or (report.ranks[0] if report.ranks else None)
+    return Trial(
+        number=order.number,
+        purpose=order.purpose,
+        config=order.config,
+        outcome=verdict.outcome,
+        detail=verdict.detail,
+        reason=verdict.reason,
+        phase=report.phase,
+        step_time_s=step,
+        tokens_per_s=invert(step, items) if step is not None else None,
+        method=first.method if first is not None else None,
+        parts_s=first.parts_s if first is not None else {},
+        peak_memory=_peak(good, report, device, memory_limit_bytes),
+        loss=first.loss if first is not None else None,
+        predicted_step_time_s=order.prediction.step_time_s if order.prediction else None,
+        predicted_peak_memory_bytes=order.prediction.peak_memory_bytes if order.prediction else None,
+        seconds_spent=report.seconds,
+        startup_s=report.startup_s or 0.0,
+        phase_seconds=report.phase_seconds,
+        warnings=first.warnings if first is not None else (),
+        last_lines=_last_lines(shown) if failed and shown is not None else "",
+        exit_status=_exit_status(shown) if failed and shown is not None else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """An outcome, its detail, and a sentence."""
+
+    outcome: Outcome
+    detail: str | None = None
+    reason: str | None = None
+
+
+def _verdict(report: ProcessReport) -> Verdict:
+    match report.ended:
+        case Ended.MEMORY_LIMIT:
+            return Verdict(outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=report.describe())
+        case Ended.DEADLINE:
+            return Verdict(outcome=Outcome.TIMEOUT, detail=report.phase, reason=report.describe())
+        case Ended.CANCELLED:
+            return Verdict(outcome=Outcome.INTERRUPTED, reason="the search was interrupted")
+        case Ended.ZYGOTE_LOST:
+            return Verdict(outcome=Outcome.CRASHED, detail="zygote", reason="the process that starts the trials died")
+        case Ended.RANK_FAILED:
+            return _rank_verdict(report)
+        case Ended.FINISHED:
+            return _answer_verdict(report)
+
+
+def _rank_verdict(report: ProcessReport) -> Verdict:
+    """A rank that raised, was killed, or exited with a status of its own."""
+    rank = report.first_failure
+    assert rank is not None, "a failed task names the rank that failed"
+    text = report.describe()
+    if rank.error is not None:
+        outcome, detail = classify_exception(rank.error.mro, rank.error.message)
+        return Verdict(outcome=outcome, detail=detail, reason=_shorten(text))
+    if rank.signal == signal.SIGKILL and report.kernel_oom_kills:
+        return Verdict(
+            outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=f"the kernel's out-of-memory killer ended it: {text}"
+        )
+    if rank.signal == signal.SIGBUS:
+        text += "; SIGBUS here usually means that /dev/shm is full"
+    detail = _signal_name(rank.signal) if rank.signal is not None else f"exit status {rank.exit_code}"
+    return Verdict(outcome=Outcome.CRASHED, detail=detail, reason=text)
+
+
+def _answer_verdict(report: ProcessReport) -> Verdict:
+    """Every rank exited with 0: what they answered decides, the worst of them first."""
+    worst = Verdict(outcome=Outcome.OK)
+    for rank in report.ranks:
+        answer = _answer(rank)
+        if answer is None:
+            return Verdict(
+                outcome=Outcome.CRASHED,
+                detail="no result",
+                reason=f"rank {rank.rank} exited with status 0 in phase {rank.phase!r} without a result",
+            )
+        if worst.outcome in (Outcome.OK, Outcome.PRUNED) and answer.outcome is not Outcome.OK:
+            worst = Verdict(outcome=answer.outcome, detail=answer.detail, reason=answer.reason)
+    return worst
+
+
+def _answer(rank: RankReport) -> TrialAnswer | None:
+    if not isinstance(rank.result, dict):
+        return None
+    try:
+        return TrialAnswer.model_validate(rank.result)
+    except ValidationError:
+        return None
+
+
+def _peak(
+    answers: list[TrialAnswer], report: ProcessReport, device: Literal["cuda", "cpu"], limit_bytes: int
+) -> PeakMemory:
+    """The fullest rank's peaks. On CPU the limit holds for the whole tree, so its polled peak counts too."""
+    peaks = [answer.peak_memory for answer in answers if answer.peak_memory.peak_bytes is not None]
+    if device == "cuda":
+        fullest = max(peaks, key=lambda peak: peak.peak_bytes or 0, default=PeakMemory())
+        return fullest.model_copy(update={"limit_bytes": limit_bytes})
+    resident = max((peak.peak_bytes or 0 for peak in peaks), default=0)
+    together = max(resident, report.peak_memory_bytes)
+    return PeakMemory(resident_bytes=together or None, limit_bytes=limit_bytes)
+
+
+def _exit_status(rank: RankReport) -> str | None:
+    if rank.signal is not None:
+        return _signal_name(rank.signal)
+    return None if rank.exit_code is None else f"exit status {rank.exit_code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_lines(rank: RankReport) -> str:
+    text = rank.error.traceback if rank.error is not None else rank.stderr_tail
+    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
+
+
+def _shorten(text: str, limit: int = 600) -> str:
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def refusal(trial: Trial) -> AutoplanError | None:
+    """The user's own mistake behind a failed trial, if it was one: a workload that cannot be used at all."""
+    from autoplan.errors import WorkloadError
+
+    if trial.outcome is Outcome.CRASHED and trial.reason and "autoplan.errors.WorkloadError" in trial.reason:
+        return WorkloadError(trial.reason, hint="Mend the workload; nothing else was tried.")
+    return None

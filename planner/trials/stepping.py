@@ -1,0 +1,302 @@
+"""Times the steps of a TrainingRun, whole or by parts. Runs in a rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from autoplan.planner.trials.device_watch import CompilerWatch, ThrottleWatch
+from autoplan.planner.trials.measure import (
+    Stop,
+    StopRule,
+    drop_warmup,
+    is_settled,
+    median_interval,
+    step_terms,
+    sum_interval,
+)
+from autoplan.planner.trials.outcome import Interval
+from autoplan.planner.trials.request import FITS_MICRO_STEPS, WHOLE_STEP_SHARE, TrialRequest
+from autoplan.planner.trials.team import Team
+from autoplan.strategies.batch import split_batch
+from autoplan.strategies.run import StepResult, TrainingRun
+
+if TYPE_CHECKING:
+    from autoplan.processes.context import RankContext
+
+MIN_PART_SAMPLES = 3
+"""Warm samples of the costliest part without which a trial by parts does not end, unless it is losing."""
+
+MIN_SAMPLE_S = 0.05
+"""Quick steps are timed in groups that last at least this long, so that the clock and the wait do not show."""
+
+COLD_FACTOR = 1.5
+"""Before it is warm, a configuration is given up only if it is this much slower than the best."""
+
+
+class NonfiniteLoss(Exception):
+    """The loss or the gradient norm is not a number."""
+
+
+class Losing(Exception):
+    """This configuration cannot win any more; `interval` is what is known of its step time."""
+
+    def __init__(self, interval: Interval) -> None:
+        super().__init__("losing")
+        self.interval = interval
+
+
+@dataclass(kw_only=True)
+class StepTimer:
+    """Runs and times the steps of one trial."""
+
+    context: RankContext
+    request: TrialRequest
+    run: TrainingRun
+    team: Team
+    mesh: Any
+    throttle: ThrottleWatch
+    method: Literal["whole_steps", "parts"] | None = None
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    samples: list[float] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    last_loss: float | None = None
+    _began: float = 0.0
+    _last_beat: float = 0.0
+    _batches_made: int = 0
+    _whole_batches: list[Any] = field(default_factory=list)
+    _group: int = 1
+
+    # The two short steps.
+
+    def short_steps(self) -> None:
+        """Two optimizer steps of a few micro-steps: shows that it fits, and warms up; the second gives first times.
+
+        Where a micro-step is dear the first of them takes two micro-steps: gradients accumulate from the second on.
+        """
+        micro_steps = min(self.run.accumulation, FITS_MICRO_STEPS)
+        compiles = self.request.config.compile != "off"
+        self.context.phase("compile" if compiles else "warmup")
+        self._began = time.monotonic()
+        first = self._short_step(micro_steps, shrink_if_dear=True)
+        if compiles:
+            self.context.phase("warmup")
+            self._began = time.monotonic()
+        dear = max(first["all"]) * micro_steps > 0.25 * self.request.time_box_s
+        if dear and len(first["all"]) > 1:
+            self._give_up_if_losing(first["all"][1:], COLD_FACTOR)
+        second = self._short_step(micro_steps)
+        for kind, values in second.items():
+            if kind != "all":
+                self.parts.setdefault(kind, []).extend(values)
+        if dear and self.team.world_size == 1 and len(first["all"]) > 1:
+            kind = "micro_step" if "micro_step" in self.parts else "micro_step_sync"
+            self.parts[kind] = first["all"][1:] + self.parts[kind]
+        self._give_up_if_losing(second["all"], 1.1)
+
+    def _give_up_if_losing(self, micro_steps_s: list[float], factor: float) -> None:
+        best = self.request.best_high_s
+        accumulation = self.run.accumulation
+        if best is not None and min(micro_steps_s) * accumulation > factor * best:
+            interval = sum_interval([(float(accumulation), micro_steps_s)], seed=self.request.seed)
+            self.method = "parts"
+            raise Losing(interval)
+
+    def _short_step(self, micro_steps: int, *, shrink_if_dear: bool = False) -> dict[str, list[float]]:
+        """One optimizer step of a few micro-steps; the samples by kind, and all micro-steps under "all"."""
+        run, times = self.run, dict[str, list[float]](all=[])
+        batch = self._make_batch(micro_steps * run.config.micro_batch)
+        divisor = run.loss_divisor(batch)
+        total = torch.zeros((), device=run.device)
+        count = torch.zeros((), device=run.device)
+        last = micro_steps
+        for number, micro in enumerate(split_batch(batch, run.config.micro_batch), start=1):
+            sync = number == last
+            kind = "micro_step_sync" if sync else "first_micro_step" if number == 1 else "micro_step"
+            (micro_total, micro_count), seconds = self._time(
+                lambda micro=micro, sync=sync: run.micro_step(micro, divisor, sync=sync)  # type: ignore[misc]
+            )
+            if self.team.world_size == 1 and kind == "micro_step_sync" and last > 1:
+                kind = "micro_step"  # on one rank the last one reduces nothing
+            times.setdefault(kind, []).append(seconds)
+            times["all"].append(seconds)
+            total += micro_total
+            count += micro_count
+            if shrink_if_dear and number == 1 and last > 2 and seconds > 0.1 * self.request.time_box_s:
+                last = 2
+            self._beat(micro_step_s=seconds)
+            if sync:
+                break
+        result, seconds = self._time(lambda: run.optimizer_step(total, count, divisor))
+        times["optimizer_step"] = [seconds]
+        self._check(result)
+        return times
+
+    # Whole steps.
+
+    def choose_method(self) -> Literal["whole_steps", "parts"]:
+        """Whole steps where one costs less than a fifth of the time box, or parts do not exist (pipelines)."""
+        if self.request.config.pp > 1:
+            self.method = "whole_steps"
+        elif self.request.method is not None:
+            self.method = self.request.method
+        else:
+            step_s = sum_interval(step_terms(self.parts, self.run.accumulation)).median
+            cheap = step_s < WHOLE_STEP_SHARE * self.request.time_box_s
+            self.method = "whole_steps" if cheap else "parts"
+        return self.method
+
+    def warm_up(self) -> None:
+        """Whole steps until two successive windows agree, or a third of the time box is gone."""
+        self._prepare_whole()
+        samples: list[float] = []
+        while not is_settled(samples):
+            samples.append(self._whole_step_sample())
+            if self._elapsed() > self.request.time_box_s / 3 and len(samples) >= 2:
+                if len(samples) >= 6:
+                    self.warnings.append("step times had not settled when the warm-up ended")
+                break
+
+    def _prepare_whole(self) -> None:
+        if not self._began:
+            self.context.phase("compile" if self.request.config.compile != "off" else "warmup")
+            self._began = time.monotonic()
+        self._whole_batches = [self._make_batch(self.run.local_batch) for _ in range(2)]
+        self._group = 1
+        once = [self._whole_step_sample() for _ in range(2)][-1]
+        if self.request.config.pp > 1:
+            self.context.phase("warmup")
+            self._began = time.monotonic()
+        self._group = max(1, math.ceil(MIN_SAMPLE_S / once))
+
+    def _whole_step_sample(self) -> float:
+        """Seconds per whole step, over a group of steps; times of steps that fp16 skipped are not used."""
+        results: list[StepResult] = []
+
+        def steps() -> None:
+            for number in range(self._group):
+                results.append(self.run.step(self._whole_batches[number % 2]))
+
+        _, seconds = self._time(steps)
+        self._check(results[-1])
+        if any(result.skipped for result in results):
+            return math.nan
+        return seconds / self._group
+
+    def measure_whole_steps(self) -> tuple[Interval, Stop]:
+        """Times whole steps until the stop rule speaks; a window in which something was compiled is thrown away."""
+        rule, compiler, thrown_away, invalid = self._rule(), CompilerWatch(), 0, 0
+        compiler.start()
+        while True:
+            sample = self._whole_step_sample()
+            self.throttle.sample()
+            if self.team.any(compiler.recompiled()) and thrown_away < 2:
+                self.samples.clear()
+                thrown_away += 1
+                compiler.start()
+                continue
+            if math.isnan(sample):
+                invalid += 1
+                if invalid > 10 + len(self.samples):
+                    raise NonfiniteLoss(f"fp16 loss scaling skipped {invalid} steps; no steady state was reached")
+                continue
+            self.samples.append(sample)
+            interval = median_interval(self.samples, seed=self.request.seed)
+            self._beat(step_time_s=interval.median, samples=len(self.samples))
+            stop = rule.decide(interval, self._elapsed())
+            if stop is not None and len(self.samples) >= 2:
+                break
+        if thrown_away:
+            self.warnings.append(f"torch.compile compiled again while measuring; {thrown_away} window(s) thrown away")
+        if invalid:
+            self.warnings.append(f"fp16 loss scaling skipped {invalid} step(s) while measuring; they do not count")
+        return interval, stop
+
+    # Parts.
+
+    def measure_parts(self) -> tuple[Interval, Stop]:
+        """Times short steps and puts a step together from their parts until the stop rule speaks."""
+        rule, accumulation = self._rule(), self.run.accumulation
+        costly = self._costliest_part()
+        while True:
+            warm = dict(self.parts)
+            warm[costly] = drop_warmup(self.parts[costly], keep=min(MIN_PART_SAMPLES, len(self.parts[costly])))
+            interval = sum_interval(step_terms(warm, accumulation), seed=self.request.seed)
+            interval = interval.model_copy(update={"samples": len(warm[costly])})
+            self._beat(step_time_s=interval.median, samples=interval.samples)
+            stop = rule.decide(interval, self._elapsed())
+            enough = interval.samples >= MIN_PART_SAMPLES or stop == "losing"
+            if stop is not None and enough:
+                self.parts = warm
+                self.samples = list(warm[costly])
+                return interval, stop
+            cycle = self._short_step(min(accumulation, FITS_MICRO_STEPS))
+            self.throttle.sample()
+            for kind, values in cycle.items():
+                if kind != "all":
+                    self.parts[kind] = self.parts.get(kind, []) + values
+
+    def _costliest_part(self) -> str:
+        terms = step_terms(self.parts, self.run.accumulation)
+        costs: dict[str, float] = {}
+        for weight, samples in terms:
+            name = next(name for name, values in self.parts.items() if values is samples)
+            costs[name] = costs.get(name, 0.0) + weight * float(np.median(samples))
+        return max(costs, key=lambda name: costs[name])
+
+    def part_medians(self) -> dict[str, float]:
+        """The medians of the parts that were timed."""
+        return {kind: float(np.median(values)) for kind, values in self.parts.items() if values}
+
+    # What all of them use.
+
+    def _rule(self) -> StopRule:
+        return StopRule(
+            time_box_s=self.request.time_box_s, best_high_s=self.request.best_high_s, narrow=self.request.narrow
+        )
+
+    def _elapsed(self) -> float:
+        return self.team.slowest([time.monotonic() - self._began])[0]
+
+    def _time(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        self._wait()
+        began = time.perf_counter()
+        result = call()
+        self._wait()
+        return result, self.team.slowest([time.perf_counter() - began])[0]
+
+    def _wait(self) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+
+    def _check(self, result: StepResult) -> None:
+        """Raises NonfiniteLoss for a loss (or, without loss scaling, a gradient norm) that is not finite."""
+        self.last_loss = float(result.loss)
+        norm = None if result.grad_norm is None or self.run.scaler is not None else float(result.grad_norm)
+        if not math.isfinite(self.last_loss):
+            raise NonfiniteLoss(f"the loss is {self.last_loss} at step {self.run.steps}")
+        if norm is not None and not math.isfinite(norm):
+            raise NonfiniteLoss(f"the gradient norm is {norm} at step {self.run.steps} (loss {self.last_loss:.4g})")
+
+    def _make_batch(self, samples: int) -> Any:
+        """A batch of this rank's own; no two ranks and no two calls get the same."""
+        position, count = 0, 1
+        if self.mesh is not None:
+            from autoplan.strategies.mesh import data_position
+
+            position, count = data_position(self.mesh)
+        index = self._batches_made * count + position
+        self._batches_made += 1
+        return self.run.workload.make_batch(samples, index)
+
+    def _beat(self, **facts: float) -> None:
+        now = time.monotonic()
+        if now - self._last_beat > 0.2:
+            self._last_beat = now
+            self.context.heartbeat(**facts)
