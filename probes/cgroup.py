@@ -110,9 +110,10 @@ def _walk_up(root: Path, mount: _Mount, path: str) -> list[Path]:
     else:
         relative = path[len(inside) :]
     parts = [part for part in relative.split("/") if part]
-    if ".." in parts or not top.joinpath(*parts).is_dir():
+    if ".." in parts:  # a cgroup namespace names what is above its root like this
         parts = []
-    return [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    levels = [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return [level for level in levels if level.is_dir()]
 
 
 def _tightest_memory(root: Path, levels: list[Path], version: int | None) -> tuple[int | None, int | None, str]:

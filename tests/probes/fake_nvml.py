@@ -1,0 +1,167 @@
+"""A driver library shaped like the `pynvml` module, for the port that `autoplan.probes.nvml` calls through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Record:
+    """Attributes by name, like the structs of the binding."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+@dataclass
+class FakeGpu:
+    """One GPU as the driver would describe it."""
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    uuid: str = "GPU-aaaa"
+    bus: str = "00000000:17:00.0"
+    total: int = 85_520_809_984
+    free: int = 84_000_000_000
+    mig: bool = False
+    instances: list[FakeGpu] = field(default_factory=list)
+    processes: list[Record] = field(default_factory=list)
+    events: int = 0
+    nvlinks: list[tuple[int, str | None]] = field(default_factory=list)  # (version enum, bus of the other end)
+    unsupported: set[str] = field(default_factory=set)
+
+
+class FakeNvml:
+    """The functions that the probes call; what a GPU lists as unsupported fails with NOT_SUPPORTED."""
+
+    class NVMLError(Exception):
+        def __init__(self, value: int) -> None:
+            super().__init__(f"code {value}")
+            self.value = value
+
+    def __init__(
+        self, gpus: list[FakeGpu], *, init_error: int | None = None, topology: int = 30, nvlink: bool = False
+    ) -> None:
+        self.gpus, self.init_error, self.topology, self.nvlink = gpus, init_error, topology, nvlink
+        self.shut_down = 0
+
+    def _need(self, gpu: FakeGpu, function: str) -> None:
+        if function in gpu.unsupported or "*" in gpu.unsupported:
+            raise self.NVMLError(3)
+
+    def nvmlInit(self) -> None:
+        if self.init_error is not None:
+            raise self.NVMLError(self.init_error)
+
+    def nvmlShutdown(self) -> None:
+        self.shut_down += 1
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"570.00"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 12080
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            for candidate in (gpu, *gpu.instances):
+                if candidate.uuid == uuid:
+                    return candidate
+        raise self.NVMLError(6)
+
+    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
+        self._need(gpu, "nvmlDeviceGetName")
+        return gpu.name
+
+    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
+        self._need(gpu, "nvmlDeviceGetUUID")
+        return gpu.uuid
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Record:
+        self._need(gpu, "nvmlDeviceGetMemoryInfo")
+        return Record(total=gpu.total, free=gpu.free, used=gpu.total - gpu.free)
+
+    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
+        self._need(gpu, "nvmlDeviceGetMigMode")
+        return [int(gpu.mig), int(gpu.mig)]
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:
+        if index >= len(gpu.instances):
+            raise self.NVMLError(6)
+        return gpu.instances[index]
+
+    def nvmlDeviceGetPciInfo(self, gpu: FakeGpu) -> Record:
+        self._need(gpu, "nvmlDeviceGetPciInfo")
+        return Record(busId=gpu.bus)
+
+    def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
+        self._need(gpu, "nvmlDeviceGetClockInfo")
+        return {1: 1980, 2: 2619}[kind]
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: FakeGpu, kind: int) -> int:
+        self._need(gpu, "nvmlDeviceGetMaxClockInfo")
+        return {1: 1980, 2: 2619}[kind]
+
+    def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
+        self._need(gpu, "nvmlDeviceGetPowerUsage")
+        return 120_500
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: FakeGpu) -> int:
+        self._need(gpu, "nvmlDeviceGetEnforcedPowerLimit")
+        return 700_000
+
+    def nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: int) -> int:
+        self._need(gpu, "nvmlDeviceGetTemperature")
+        return 41
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> Record:
+        self._need(gpu, "nvmlDeviceGetUtilizationRates")
+        return Record(gpu=3, memory=1)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
+        self._need(gpu, "nvmlDeviceGetCurrentClocksEventReasons")
+        return gpu.events
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: FakeGpu) -> int:
+        self._need(gpu, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        return gpu.events
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Record]:
+        self._need(gpu, "nvmlDeviceGetComputeRunningProcesses")
+        return gpu.processes
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu: FakeGpu) -> int:
+        self._need(gpu, "nvmlDeviceGetMaxPcieLinkGeneration")
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: FakeGpu) -> int:
+        self._need(gpu, "nvmlDeviceGetCurrPcieLinkWidth")
+        return 16
+
+    def nvmlDeviceGetP2PStatus(self, a: FakeGpu, b: FakeGpu, capability: int) -> int:
+        self._need(a, "nvmlDeviceGetP2PStatus")
+        return 0 if self.nvlink and capability == 2 else 5
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a: FakeGpu, b: FakeGpu) -> int:
+        self._need(a, "nvmlDeviceGetTopologyCommonAncestor")
+        return self.topology
+
+    def nvmlDeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:
+        self._need(gpu, "nvmlDeviceGetNvLinkState")
+        if link >= len(gpu.nvlinks):
+            raise self.NVMLError(2)
+        return 1
+
+    def nvmlDeviceGetNvLinkVersion(self, gpu: FakeGpu, link: int) -> int:
+        return gpu.nvlinks[link][0]
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: FakeGpu, link: int) -> int:
+        return 2 if gpu.nvlinks[link][1] is None else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: FakeGpu, link: int) -> Record:
+        return Record(busId=gpu.nvlinks[link][1])
