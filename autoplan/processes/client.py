@@ -370,7 +370,7 @@ def _pickle_payload(task: Task) -> bytes:
     except Exception as error:
         raise UsageError(
             f"the target or its arguments cannot be sent to another process: {type(error).__name__}: {error}",
-            hint="open files, locks, generators and GPU tensors cannot travel: create them inside the function",
+            hint="locks, sockets, generators and the like cannot travel: create them inside the function",
         ) from error
 
 

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from autoplan.processes import Zygote, linux
+from tests.processes.helpers import survivors
+
+
+@pytest.fixture(scope="session")
+def warm_zygote() -> Iterator[Zygote]:
+    """One zygote for all tests that do not harm it."""
+    with Zygote(preload=("torch",)) as zygote:
+        assert not zygote.preload_errors
+        yield zygote
+
+
+@pytest.fixture
+def token() -> Iterator[str]:
+    """A mark for the environment of a zygote, by which a test finds all that came of it."""
+    value = uuid.uuid4().hex
+    yield value
+    for pid in survivors(value):
+        linux.signal_quietly(pid, 9)
