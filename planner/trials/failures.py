@@ -21,6 +21,9 @@ OUT_OF_MEMORY_TEXTS = (
     ("NCCL WARN Cuda failure 'out of memory'", "device"),
 )
 
+WORKLOAD = "workload"
+"""The detail of a trial that crashed on a WorkloadError: the workload itself cannot be used, whatever the knobs."""
+
 # By type: this build of torch, this device or this model cannot do what the configuration asks for.
 UNSUPPORTED_TYPES = (
     "NotImplementedError",
@@ -44,7 +47,7 @@ def classify_exception(type_names: Iterable[str], message: str) -> tuple[Outcome
         return Outcome.OUT_OF_MEMORY, "host" if "MemoryError" in _plain(names) else "device"
     if _any_of(names, UNSUPPORTED_TYPES):
         return Outcome.UNSUPPORTED, None
-    return Outcome.CRASHED, None
+    return Outcome.CRASHED, WORKLOAD if "autoplan.errors.WorkloadError" in names else None
 
 
 def _plain(names: Iterable[str]) -> set[str]:

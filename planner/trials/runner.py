@@ -12,7 +12,6 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from autoplan.errors import AutoplanError
 from autoplan.planner.plan import Prediction
 from autoplan.planner.trials.failures import classify_exception
 from autoplan.planner.trials.measure import invert
@@ -204,7 +203,7 @@ def _rank_verdict(report: ProcessReport) -> Verdict:
     assert rank is not None, "a failed task names the rank that failed"
     text = report.describe()
     if rank.error is not None:
-        outcome, detail = classify_exception(rank.error.mro, rank.error.message)
+        outcome, detail = classify_exception(rank.error.type_names, rank.error.message)
         return Verdict(outcome=outcome, detail=detail, reason=_shorten(text))
     if rank.signal == signal.SIGKILL and report.kernel_oom_kills:
         return Verdict(
@@ -274,12 +273,3 @@ def _last_lines(rank: RankReport) -> str:
 
 def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else text[:limit] + " ..."
-
-
-def refusal(trial: Trial) -> AutoplanError | None:
-    """The user's own mistake behind a failed trial, if it was one: a workload that cannot be used at all."""
-    from autoplan.errors import WorkloadError
-
-    if trial.outcome is Outcome.CRASHED and trial.reason and "autoplan.errors.WorkloadError" in trial.reason:
-        return WorkloadError(trial.reason, hint="Mend the workload; nothing else was tried.")
-    return None

@@ -1,0 +1,134 @@
+"""The append-only record of a search: one JSON document per line, on disk before append() returns.
+
+A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. What stands
+before it is untouched.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import StoreError
+
+ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
+
+
+class RecordFile:
+    """Lines of JSON in a file that is only ever added to.
+
+    Args:
+        path: The file; it is made if it is not there.
+
+    Raises:
+        StoreError: the file cannot be opened, or a line before the last is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            existed = path.exists()
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not existed:
+                sync_directory(path.parent)
+            self.documents, self._end = _read_whole_lines(path, self._fd)
+        except OSError as error:
+            raise store_error(path, error) from error
+
+    def append(self, document: dict[str, Any]) -> None:
+        """Adds a line and waits until it is on disk.
+
+        Raises:
+            StoreError: it could not be written; the file is then as it was before.
+        """
+        line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        try:
+            os.lseek(self._fd, self._end, os.SEEK_SET)
+            written = 0
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+            os.fsync(self._fd)
+        except OSError as error:
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError:
+                pass  # the next open drops the torn line
+            raise store_error(self.path, error) from error
+        self._end += len(line)
+        self.documents.append(document)
+
+    def close(self) -> None:
+        """Closes the file; closing twice is fine."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _read_whole_lines(path: Path, fd: int) -> tuple[list[dict[str, Any]], int]:
+    """The documents of all whole lines and where the last of them ends; cuts off a torn tail."""
+    content = b""
+    while chunk := os.read(fd, 1 << 20):
+        content += chunk
+    documents: list[dict[str, Any]] = []
+    end = 0
+    while (newline := content.find(b"\n", end)) >= 0:
+        document = _parse(content[end:newline])
+        if document is None:
+            if content.find(b"\n", newline + 1) >= 0:
+                raise StoreError(
+                    f"line {len(documents) + 1} of {path} is damaged, and whole lines follow it",
+                    hint="The file was changed by something else. Start over with --fresh (the old folder is kept), "
+                    "or mend that line by hand.",
+                )
+            break
+        documents.append(document)
+        end = newline + 1
+    if end < len(content):
+        os.ftruncate(fd, end)
+        os.fsync(fd)
+    return documents, end
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a folder durable (fsync of the folder itself)."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small file as a whole.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise store_error(path, error) from error
+
+
+def store_error(path: Path, error: OSError) -> StoreError:
+    """What an OSError in the store means for the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreError(f"{path} cannot be written: the disk is full ({error.strerror})", hint=ROOM_HINT)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoreError(
+            f"{path} cannot be written: {error.strerror}", hint="Give a folder you may write to with --store DIR."
+        )
+    return StoreError(f"{path} cannot be used: {error.strerror or error}", hint="Give another place with --store DIR.")
