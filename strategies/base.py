@@ -54,6 +54,12 @@ class Build:
             gradient of the run is a sum over ranks divided by the global count.
         sum_over_ranks: Sums a tensor over the data-parallel ranks.
         clip_gradients: Clips to a norm and returns the norm before clipping, over all ranks that hold gradients.
+        begin_micro_step: Called before every micro-step.
+        dp_rank: Which share of the global batch is this rank's.
+        gradient_weights: By id of a parameter, the share with which this rank counts its gradient in the norm (tied
+            over two stages: a half); 1 where not given.
+        finish_gradients: Called once per step, after the last backward and before anything reads the gradients.
+        full_structure: The structure of the whole model, where this rank holds one stage of it.
         step_engine: Runs forward and backward over a whole share of the batch (pipeline); None: one after another.
     """
 
@@ -71,6 +77,11 @@ class Build:
     gradient_ranks: int = 1
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda tensor: tensor)
     clip_gradients: Callable[[list[nn.Parameter], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
+    begin_micro_step: Callable[[], None] = field(default=lambda: None)
+    dp_rank: int = 0
+    gradient_weights: dict[int, float] = field(default_factory=dict)
+    finish_gradients: list[Callable[[], None]] = field(default_factory=list)
+    full_structure: Structure | None = None
     step_engine: Any = None
 
     @property

@@ -5,29 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from autoplan.strategies.attention import AttentionStrategy
-from autoplan.strategies.checkpointing import CheckpointingStrategy
-from autoplan.strategies.compilation import CompilationStrategy
-from autoplan.strategies.loss import LossStrategy
-from autoplan.strategies.optimizer import OptimizerStrategy
-from autoplan.strategies.precision import PrecisionStrategy
-from autoplan.strategies.structure import find_structure
-from autoplan.strategies.threads import ThreadsStrategy
 from torch import nn
 
+from autoplan.strategies.attention import AttentionStrategy
 from autoplan.strategies.base import Build, Strategy
+from autoplan.strategies.checkpointing import CheckpointingStrategy
+from autoplan.strategies.compilation import CompilationStrategy, CompileModeStrategy
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.data_parallel import DataParallelStrategy
+from autoplan.strategies.loss import LossStrategy
+from autoplan.strategies.mesh import build_mesh
+from autoplan.strategies.micro_batch import MicroBatchStrategy
+from autoplan.strategies.optimizer import OptimizerStrategy
+from autoplan.strategies.precision import PrecisionStrategy
 from autoplan.strategies.run import TrainingRun
+from autoplan.strategies.structure import find_structure
+from autoplan.strategies.tensor_parallel import TensorParallelStrategy
+from autoplan.strategies.threads import ThreadsStrategy
 from autoplan.strategies.workload import TrainingModule, Workload
 
 # Registry and order of application in one.
 STRATEGIES: tuple[Strategy, ...] = (
+    MicroBatchStrategy(),  # refuses before anything is changed
     ThreadsStrategy(),  # before any operation of the run: the thread pool takes its size at first use
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
     LossStrategy(),  # swaps the head and the loss, likewise
+    TensorParallelStrategy(),  # splits what is inside the blocks, so before they are wrapped
     CheckpointingStrategy(),  # wraps blocks; before compile, so that the compiler sees the recomputation
     CompilationStrategy(),  # per block: after checkpointing, before anything that hooks blocks to communicate
+    CompileModeStrategy(),  # a choice of its own, applied with the one above
     PrecisionStrategy(),  # autocast opens around the whole forward; parameters stay fp32
+    DataParallelStrategy(),  # DDP or FSDP2 around all that is called in a step
     OptimizerStrategy(),  # last: it holds the parameters as everything above has left them
 )
 
@@ -42,6 +50,9 @@ def prepare(
 ) -> TrainingRun:
     """Builds the training run of a workload under a config.
 
+    Two settings belong to the process, not to the run, and stay set: torch's number of threads (where the config
+    names one) and, on CUDA, whether fp32 matmuls round to TF32. The random state is seeded with the workload's seed.
+
     Args:
         workload: What is trained.
         config: How.
@@ -51,9 +62,12 @@ def prepare(
 
     Raises:
         ConfigError: the config is not legal for the workload or the device.
+        WorkloadError: the workload's functions fail or return the wrong thing.
     """
     device = torch.device(device)
     config.accumulation(workload.global_batch)
+    if mesh is None:
+        mesh = build_mesh(config, device.type)
     torch.manual_seed(workload.seed)
     if model is None:
         with torch.device(device):

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.base import Build
-from autoplan.strategies.batch import Batch, batch_size, move_batch, split_batch
+from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch, split_batch
+from autoplan.strategies.mesh import local_tensor
 
 
 class StepResult(NamedTuple):
@@ -44,6 +45,7 @@ class TrainingRun:
         self.scaler = build.scaler
         self.schedule = schedule
         self.steps = 0
+        self._gradients_finished = False
         self.accumulation = build.config.accumulation(build.workload.global_batch)
         self.local_batch = self.accumulation * build.config.micro_batch
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -63,19 +65,33 @@ class TrainingRun:
                 f"global batch of {self.workload.global_batch} over {self.config.dp} rank(s)",
                 hint="Make the loader's batch size TrainingRun.local_batch; accumulation happens inside step().",
             )
+        return self.optimizer_step(*self.forward_backward(batch))
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh, or None on one rank."""
+        return self._build.mesh
+
+    def local_share(self, global_batch: Batch) -> Batch:
+        """This rank's samples of a whole global batch (views)."""
+        start = self._build.dp_rank * self.local_batch
+        return slice_batch(global_batch, start, start + self.local_batch)
+
+    # The parts of a step; trials time them one by one where whole steps would take too long.
+
+    def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All micro-steps of a step: this rank's summed loss, its count, and what the backward divided by."""
         divisor = self.loss_divisor(batch)
         if self._build.step_engine is not None:
             total, count = self._build.step_engine.forward_backward(batch, self._loss_scale(divisor))
-            return self.optimizer_step(total, count, divisor)
+            return total, count, divisor
         total = torch.zeros((), device=self.device)
         count = torch.zeros((), device=self.device)
         for number, micro in enumerate(split_batch(batch, self.config.micro_batch), start=1):
             micro_total, micro_count = self.micro_step(micro, divisor, sync=number == self.accumulation)
             total += micro_total
             count += micro_count
-        return self.optimizer_step(total, count, divisor)
-
-    # The parts of a step; trials time them one by one where whole steps would take too long.
+        return total, count, divisor
 
     def loss_divisor(self, batch: Batch) -> torch.Tensor:
         """What the summed loss is divided by in the backward: the count of the whole global batch.
@@ -95,6 +111,7 @@ class TrainingRun:
             The micro-batch's summed loss and its count, detached.
         """
         self._build.set_gradient_sync(sync)
+        self._build.begin_micro_step()
         micro = move_batch(micro, self.device)
         with self._build.forward_context():
             total, count = self._build.module(micro)
@@ -107,6 +124,14 @@ class TrainingRun:
     def _loss_scale(self, divisor: torch.Tensor) -> torch.Tensor:
         return self._build.gradient_ranks / divisor
 
+    def finish_gradients(self) -> None:
+        """Completes the sums over ranks that the backward leaves open; once per step, optimizer_step() does it too."""
+        if self._gradients_finished:
+            return
+        for finish in self._build.finish_gradients:
+            finish()
+        self._gradients_finished = True
+
     def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
         """Clips, steps the optimizer and the schedule, and clears the gradients.
 
@@ -115,13 +140,15 @@ class TrainingRun:
             count: This rank's count over all micro-batches.
             divisor: What micro_step divided by.
         """
+        self.finish_gradients()
+        self._gradients_finished = False
         total = self._build.sum_over_ranks(total)
         count = self._build.sum_over_ranks(count)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.workload.count is None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            torch._foreach_mul_(gradients, divisor / count)
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], divisor / count)
         norm = None
         if self.workload.max_grad_norm is not None:
             norm = self._build.clip_gradients(self._parameters, self.workload.max_grad_norm)

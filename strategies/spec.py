@@ -34,6 +34,11 @@ class WorkloadSpec(Record):
         repr=False,
         description="objects of a library call, cloudpickled in base64; never written to a plan",
     )
+    open_fields: tuple[str, ...] = Field(
+        default=(),
+        description="global_batch and sequence_length where the user's function decides them and has not been asked "
+        "yet; inspection (strategies/inspect.py) fills them in and empties this",
+    )
     identity: str
     defaults_used: tuple[str, ...] = Field(
         default=(), description="what the user did not give, in sentences for the screen"

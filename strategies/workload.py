@@ -6,7 +6,7 @@ config.json, a folder or `file.py:function`; a library call builds one from Pyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ class LossSum(NamedTuple):
     """
 
     total: torch.Tensor
-    count: torch.Tensor | int
+    count: torch.Tensor | int  # type: ignore[assignment]  # of items; hides tuple.count
 
 
 class OutputHead(Protocol):
@@ -64,6 +64,8 @@ class Workload:
             pass over the gradients where counts differ between batches.
         head: How to split hidden states from the output head; None: the fused loss does not apply.
         load_weights: Fills a model that was built on `meta` and materialised; None: build_model does all.
+        tensor_plan: Which projections are split over tensor-parallel ranks: names (with `*` for a number) to colwise,
+            rowwise or fused_colwise_n. None: the plan that is known for the model's family, if there is one.
         fixed_micro_batch: A micro-batch the user fixed because modules depend on it (BatchNorm and the like).
         seed: For weights, batches and dropout.
     """
@@ -80,6 +82,7 @@ class Workload:
     count: Callable[[Batch], int] | None = None
     head: OutputHead | None = None
     load_weights: Callable[[nn.Module], None] | None = None
+    tensor_plan: Mapping[str, str] | None = None
     fixed_micro_batch: int | None = None
     seed: int = 0
 

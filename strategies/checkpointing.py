@@ -1,0 +1,110 @@
+"""The checkpointing knob: which activations are dropped in the forward and recomputed in the backward.
+
+Nothing changes in the numerics: the recomputation sees the same inputs and, for dropout, the same random state.
+torch's non-reentrant checkpoint is used, the form that composes with compile, FSDP2 and frozen inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from autoplan.errors import ConfigError
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.base import Build, Choices, LeftOut
+from autoplan.strategies.structure import Structure
+from autoplan.strategies.workload import Workload
+
+# The operations whose results the selective policy keeps: those that cost the most to compute again per byte kept.
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
+VALUES = ("none", "selective", "every_4", "every_3", "every_2", "full")
+
+
+class CheckpointingStrategy:
+    """Wraps repeated blocks; selective keeps matmuls and attention of every block, the others keep a block's input."""
+
+    name = "checkpointing"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """What the number of blocks allows."""
+        count = len(structure.blocks)
+        if count == 0:
+            reason = "the model has no repeated blocks to wrap"
+            left_out = tuple(LeftOut(value=value, reason=reason) for value in VALUES[1:])
+            return Choices(knob=self.name, values=("none",), left_out=left_out)
+        values, dropped = [], []
+        for value in VALUES:
+            every = _EVERY.get(value, 1)
+            if every > 1 and every >= max(len(stack) for stack in structure.stacks):
+                reason = f"the longest run of blocks has {max(len(stack) for stack in structure.stacks)}"
+                dropped.append(LeftOut(value=value, reason=reason))
+            else:
+                values.append(value)
+        return Choices(knob=self.name, values=tuple(values), left_out=tuple(dropped))
+
+    def apply(self, build: Build) -> None:
+        """Puts a checkpoint wrapper around the chosen blocks, in place.
+
+        Raises:
+            ConfigError: the model has no repeated blocks.
+        """
+        value = build.config.checkpointing
+        if value == "none":
+            return
+        if not build.structure.blocks:
+            raise ConfigError(
+                f"checkpointing={value} does not apply: the model has no repeated blocks to wrap",
+                hint="Use checkpointing=none.",
+            )
+        context = selective_context if value == "selective" else None
+        for stack in build.structure.stacks:
+            for index, (name, block) in enumerate(stack):
+                if index % _EVERY.get(value, 1) == 0:
+                    replace_module(build.model, name, wrap(block, context))
+
+
+def wrap(block: nn.Module, context: Callable[[], Any] | None) -> nn.Module:
+    """A block whose forward is recomputed in the backward."""
+    options: dict[str, Any] = {} if context is None else {"context_fn": context}
+    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **options)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of the one with this name."""
+    parent_name, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent_name), child, module)
+
+
+@functools.cache
+def kept_operations() -> frozenset[Any]:
+    """The overloads that the selective policy keeps, as far as this torch has them."""
+    packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
+    return frozenset(packet.default for packet in packets if hasattr(packet, "default"))
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in kept_operations() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_context() -> Any:
+    """The pair of contexts that torch's checkpoint asks for, one for the forward and one for the recomputation."""
+    return create_selective_checkpoint_contexts(_policy)

@@ -1,0 +1,276 @@
+"""Looks at a workload without running it: the facts that the space, the cost model and the screen need.
+
+The model is built on the meta device, so that nothing is allocated. Runs in a rank (it loads torch); the records load
+none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
+from autoplan.probes.profile import HardwareProfile, Record
+from autoplan.strategies.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoplan.strategies.base import Choices
+    from autoplan.strategies.structure import Structure
+    from autoplan.strategies.workload import Workload
+
+
+class LeftOutValue(Record):
+    """A value of a knob that is not offered, and why."""
+
+    value: Any
+    reason: str
+
+
+class KnobChoices(Record):
+    """The values of one knob for this workload on this machine, the plain one first, and what was left out."""
+
+    knob: str
+    values: tuple[Any, ...]
+    left_out: tuple[LeftOutValue, ...] = ()
+
+
+class Dependence(Record):
+    """A module that ties the training to one micro-batch."""
+
+    module: str
+    kind: str
+    why: str
+
+
+class WorkloadFacts(Record):
+    """What a workload is made of, and what each knob may be for it here.
+
+    `spec` is the spec with everything filled in that only the user's own function knew.
+    """
+
+    spec: WorkloadSpec
+    model_class: str
+    parameters: int = Field(description="each tied tensor counted once")
+    trainable_parameters: int
+    embedding_parameters: int
+    parameter_bytes: int
+    parameter_bytes_by_dtype: dict[str, int]
+    buffer_bytes: int
+    num_blocks: int
+    num_stacks: int
+    block_class: str | None
+    block_names: tuple[str, ...]
+    hidden_size: int | None = None
+    num_heads: int | None = None
+    num_key_value_heads: int | None = None
+    vocabulary_size: int | None = None
+    logits_per_sample: int | None = Field(default=None, description="elements: sequence length x vocabulary")
+    attention_dropout: float = 0.0
+    optimizer: str
+    optimizer_states: int = Field(description="fp32 tensors the optimizer keeps per parameter: 2 for Adam")
+    tied: tuple[tuple[str, ...], ...]
+    micro_batch_dependent: tuple[Dependence, ...]
+    fixed_micro_batch: int | None
+    choices: tuple[KnobChoices, ...]
+
+    def knob(self, name: str) -> KnobChoices:
+        """The choices of one knob; KeyError for a knob without."""
+        for choice in self.choices:
+            if choice.knob == name:
+                return choice
+        raise KeyError(name)
+
+
+class Inspection(Record):
+    """What a rank answers: facts, or the user's error in them."""
+
+    facts: WorkloadFacts | None = None
+    error_code: str | None = None
+    error: str | None = None
+    hint: str | None = None
+
+
+def run_inspect_rank(context: Any, spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> Inspection:
+    """inspect_workload() in a rank, with the user's errors as data."""
+    try:
+        return Inspection(facts=inspect_workload(spec, hardware, device))
+    except UsageError as error:
+        return Inspection(error_code=error.code, error=error.message, hint=error.hint)
+    except DeviceError as error:
+        return Inspection(error_code=error.code, error=error.message, hint=error.hint)
+
+
+def read_inspection(result: Any) -> WorkloadFacts:
+    """The facts in what run_inspect_rank gave back (a record, or its JSON form).
+
+    Raises:
+        WorkloadError, ConfigError, UsageError, DeviceError: as the rank met them.
+    """
+    inspection = result if isinstance(result, Inspection) else Inspection.model_validate(result)
+    if inspection.facts is not None:
+        return inspection.facts
+    kinds = {kind.code: kind for kind in (WorkloadError, ConfigError, DeviceError)}
+    kind = kinds.get(inspection.error_code or "", UsageError)
+    raise kind(inspection.error or "the workload cannot be inspected", hint=inspection.hint)
+
+
+def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> WorkloadFacts:
+    """The facts of a workload.
+
+    Args:
+        spec: What is trained.
+        hardware: The machine.
+        device: cuda or cpu.
+
+    Raises:
+        WorkloadError: its functions fail or return the wrong thing, or its model trains nothing.
+    """
+    from autoplan.strategies.prepare import STRATEGIES
+    from autoplan.strategies.sources import load_workload
+    from autoplan.strategies.structure import find_structure
+
+    workload = load_workload(spec)
+    model = build_on_meta(workload)
+    check_batch(workload)
+    structure = find_structure(model)
+    choices = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
+    spec = spec.model_copy(
+        update={
+            "global_batch": workload.global_batch,
+            "sequence_length": workload.sequence_length,
+            "unit": workload.unit,
+            "open_fields": (),
+            "name": workload.name,
+        }
+    )
+    return _facts(spec, workload, model, structure, choices)
+
+
+def build_on_meta(workload: Workload) -> nn.Module:
+    """The model on the meta device, in train mode.
+
+    A model whose own code needs real numbers while it is built is built on the CPU and moved.
+
+    Raises:
+        WorkloadError: build_model fails, or gives no module.
+    """
+    import torch
+    from torch import nn
+
+    try:
+        with torch.device("meta"):
+            model = workload.build_model()
+    except WorkloadError:
+        raise
+    except Exception:
+        model = _build_on_cpu(workload)
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"build_model of {workload.name} returned {type(model).__name__}; it returns a torch.nn.Module",
+            hint="Give a function that makes the model.",
+        )
+    model = model.to("meta").train()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(
+            f"no parameter of {workload.name} trains: the model has {sum(1 for _ in model.parameters())}, all frozen",
+            hint="Leave requires_grad True on the parameters that are to be trained.",
+        )
+    return model
+
+
+def _build_on_cpu(workload: Workload) -> nn.Module:
+    try:
+        return workload.build_model()
+    except Exception as error:
+        raise WorkloadError(
+            f"build_model of {workload.name} raised {type(error).__name__}: {error}",
+            hint="Call it by itself in Python to see where.",
+        ) from error
+
+
+def check_batch(workload: Workload) -> None:
+    """Makes one sample and looks at it.
+
+    Raises:
+        WorkloadError: make_batch fails, or does not give as many samples as it was asked for.
+    """
+    from autoplan.strategies.batch import batch_size
+
+    try:
+        batch = workload.make_batch(2, 0)
+    except Exception as error:
+        raise WorkloadError(
+            f"make_batch(2, 0) of {workload.name} raised {type(error).__name__}: {error}",
+            hint="make_batch(num_samples, index) returns a batch of num_samples samples, on the CPU.",
+        ) from error
+    size = batch_size(batch)
+    if size != 2:
+        raise WorkloadError(
+            f"make_batch(2, 0) of {workload.name} gave {size} samples",
+            hint="make_batch(num_samples, index) returns exactly num_samples samples.",
+        )
+
+
+def _facts(
+    spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
+) -> WorkloadFacts:
+    from autoplan.strategies.attention import attention_dropout
+    from autoplan.strategies.optimizer import trainable
+
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parameters = list(model.parameters())
+    by_dtype: dict[str, int] = {}
+    for parameter in parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        by_dtype[name] = by_dtype.get(name, 0) + parameter.numel() * parameter.element_size()
+    optimizer = workload.build_optimizer(trainable(model))
+    vocabulary = getattr(text, "vocab_size", None)
+    logits = None if vocabulary is None or spec.sequence_length is None else spec.sequence_length * vocabulary
+    blocks = structure.blocks
+    return WorkloadFacts(
+        spec=spec,
+        model_class=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
+        embedding_parameters=sum(part.numel() for _, module in structure.embeddings for part in module.parameters()),
+        parameter_bytes=sum(by_dtype.values()),
+        parameter_bytes_by_dtype=by_dtype,
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        num_blocks=len(blocks),
+        num_stacks=len(structure.stacks),
+        block_class=type(blocks[0][1]).__name__ if blocks else None,
+        block_names=tuple(name for name, _ in blocks),
+        hidden_size=getattr(text, "hidden_size", None),
+        num_heads=getattr(text, "num_attention_heads", None),
+        num_key_value_heads=getattr(text, "num_key_value_heads", None),
+        vocabulary_size=vocabulary,
+        logits_per_sample=logits,
+        attention_dropout=attention_dropout(model),
+        optimizer=type(optimizer).__name__,
+        optimizer_states=count_optimizer_states(workload),
+        tied=structure.tied,
+        micro_batch_dependent=tuple(
+            Dependence(module=found.name, kind=found.kind, why=found.why) for found in structure.micro_batch_dependent
+        ),
+        fixed_micro_batch=workload.fixed_micro_batch,
+        choices=tuple(KnobChoices.model_validate(choice.model_dump()) for choice in choices),
+    )
+
+
+def count_optimizer_states(workload: Workload) -> int:
+    """How many tensors as large as the parameter the workload's optimizer keeps per parameter, seen on a tiny one."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = workload.build_optimizer([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception:  # an optimizer that wants more than gradients (a closure) is met again in the trials
+        return 2
+    states = optimizer.state.get(parameter, {})
+    return sum(isinstance(state, torch.Tensor) and state.shape == parameter.shape for state in states.values())

@@ -1,0 +1,203 @@
+"""Finds the repeated blocks, embeddings, output head, attention modules and tied weights of any nn.Module.
+
+Only structure is read, never a number, so a model on the meta device is enough.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_DROPOUT_NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "drop_rate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchDependent:
+    """A module whose result for one sample depends on the other samples of its micro-batch."""
+
+    name: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structure:
+    """What a model is made of; names are the model's own (fully qualified).
+
+    Attributes:
+        model: The model that this is the structure of.
+        stacks: Runs of repeated blocks, in the order of the model: one for a decoder, two for an encoder-decoder,
+            one per stage for a staged image model.
+        embeddings: Modules that look tokens up.
+        head: The output head: the last linear layer outside the blocks, tied to an embedding or widest of them.
+        attention: Modules that do attention, outermost first.
+        tied: Groups of parameter names that are one tensor.
+        micro_batch_dependent: Why the micro-batch is not free, module by module.
+    """
+
+    model: nn.Module
+    stacks: tuple[tuple[tuple[str, nn.Module], ...], ...]
+    embeddings: tuple[tuple[str, nn.Module], ...]
+    head: tuple[str, nn.Module] | None
+    attention: tuple[tuple[str, nn.Module], ...]
+    tied: tuple[tuple[str, ...], ...]
+    micro_batch_dependent: tuple[MicroBatchDependent, ...]
+
+    @property
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """All repeated blocks, stack after stack."""
+        return [block for stack in self.stacks for block in stack]
+
+    @property
+    def main_stack(self) -> tuple[tuple[str, nn.Module], ...]:
+        """The stack that holds the most parameters; empty where the model repeats nothing."""
+        return max(self.stacks, key=lambda stack: sum(_size(module) for _, module in stack), default=())
+
+
+def find_structure(model: nn.Module) -> Structure:
+    """Reads the structure of a model.
+
+    Blocks are modules with parts of their own that stand in a list (ModuleList, Sequential) with another of their
+    class, or are siblings of the same class; where such a module again holds a list of blocks (the stages of a Swin
+    transformer, the two halves of an encoder-decoder), the inner ones are the blocks.
+    """
+    stacks = tuple(_stacks(model, ""))
+    inside = {id(part) for stack in stacks for _, block in stack for part in block.modules()}
+    outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+    tied = _tied(model)
+    embeddings = tuple((name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return Structure(
+        model=model,
+        stacks=stacks,
+        embeddings=embeddings,
+        head=_head(model, outside, embeddings, has_blocks=bool(stacks)),
+        attention=tuple(_attention(model)),
+        tied=tied,
+        micro_batch_dependent=tuple(_micro_batch_dependent(model)),
+    )
+
+
+def clean_name(name: str) -> str:
+    """The model's own name of a parameter or module, whatever wraps it (checkpointing, compile, DDP)."""
+    for prefix in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
+        name = name.replace(prefix, "")
+    return name
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout rate to 0: of dropout modules, and the rates that modules and configs keep as floats."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _zero_rates(vars(module))
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "__dict__"):
+        _zero_rates(vars(config))
+
+
+def _zero_rates(attributes: dict[str, object]) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, float) and any(part in name for part in _DROPOUT_NAMES):
+            attributes[name] = 0.0
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a module has parts that hold parameters, and is no mere list of them."""
+    if isinstance(module, _CONTAINERS):
+        return False
+    return any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def _stacks(module: nn.Module, name: str) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
+    prefix = f"{name}." if name else ""
+    children = [(prefix + child_name, child) for child_name, child in module.named_children()]
+    counts = Counter(type(child) for _, child in children if _is_composite(child))
+    repeated = any(count >= 2 for count in counts.values())
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        members = [pair for pair in children if repeated and _is_composite(pair[1])]
+    else:
+        members = [pair for pair in children if counts[type(pair[1])] >= 2]
+    members = [pair for pair in members if not _holds_stack(pair[1])]
+    if members:
+        yield tuple(members)
+    taken = {id(child) for _, child in members}
+    for child_name, child in children:
+        if id(child) not in taken:
+            yield from _stacks(child, child_name)
+
+
+def _holds_stack(module: nn.Module) -> bool:
+    """Whether a module holds a list of two or more blocks of one class; a list of experts is not one."""
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and "expert" not in name.lower():
+            counts = Counter(type(child) for child in part if _is_composite(child))
+            if any(count >= 2 for count in counts.values()):
+                return True
+    return False
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _head(
+    model: nn.Module,
+    outside: list[tuple[str, nn.Module]],
+    embeddings: tuple[tuple[str, nn.Module], ...],
+    *,
+    has_blocks: bool,
+) -> tuple[str, nn.Module] | None:
+    get_output = getattr(model, "get_output_embeddings", None)
+    if callable(get_output):
+        try:
+            given = get_output()
+        except (NotImplementedError, AttributeError):
+            given = None
+        for name, module in model.named_modules():
+            if module is given:
+                return name, module
+    linears = [(name, module) for name, module in outside if isinstance(module, nn.Linear)]
+    looked_up = {id(module.weight) for _, module in embeddings}
+    for name, module in linears:
+        if id(module.weight) in looked_up:
+            return name, module
+    return linears[-1] if linears and has_blocks else None
+
+
+def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    found: list[str] = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__.lower()
+        is_attention = isinstance(module, nn.MultiheadAttention) or kind.endswith(("attention", "attn", "attention2"))
+        inner = any(name.startswith(outer + ".") for outer in found)
+        if is_attention and not inner and next(module.parameters(), None) is not None:
+            found.append(name)
+            yield name, module
+
+
+def _micro_batch_dependent(model: nn.Module) -> Iterator[MicroBatchDependent]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats):
+            yield MicroBatchDependent(
+                name=name,
+                kind=type(module).__name__,
+                why="normalises with the mean and variance of its micro-batch",
+            )
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        yield MicroBatchDependent(
+            name="config.output_router_logits",
+            kind=type(config).__name__,
+            why="adds the auxiliary loss of a mixture of experts, which is computed over a micro-batch",
+        )
