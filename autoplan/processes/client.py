@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from autoplan.processes import linux
 from autoplan.processes.errors import StopTask, ZygoteError
-from autoplan.processes.files import clear_rank_files, read_tail
+from autoplan.processes.files import clear_rank_files, read_end
 from autoplan.processes.owner import ProcessIdentity, is_alive
 from autoplan.processes.records import Ended, ProcessReport, Progress, Task
 from autoplan.processes.reports import build_report
@@ -64,7 +64,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._reader: FrameReader | None = None
-        self._output: Path | None = None
+        self._output: IO[bytes] | None = None
         self._marker = ""
         self._busy = threading.Lock()
         self.preload_errors: dict[str, str] = {}
@@ -257,14 +257,13 @@ class Zygote:
             _MARKER: self._marker,
         }
         code = _BOOTSTRAP.format(path=_import_path(), fd=theirs.fileno(), pid=os.getpid(), preload=self._preload)
-        output_fd, output = tempfile.mkstemp(prefix="autoplan-zygote-", suffix=".log")
-        self._output = Path(output)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=output_fd if self._quiet else sys.stderr,
-                stderr=output_fd if self._quiet else sys.stderr,
+                stdout=self._output if self._quiet else 2,  # never the planner's stdout, which carries data
+                stderr=self._output if self._quiet else 2,
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the planner's to handle
@@ -272,26 +271,23 @@ class Zygote:
         except OSError as error:
             raise ZygoteError(f"{sys.executable} could not be started: {error}") from error
         finally:
-            os.close(output_fd)
             theirs.close()
         self._connection, self._reader = ours, FrameReader(ours)
 
     def _await_ready(self, began_at: float) -> dict[str, Any]:
+        assert self._process is not None and self._output is not None
+        state = f"was not ready after {_START_S:.0f} s"
         try:
             while time.monotonic() - began_at < _START_S:
                 message = self._receive(_LISTEN_S)
                 if message is not None:
                     return message
-                if not self.alive:
-                    break
         except EOFError:
-            pass
-        assert self._process is not None and self._output is not None
-        status = self._process.poll()
-        state = f"was not ready after {_START_S:.0f} s" if status is None else f"ended with status {status}"
+            # Its end closes a moment before its status can be read.
+            state = f"ended with status {self._process.wait(_CLOSE_S)}"
         raise ZygoteError(
             f"the process that starts the trials {state}, while it imported {', '.join(self._preload)}",
-            hint="the last it said: " + (read_tail(self._output, 2000).strip() or "(nothing)"),
+            hint="the last it said: " + (read_end(self._output, 2000).strip() or "(nothing)"),
         )
 
     def _discard(self) -> int:
@@ -307,7 +303,7 @@ class Zygote:
         if self._connection is not None:
             self._connection.close()
         if self._output is not None:
-            self._output.unlink(missing_ok=True)
+            self._output.close()
         self._process = self._connection = self._reader = self._output = None
         return swept
 
@@ -328,14 +324,15 @@ def sweep_abandoned() -> int:
     Returns:
         How many processes were killed.
     """
+    marks = linux.environments(_MARKER)
+    # The pid in a mark means something in its own pid namespace only: leave the processes of containers alone.
+    ours = linux.pid_namespace(os.getpid())
     killed = 0
-    for marker in set(linux.environments(_MARKER).values()):
+    for marker in {mark for pid, mark in marks.items() if linux.pid_namespace(pid) == ours}:
         parts = marker.split(":")
-        if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
-            continue
-        owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))
-        if not is_alive(owner):
-            killed += _kill_marked(marker)
+        if len(parts) == 4 and parts[1].isdigit() and parts[2].isdigit():
+            owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))
+            killed += 0 if is_alive(owner) else _kill_marked(marker)
     return killed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
 _TAIL_BYTES = 16_384
@@ -50,11 +50,16 @@ def read_tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> str:
     """The last bytes of a file as text; empty if it is not there."""
     try:
         with path.open("rb") as file:
-            size_bytes = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size_bytes - limit_bytes))
-            return file.read().decode(errors="replace")
+            return read_end(file, limit_bytes)
     except OSError:
         return ""
+
+
+def read_end(file: IO[bytes], limit_bytes: int) -> str:
+    """The last bytes of an open file as text."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size_bytes - limit_bytes))
+    return file.read().decode(errors="replace")
 
 
 def _to_json(value: Any) -> Any:

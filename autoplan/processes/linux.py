@@ -108,6 +108,14 @@ def descendants(root_pid: int) -> set[int]:
     return found
 
 
+def pid_namespace(pid: int) -> str | None:
+    """The pid namespace of a process; None if it is gone or not ours to ask about."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
 def environments(name: str) -> dict[int, str]:
     """The value of a variable in each process that had it at its last exec; only our own user's can be read."""
     prefix = name.encode() + b"="

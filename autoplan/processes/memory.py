@@ -8,6 +8,7 @@ import time
 from autoplan.processes import linux
 
 _RELIST_S = 0.5
+_LISTING_SHARE = 0.05  # of one core, at most: a walk of /proc takes long where thousands of processes run
 _NEAR_LIMIT = 0.7
 _CONFIRM_S = 0.25  # between exact readings: the kernel walks the page tables for each
 
@@ -41,6 +42,7 @@ class MemoryWatch:
         self._limit_bytes = limit_bytes
         self._pids: set[int] = set()
         self._listed_at = 0.0
+        self._listing_s = 0.0
         self._confirmed_at = 0.0
         self.bytes = 0
         self.peak_bytes = 0
@@ -58,8 +60,10 @@ class MemoryWatch:
             True if the limit is passed.
         """
         now = time.monotonic()
-        if now - self._listed_at > _RELIST_S or self.near_limit:
+        wait_s = 0.0 if self.near_limit else _RELIST_S
+        if now - self._listed_at >= max(wait_s, self._listing_s / _LISTING_SHARE):
             self._pids, self._listed_at = linux.descendants(self._root_pid), now
+            self._listing_s = time.monotonic() - now
         self.by_pid = {pid: linux.resident_bytes(pid) for pid in self._pids}
         self.bytes = sum(self.by_pid.values())
         if self._limit_bytes is None or self.bytes <= self._limit_bytes:

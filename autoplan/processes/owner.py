@@ -36,7 +36,11 @@ class ProcessIdentity(Record):
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Whether exactly this process still runs on this machine; a zombie does not."""
+    """Whether exactly this process still runs here; a zombie does not.
+
+    "Here" is this machine and this pid namespace. Of a process on another machine or in another container it
+    says False: what they may share needs a lock, and this only tells who holds it.
+    """
     return ProcessIdentity.of(identity.pid) == identity
 
 

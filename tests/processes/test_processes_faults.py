@@ -125,6 +125,14 @@ def test_memory_of_all_ranks_counts_together(zygote: Zygote) -> None:
     assert zygote.run(task).ended is Ended.MEMORY_LIMIT
 
 
+def test_pages_that_ranks_share_with_the_zygote_count_once(zygote: Zygote) -> None:
+    # Each rank shows torch's pages, some 160 MiB, as its own; nearly all of them are still the zygote's.
+    limit = 300 * MIB
+    report = zygote.run(Task(target=targets.sleep, args=(0.6,), ranks=4, memory_limit_bytes=limit))
+    assert report.ended is Ended.FINISHED
+    assert 0 < report.peak_memory_bytes < limit
+
+
 def test_one_allocation_faster_than_any_poll_meets_the_hard_limit(zygote: Zygote) -> None:
     task = Task(
         target=targets.map_memory,
