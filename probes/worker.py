@@ -119,6 +119,8 @@ def _open_device(kind: str, index: int, threads: int) -> Any:
     torch.manual_seed(0)
     device = torch.device("cpu")
     if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
         device = torch.device(kind, index)
         torch.cuda.set_device(device)
     # the first backward starts autograd's threads, the first CUDA call a context: neither belongs to a sample

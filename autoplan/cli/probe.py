@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
+from autoplan.report.screen import is_plain
 from autoplan.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _show(title: str, header: Row, rows: Sequence[Row]) -> None:
     if not rows:
         return
     console = output.console(stderr=False)
-    if output.is_plain(sys.stdout):
+    if is_plain(sys.stdout):
         console.print(title, markup=False)
         for row in [header, *rows] if any(header) else rows:
             cells = [cell or "-" for cell in row] if any(header) else [cell for cell in row if cell]
@@ -215,7 +216,7 @@ def _show(title: str, header: Row, rows: Sequence[Row]) -> None:
 def _progress() -> Iterator[Callable[[str], None]]:
     """What is being measured: a line that changes on a terminal, one line in all elsewhere; on stderr."""
     console = output.console()
-    if output.is_plain(sys.stderr):
+    if is_plain(sys.stderr):
         told = False
 
         def tell_once(doing: str) -> None:

@@ -57,9 +57,7 @@ def test_one_missing_call_does_not_cost_the_others() -> None:
     assert state["power"].value is None and state["power_limit"].value == 700
 
 
-@pytest.mark.parametrize(
-    "code, words", [(9, "is not loaded"), (12, "not installed"), (18, "different versions")]
-)
+@pytest.mark.parametrize("code, words", [(9, "is not loaded"), (12, "not installed"), (18, "different versions")])
 def test_a_missing_driver_is_a_note(code: int, words: str) -> None:
     reading = read_gpus(FakeNvml([FakeGpu()], init_error=code), environ={})
     assert reading.devices == () and reading.driver is None

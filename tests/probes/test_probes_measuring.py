@@ -1,0 +1,233 @@
+"""What is timed is what the names say, and one operation cannot spoil the others."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from autoplan.probes.attention import attention_operations
+from autoplan.probes.launch import probe_launch
+from autoplan.probes.matmul import linear_train_operations, matmul_operations, thread_operations
+from autoplan.probes.memory import LARGEST_BUFFER_BYTES, bandwidth_operations, transfer_operations
+from autoplan.probes.timing import (
+    TORCH_DTYPES,
+    Budget,
+    Operation,
+    filled,
+    measure_operation,
+    measure_operations,
+    summarise,
+    time_operation,
+)
+from autoplan.probes.worker import OtherProcesses, ProbeRequest, probe_devices
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_operation(
+    build: Callable[[], Callable[[], object]], *, work: float = 1.0, memory_bytes: int = 0, kind: str = "x"
+) -> Operation:
+    return Operation(
+        kind=kind, dtype="float32", shape=(1,), work=work, unit="flop/s", memory_bytes=memory_bytes, build=build
+    )
+
+
+def measure(operations: list[Operation], **changes: object) -> tuple[list[str], list[str]]:
+    options: dict[str, object] = {"budget": Budget(seconds=5.0), "cap_s": 0.02, "memory_limit_bytes": 1e9} | changes
+    readings, notes = measure_operations(operations, device=CPU, **options)  # type: ignore[arg-type]
+    return [reading.kind for reading in readings], notes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_product_is_that_of_a_linear_layer(dtype: str) -> None:
+    (operation,) = matmul_operations(CPU, (dtype,), ((3, 5, 7),))
+    y = operation.build()()
+    assert isinstance(y, torch.Tensor)
+    assert y.shape == (3, 5) and y.dtype == TORCH_DTYPES[dtype]
+    assert operation.work == 2 * 3 * 5 * 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_linear_train_is_forward_and_backward_with_float32_weights(dtype: str) -> None:
+    (operation,) = linear_train_operations(CPU, (dtype,), ((16, 8, 32),))
+    gradients = operation.build()()
+    assert isinstance(gradients, tuple)
+    assert [tuple(g.shape) for g in gradients] == [(16, 32), (8, 32)]
+    assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in gradients)
+    assert operation.work == 6 * 16 * 8 * 32
+
+
+def test_both_attentions_compute_the_same_causal_gradients() -> None:
+    fused, eager = attention_operations(CPU, ("float32",), ((2, 3, 17, 8),))
+    assert (fused.kind, eager.kind) == ("sdpa_train", "eager_attention_train")
+    assert fused.work == eager.work == 6 * 2 * 3 * 17 * 17 * 8
+    torch.manual_seed(1)
+    first = fused.build()()
+    torch.manual_seed(1)
+    second = eager.build()()
+    assert isinstance(first, tuple) and isinstance(second, tuple)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_bandwidth_buffers_are_larger_than_the_cache_within_bounds() -> None:
+    copy, add = bandwidth_operations(CPU, cache_bytes=1 << 20)
+    assert copy.work == 2 * 128 * 2**20 and add.work == 3 * 128 * 2**20
+    copy, _ = bandwidth_operations(CPU, cache_bytes=40 << 20)
+    assert copy.shape == (160 * 2**20 // 4,)
+    copy, _ = bandwidth_operations(CPU, cache_bytes=1 << 40)
+    assert copy.shape == (LARGEST_BUFFER_BYTES // 4,)
+    assert list(transfer_operations(CPU)) == []
+
+
+def test_threads_are_set_for_one_operation_and_put_back() -> None:
+    seen: list[int] = []
+
+    def build() -> Callable[[], object]:
+        return lambda: seen.append(torch.get_num_threads())
+
+    source = next(iter(thread_operations(CPU, (2,))))
+    assert source.threads == 2 and source.shape[-1] == 2
+    operation = Operation(
+        kind="x", dtype="float32", shape=(1,), work=1, unit="flop/s", memory_bytes=0, build=build, threads=2
+    )
+    measure_operation(operation, device=CPU, limit_s=0.01)
+    assert set(seen) == {2} and torch.get_num_threads() == 1
+
+
+def test_tf32_is_switched_on_for_its_operation_only() -> None:
+    seen: list[str] = []
+
+    def build() -> Callable[[], object]:
+        return lambda: seen.append(torch.get_float32_matmul_precision())
+
+    for dtype in ("tf32", "float32"):
+        operation = Operation(kind="x", dtype=dtype, shape=(1,), work=1, unit="flop/s", memory_bytes=0, build=build)
+        measure_operation(operation, device=CPU, limit_s=0.005)
+    assert list(dict.fromkeys(seen)) == ["high", "highest"]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_median_and_spread() -> None:
+    timing = summarise([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert timing.median_s == 3.0 and timing.spread == pytest.approx(2 / 3)
+    assert summarise([1.0, 2.0]).spread is None
+
+
+def test_the_first_call_is_not_counted() -> None:
+    calls: list[int] = []
+
+    def call() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            sum(math.sin(i) for i in range(300_000))  # setting up: tens of milliseconds
+
+    assert time_operation(call, device=CPU, limit_s=0.02).median_s < 0.005
+
+
+def test_an_operation_that_fails_is_left_out_with_the_reason() -> None:
+    def broken() -> Callable[[], object]:
+        raise RuntimeError('"addmm" not implemented for this dtype\nmore text')
+
+    kinds, notes = measure([make_operation(broken, kind="broken"), make_operation(lambda: lambda: None, kind="fine")])
+    assert kinds == ["fine"]
+    assert len(notes) == 1 and "not implemented for this dtype" in notes[0] and "more text" not in notes[0]
+
+
+def test_an_operation_that_cannot_fit_is_not_built() -> None:
+    def build() -> Callable[[], object]:
+        raise AssertionError("built")
+
+    kinds, notes = measure([make_operation(build, memory_bytes=2**40)])
+    assert kinds == [] and "1024.0 GiB" in notes[0]
+
+
+def test_a_slow_dtype_is_not_measured_at_larger_sizes() -> None:
+    slow = make_operation(lambda: lambda: sum(range(100_000)), work=1e3)
+    larger = make_operation(lambda: lambda: None, work=1e9)
+    other = make_operation(lambda: lambda: None, work=1e9, kind="other")
+    kinds, notes = measure([slow, larger, other])
+    assert kinds == ["x", "other"]
+    assert len(notes) == 1 and "at the rate of the smaller one" in notes[0]
+
+
+def test_when_the_time_is_over_the_rest_is_left_out() -> None:
+    kinds, notes = measure([make_operation(lambda: lambda: None)], budget=Budget(seconds=0.0))
+    assert kinds == [] and "time for the probes was over" in notes[0]
+
+
+def test_rate_is_work_over_time() -> None:
+    reading = measure_operation(make_operation(lambda: lambda: None, work=10.0), device=CPU, limit_s=0.005)
+    assert reading.seconds.value is not None and reading.rate.value is not None
+    assert reading.rate.value * reading.seconds.value == pytest.approx(10.0)
+    assert reading.rate.provenance == "measured" and reading.rate.unit == "flop/s"
+
+
+def test_filled_has_the_shape_and_no_nonfinite_numbers() -> None:
+    x = filled((300, 500), torch.float16, CPU)
+    assert x.shape == (300, 500) and x.dtype == torch.float16 and bool(torch.isfinite(x).all()) and x.std() > 0.5
+
+
+def test_launch_cost_is_measured() -> None:
+    reading = probe_launch(CPU, repeats=3)
+    assert reading.value is not None and 0 < reading.value < 1
+
+
+def test_cpu_time_of_other_processes_is_seen() -> None:
+    others = OtherProcesses()
+    busy = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)
+    assert 0.02 < others.cpu_share() <= 1
+
+
+class Written:
+    """A rank's context that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.results: list[object] = []
+        self.facts: list[object] = []
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def heartbeat(self, **facts: object) -> None:
+        self.facts.append(facts)
+
+    def report(self, result: object) -> None:
+        self.results.append(result)
+
+
+def test_each_series_is_written_as_soon_as_it_is_there() -> None:
+    context = Written()
+    request = ProbeRequest(type="cpu", index=0, budget_s=0.5, threads=1, memory_limit_bytes=64e6)
+    (result,) = probe_devices(context, [request.model_dump()])
+    assert context.phases == ["cpu:0"]
+    assert len(context.results) == 5 and context.results[-1] == [result]
+    assert [r[0]["complete"] for r in context.results] == [False] * 4 + [True]  # type: ignore[index]
+    counts = [len(r[0]["operations"]) for r in context.results]  # type: ignore[index]
+    assert counts == sorted(counts) and counts[-1] > 0
+    assert any("GiB" in note for note in result["notes"]), "bandwidth buffers do not fit in 64 MB"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured() -> None:
+    context = Written()
+    request = ProbeRequest(type="cuda", index=0, budget_s=5.0, threads=1)
+    (result,) = probe_devices(context, [request.model_dump()])
+    kinds = {operation["kind"] for operation in result["operations"]}
+    assert {"matmul", "linear_train", "copy", "sdpa_train", "host_to_device_pinned"} <= kinds

@@ -1,0 +1,203 @@
+"""run_probes from the start of the rank to the cache, and the command on top of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from autoplan.cli.probe import format_share, peak_rows, probe_command
+from autoplan.errors import DeviceError, UsageError
+from autoplan.probes import run as run_module
+from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
+from autoplan.probes.gpu import read_gpus
+from autoplan.probes.host import read_torch_build
+from autoplan.probes.profile import HardwareProfile, Reading
+from autoplan.probes.run import choose_threads, pick_device, probe_shapes, read_host_profile, run_probes
+from autoplan.processes import Zygote
+from tests.probes.fake_nvml import FakeGpu, FakeNvml
+
+BUDGET_S = 1.5
+
+
+class NoZygote:
+    """Stands where nothing may be started."""
+
+    def run(self, *args: object, **options: object) -> None:
+        raise AssertionError("something was measured")
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(preload=("torch",)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def measured(zygote: Zygote, cache_dir: Path) -> HardwareProfile:
+    return run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=cache_dir)
+
+
+def test_the_cpu_is_measured_in_a_rank(measured: HardwareProfile) -> None:
+    cpu = measured.device("cpu")
+    peak = cpu.peak_flops_per_s["float32"]
+    assert peak.value is not None and peak.value > 1e8 and peak.provenance == "measured"
+    assert peak.value == cpu.best_rate("matmul", "float32")
+    assert "matmul" in peak.source
+    assert cpu.kernel_launch_s is not None and cpu.kernel_launch_s.value is not None
+    assert cpu.host_to_device_bytes_per_s == {}
+    assert HardwareProfile.model_validate_json(measured.model_dump_json()) == measured
+
+
+def test_the_second_time_nothing_is_measured(measured: HardwareProfile, cache_dir: Path) -> None:
+    again = run_probes(NoZygote(), device="cpu", budget_s=BUDGET_S, cache_dir=cache_dir)  # type: ignore[arg-type]
+    assert again.device("cpu").operations == measured.device("cpu").operations
+    assert again.device("cpu").peak_flops_per_s == measured.device("cpu").peak_flops_per_s
+    assert any(measured.created in note for note in again.notes)
+    assert again.fingerprint == measured.fingerprint
+
+
+@pytest.mark.parametrize("fresh, budget_s", [(True, BUDGET_S), (False, 2 * BUDGET_S)])
+def test_fresh_or_a_larger_budget_measures_again(
+    measured: HardwareProfile, cache_dir: Path, fresh: bool, budget_s: float
+) -> None:
+    with pytest.raises(AssertionError, match="something was measured"):
+        run_probes(NoZygote(), device="cpu", budget_s=budget_s, fresh=fresh, cache_dir=cache_dir)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"budget_s": 99, "profile": {}}', "\x00\xff"])
+def test_a_damaged_cache_is_measured_again_with_a_note(zygote: Zygote, tmp_path: Path, text: str) -> None:
+    profile = read_host_profile()
+    path = cache_path(profile.fingerprint, "cpu", tmp_path)
+    path.write_text(text)
+    again = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path)
+    assert any("measured again" in note for note in again.notes)
+    assert again.device("cpu").operations
+    cached, problem = load_cached(path)
+    assert problem is None and cached is not None and cached.profile.fingerprint == again.fingerprint
+    assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
+
+
+def test_a_folder_that_cannot_be_written_is_a_note(measured: HardwareProfile, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    problem = save_cached(tmp_path / "file" / "x.json", CachedProfile(budget_s=1, profile=measured))
+    assert problem is not None and "measures again" in problem
+
+
+def test_the_cache_has_a_place_of_its_own_per_device_kind(tmp_path: Path) -> None:
+    assert cache_path("abc", "cpu", tmp_path) != cache_path("abc", "cuda", tmp_path)
+
+
+def test_progress_is_told(zygote: Zygote, tmp_path: Path) -> None:
+    told: list[str] = []
+    run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=tmp_path, on_progress=told.append)
+    assert any("matmul" in text for text in told)
+    assert len(told) == len(list(dict.fromkeys(told)))
+
+
+def test_a_device_that_does_not_work_is_an_error_with_the_reason(zygote: Zygote) -> None:
+    if read_torch_build()[1] is not None:
+        pytest.skip("this torch has CUDA")
+    gpus = read_gpus(FakeNvml([FakeGpu()]), environ={})
+    profile = read_host_profile().model_copy(update={"devices": gpus.devices})
+    with pytest.raises(DeviceError, match="CUDA") as caught:
+        run_module._measure(zygote, profile, "cuda", 1.0, None)
+    assert caught.value.exit_code == 4 and caught.value.hint
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_note() -> None:
+    if read_torch_build()[1] is not None:
+        pytest.skip("this torch has CUDA")
+    profile = read_host_profile(api=FakeNvml([FakeGpu()]))
+    assert [d.type for d in profile.devices] == ["cpu"]
+    assert any("built without CUDA" in note for note in profile.notes)
+    with pytest.raises(DeviceError, match="built without CUDA"):
+        pick_device(profile, "cuda")
+
+
+def test_an_unknown_device_and_a_missing_one() -> None:
+    profile = read_host_profile(api=FakeNvml([], init_error=12))
+    assert pick_device(profile, None) == "cpu"
+    with pytest.raises(UsageError, match="'tpu'"):
+        pick_device(profile, "tpu")
+    with pytest.raises(DeviceError, match="not installed"):
+        pick_device(profile, "cuda")
+
+
+def test_threads_follow_the_physical_cores() -> None:
+    host = read_host_profile().host
+    assert choose_threads(host.model_copy(update={"cores_usable": 16, "cores_physical": 8})) == 8
+    assert choose_threads(host.model_copy(update={"cores_usable": 2, "cores_physical": 8})) == 2
+    assert choose_threads(host.model_copy(update={"cores_usable": 3, "cores_physical": None})) == 3
+
+
+def test_given_shapes_are_measured_once_each(zygote: Zygote) -> None:
+    shapes = [(32, 64, 48), (8, 16, 24), (32, 64, 48)]
+    for kind in ("matmul", "linear_train"):
+        readings = probe_shapes(shapes, "float32", kind=kind, device="cpu", zygote=zygote, budget_s=1.0)  # type: ignore[arg-type]
+        assert {r.shape for r in readings} == {(32, 64, 48), (8, 16, 24)}
+        assert all(r.kind == kind and r.rate.value for r in readings)
+
+
+@pytest.fixture
+def command(measured: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    """`autoplan probe` on a machine that was measured before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache_path(measured.fingerprint, "cpu")
+    assert tmp_path in path.parents
+    save_cached(path, CachedProfile(budget_s=run_module.DEFAULT_BUDGET_S, profile=measured))
+    app = typer.Typer()
+    app.command()(probe_command)
+    return app
+
+
+def test_the_command_prints_the_profile_as_json(command: typer.Typer, measured: HardwareProfile) -> None:
+    result = CliRunner().invoke(command, ["--json", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["schema_version"] == 1
+    profile = HardwareProfile.model_validate_json(result.stdout)
+    assert profile.device("cpu").operations == measured.device("cpu").operations
+
+
+def test_the_command_prints_plain_lines_without_a_terminal(command: typer.Typer, measured: HardwareProfile) -> None:
+    result = CliRunner().invoke(command, ["--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout and "━" not in result.stdout
+    assert "matrix products" in result.stdout and "FLOP/s" in result.stdout
+    assert measured.host.cpu_model in result.stdout and measured.fingerprint in result.stdout
+    header = next(line for line in result.stdout.splitlines() if "datasheet | share" in line)
+    row = next(line for line in result.stdout.splitlines() if line.startswith("  float32 |"))
+    assert row.count("|") == header.count("|"), "an empty cell keeps its column"
+
+
+def test_the_command_refuses_an_unknown_device(command: typer.Typer) -> None:
+    result = CliRunner().invoke(command, ["--device", "tpu"])
+    assert isinstance(result.exception, UsageError)
+
+
+def test_the_share_of_the_datasheet_is_shown() -> None:
+    (gpu,) = read_gpus(FakeNvml([FakeGpu()]), environ={}).devices
+    half = Reading(value=494.7e12, unit="flop/s", provenance="measured", spread=0.02)
+    gpu = gpu.model_copy(update={"peak_flops_per_s": {"bfloat16": half}})
+    rows = {row[0]: row for row in peak_rows(gpu)}
+    assert rows["bfloat16"][1:4] == ("495 TFLOP/s ± 1%", "989 TFLOP/s", "50%")
+    assert rows["float32"][1] == "not measured" and rows["float32"][3] == ""
+    assert format_share(half, None) == ""
+
+
+@pytest.mark.slow
+def test_a_run_with_the_default_budget_starts_its_own_rank(tmp_path: Path) -> None:
+    profile = run_probes(device="cpu", cache_dir=tmp_path)
+    cpu = profile.device("cpu")
+    assert set(cpu.peak_flops_per_s) >= {"float32", "bfloat16"}
+    assert cpu.memory_bandwidth_bytes_per_s is not None
+    assert cpu.best_rate("linear_train", "bfloat16") and cpu.readings("matmul_threads")
