@@ -84,6 +84,13 @@ def make_spec(
     )
 
 
+def spec_from_objects(workload: Workload | None = None, **parts: Any) -> WorkloadSpec:
+    """The spec of Python objects: see `autoplan.strategies.objects.spec_from_objects`, which this calls."""
+    from autoplan.strategies import objects
+
+    return objects.spec_from_objects(workload, **parts)
+
+
 def load_workload(spec: WorkloadSpec) -> Workload:
     """The workload that a spec stands for. Loads torch and, for language models, transformers; downloads nothing.
 
@@ -287,25 +294,15 @@ def _load_function(spec: WorkloadSpec) -> Workload:
 
 
 def _load_object(spec: WorkloadSpec) -> Workload:
-    import base64
     import dataclasses
 
-    import cloudpickle
+    from autoplan.strategies.objects import unpack
 
-    from autoplan.strategies.workload import Workload
-
-    if spec.payload is None:
-        raise WorkloadError(
-            f"{spec.name} was made of Python objects, which a plan does not carry",
-            hint="Hand them in again: plan.prepare(model, optimizer, loss), or search with the same ones.",
-        )
-    workload = cloudpickle.loads(base64.b64decode(spec.payload))
-    assert isinstance(workload, Workload)
-    fixed = spec.options.get("fixed_micro_batch")
     changes: dict[str, Any] = {"global_batch": spec.global_batch}
+    fixed = spec.options.get("fixed_micro_batch")
     if fixed is not None:
         changes["fixed_micro_batch"] = int(fixed)
-    return dataclasses.replace(workload, **changes)
+    return dataclasses.replace(unpack(spec), **changes)
 
 
 def _weight_files(folder: Path) -> list[Path]:
