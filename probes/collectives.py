@@ -219,9 +219,7 @@ def measure_collectives(
             member = context.rank < size
             entry = None
             if member:
-                entry = _measure_operation(
-                    operation, group, size, sizes_bytes, place, share
-                )
+                entry = _measure_operation(operation, group, size, sizes_bytes, place, share)
             dist.barrier()  # the other ranks wait, so that nothing else uses the links
             if entry is None:
                 continue

@@ -40,7 +40,7 @@ class DataParallelStrategy:
         mesh: DeviceMesh = build.mesh
         build.sum_over_ranks = lambda tensor: sum_over_axes(mesh, tensor, ("dp_replicate", "dp_shard"))
         build.clip_gradients = GlobalNormClipper(mesh, build.gradient_weights)
-        build.data_rank, build.gradient_ranks = data_position(mesh)
+        build.dp_rank, build.gradient_ranks = data_position(mesh)
         if build.config.dp == 1:
             return
         if uses_ddp(build):
@@ -86,14 +86,13 @@ def apply_fsdp(build: Build, mesh: DeviceMesh) -> None:
     hybrid = config.dp_replicate > 1
     shard_mesh = mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
     reshard = config.reshard_after_forward and config.dp_shard > 1
-    gather_dtype = GATHER_DTYPES.get(config.precision)
+    gathered = gather_dtype(build)
     block_policy = MixedPrecisionPolicy(
-        param_dtype=gather_dtype,
-        reduce_dtype=torch.float32 if gather_dtype is not None else None,
+        param_dtype=gathered,
+        reduce_dtype=torch.float32 if gathered is not None else None,
         cast_forward_inputs=False,  # autocast casts where it should; the residual stream stays fp32
     )
     for module in shard_units(build):
-        # Parameters that the block shares with modules outside it belong to the outermost unit.
         fully_shard(module, mesh=shard_mesh, reshard_after_forward=reshard, mp_policy=block_policy)
     # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
     root = fully_shard(build.module, mesh=shard_mesh, reshard_after_forward=False)
@@ -110,8 +109,17 @@ def apply_fsdp(build: Build, mesh: DeviceMesh) -> None:
 
 
 def shard_units(build: Build) -> list[nn.Module]:
-    """The modules that are gathered and freed as one: the repeated blocks that hold parameters."""
-    return [block for _, block in build.structure.blocks if any(True for _ in block.parameters())]
+    """The modules that are gathered and freed as one: the repeated blocks, with what already wraps them."""
+    blocks = (build.model.get_submodule(name) for name, _ in build.structure.blocks)
+    return [block for block in blocks if next(block.parameters(), None) is not None]
+
+
+def gather_dtype(build: Build) -> torch.dtype | None:
+    """The type that the blocks' parameters are gathered in; None: as they are stored.
+
+    On CPU they stay fp32: CPU autocast leaves layer_norm to types that agree, and bytes on loopback cost little.
+    """
+    return GATHER_DTYPES.get(build.config.precision) if build.device.type == "cuda" else None
 
 
 def expected_shard_bytes(parameter_bytes: int, mesh: DeviceMesh | None) -> float:

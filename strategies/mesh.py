@@ -35,8 +35,8 @@ def check_world(config: TrainingConfig) -> None:
         raise ConfigError(
             f"the plan is for {config.world_size} rank(s) (dp_replicate {config.dp_replicate} x dp_shard "
             f"{config.dp_shard} x tp {config.tp} x pp {config.pp}) and {ranks} run(s)",
-            hint=f"Start it with torchrun --nproc-per-node {config.world_size} on one machine (or --nnodes x "
-            f"--nproc-per-node with that product), or search a plan for {ranks} rank(s): autoplan search --nproc {ranks}.",
+            hint=f"Start it with torchrun --nproc-per-node {config.world_size} on one machine (or --nnodes times "
+            f"--nproc-per-node with that product), or find a plan for {ranks}: autoplan search --nproc {ranks}.",
         )
 
 
@@ -82,7 +82,8 @@ def sum_over_axes(mesh: DeviceMesh, tensor: torch.Tensor, axes: Iterable[str]) -
     return tensor
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -120,14 +121,18 @@ class GlobalNormClipper:
         norm = self.norm(held)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if held:
-            torch._foreach_mul_([_local(parameter.grad) for parameter in held if parameter.grad is not None], scale)
+            torch._foreach_mul_(
+                [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None], scale
+            )
         return norm
 
     def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of all gradients over all ranks; every rank of the world calls it."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            norms = torch.stack([norm.float() for norm in torch._foreach_norm([_local(grad) for grad in gradients])])
+            norms = torch.stack(
+                [norm.float() for norm in torch._foreach_norm([local_tensor(grad) for grad in gradients])]
+            )
             shares = [
                 self._weights.get(id(parameter), 1.0) * shard_count(parameter.grad) / self._stage_ranks
                 for parameter in parameters
@@ -155,7 +160,7 @@ def gather_full(named: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> d
         By name, the union over the stages.
     """
     full = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
         for name, tensor in named.items()
     }
     if axis_size(mesh, "pp") == 1:

@@ -1,0 +1,229 @@
+"""Tiny workloads, and one checked step of them on several ranks against one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoplan.processes import ProcessReport, RankContext, Task, Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.mesh import gather_full
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.run import TrainingRun
+from autoplan.strategies.workload import IGNORE_INDEX, LossSum, Workload
+
+SEQUENCE = 16
+GLOBAL_BATCH = 8
+VOCABULARY = 67  # odd, as GPT-2's 50257 is
+
+
+class CausalHead:
+    """How the tiny language models split into hidden states and output head."""
+
+    def hidden(self, model: Any, batch: Any) -> torch.Tensor:
+        return model.base_model(input_ids=batch["input_ids"]).last_hidden_state
+
+    def linear(self, model: Any) -> nn.Module:
+        return model.get_output_embeddings()
+
+    def targets(self, batch: Any) -> torch.Tensor:
+        return shifted(batch["labels"])
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels moved by one position; the last counts for nothing."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def causal_loss(model: nn.Module, batch: Any) -> LossSum:
+    logits = model(input_ids=batch["input_ids"]).logits.float()
+    targets = shifted(batch["labels"])
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return LossSum(total, (targets != IGNORE_INDEX).sum())
+
+
+def causal_count(batch: Any) -> int:
+    return int((shifted(batch["labels"]) != IGNORE_INDEX).sum())
+
+
+def token_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
+    """Tokens that follow each other by a rule, with labels cut at a length that differs by sample."""
+    generator = torch.Generator().manual_seed(index)
+    start = torch.randint(0, VOCABULARY, (num_samples, 1), generator=generator)
+    ids = (start + 7 * torch.arange(SEQUENCE)) % VOCABULARY
+    labels = ids.clone()
+    for row in range(num_samples):
+        labels[row, SEQUENCE - 2 * (row % 5) :] = IGNORE_INDEX
+    return {"input_ids": ids, "labels": labels}
+
+
+def build_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=SEQUENCE,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+        )
+    )
+
+
+def build_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=SEQUENCE,
+        )
+    )
+
+
+def build_qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=SEQUENCE,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+MODELS = {"gpt2": build_gpt2, "llama": build_llama, "qwen3": build_qwen3}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Changes of parameters are then as large as their gradients; Adam's first step is nearly a sign."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def make_workload(model: str, **options: Any) -> Workload:
+    fields: dict[str, Any] = {
+        "name": model,
+        "build_model": MODELS[model],
+        "make_batch": token_batch,
+        "loss": causal_loss,
+        "build_optimizer": sgd,
+        "global_batch": GLOBAL_BATCH,
+        "sequence_length": SEQUENCE,
+        "max_grad_norm": 0.5,
+        "count": causal_count,
+        "head": CausalHead(),
+        "seed": 3,
+    }
+    return Workload(**(fields | options))
+
+
+Plant = Callable[[TrainingRun], None]
+
+
+def one_step(
+    context: RankContext, model: str, config: TrainingConfig, out: str, plant: Plant | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Runs in each rank: one step, whose whole gradients (before clipping) and changes rank 0 writes to `out`."""
+    if context.world_size > 1:
+        context.init_process_group("gloo", 60.0)
+    workload = make_workload(model, **options)
+    run = prepare(workload, config, device="cpu")
+    if plant is not None:
+        plant(run)
+    before = gather_full(dict(named_parameters(run)), run.mesh)
+    batch = run.local_share(workload.make_batch(workload.global_batch, 0))
+    total, count, divisor = run.forward_backward(batch)
+    run.finish_gradients()
+    gradients = gather_full(
+        {name: value.grad for name, value in named_parameters(run) if value.grad is not None}, run.mesh
+    )
+    result = run.optimizer_step(total, count, divisor)
+    after = gather_full(dict(named_parameters(run)), run.mesh)
+    if context.rank == 0:
+        changes = {name: after[name] - before[name] for name in before}
+        torch.save({"gradients": gradients, "changes": changes}, out)
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for _, p in named_parameters(run))
+    return {"loss": float(result.loss), "norm": float(result.grad_norm or 0.0), "elements": held}
+
+
+def named_parameters(run: TrainingRun) -> list[tuple[str, nn.Parameter]]:
+    from autoplan.strategies.structure import clean_name
+
+    return [(clean_name(name), parameter) for name, parameter in run.model.named_parameters()]
+
+
+def run_step(
+    zygote: Zygote,
+    model: str,
+    config: TrainingConfig,
+    directory: Path,
+    *,
+    plant: Plant | None = None,
+    deadline_s: float = 120.0,
+    **options: Any,
+) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """One step in ranks of its own: rank 0's result, and the tensors that it wrote."""
+    out = directory / f"{abs(hash((model, config, plant, tuple(sorted(options)))))}.pt"
+    report = run_ranks(zygote, one_step, config.world_size, (model, config, str(out), plant, options), deadline_s)
+    return report.ranks[0].result, torch.load(out)
+
+
+def run_ranks(
+    zygote: Zygote, target: Callable[..., Any], ranks: int, args: tuple[Any, ...], deadline_s: float = 120.0
+) -> ProcessReport:
+    """Runs a function in ranks that have to succeed."""
+    report = zygote.run(
+        Task(target=target, args=args, ranks=ranks, deadlines_s={"*": deadline_s}, env={"OMP_NUM_THREADS": "1"})
+    )
+    failure = report.first_failure
+    assert failure is None and report.ended == "finished", (
+        report.ended,
+        None if failure is None else (failure.error and failure.error.traceback or failure.stderr_tail),
+    )
+    return report
+
+
+def differences(
+    reference: dict[str, dict[str, torch.Tensor]], candidate: dict[str, dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """The largest relative difference over the parameters: of norms, and of the tensors themselves."""
+    worst: dict[str, float] = {}
+    for kind in ("gradients", "changes"):
+        assert reference[kind].keys() == candidate[kind].keys(), reference[kind].keys() ^ candidate[kind].keys()
+        scale = max(float(tensor.norm()) for tensor in reference[kind].values())
+        norms, tensors = [], []
+        for name, expected in reference[kind].items():
+            size = max(float(expected.norm()), 1e-4 * scale)
+            norms.append(abs(float(candidate[kind][name].norm()) - float(expected.norm())) / size)
+            tensors.append(float((candidate[kind][name] - expected).norm()) / size)
+        worst[f"{kind}_norm"] = max(norms)
+        worst[kind] = max(tensors)
+        worst_name = max(zip(tensors, reference[kind], strict=True))[1]
+        if worst[kind] > 1e-3:
+            print(kind, worst_name, worst[kind])
+    return worst
