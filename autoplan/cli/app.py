@@ -11,6 +11,7 @@ from autoplan import __version__
 from autoplan.cli import output
 from autoplan.cli.explain import explain_command
 from autoplan.cli.export import export_command
+from autoplan.cli.probe import probe_command
 from autoplan.cli.report import report_command
 from autoplan.cli.run import run_command
 from autoplan.cli.schema import schema_command
@@ -18,6 +19,7 @@ from autoplan.cli.search import search_command
 from autoplan.cli.show import show_command
 from autoplan.cli.verify import verify_command
 from autoplan.errors import AutoplanError
+from autoplan.report.screen import is_plain
 
 HELP = (
     "Finds, by measurement, the fastest way to run a training job on this machine, keeps what is trained the same, "
@@ -45,7 +47,7 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None if output.is_plain(sys.stdout) else "rich",
+        rich_markup_mode=None if is_plain(sys.stdout) else "rich",
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
 
@@ -57,6 +59,7 @@ def build_app() -> typer.Typer:
     ) -> None:
         pass
 
+    app.command("probe")(probe_command)
     app.command("search")(search_command)
     app.command("show")(show_command)
     app.command("explain")(explain_command)

@@ -78,7 +78,7 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
 
     console = output.console(stderr=False)
     unit = plan.workload.unit
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for entry in knobs:
         tried = "; ".join(
             f"{one['value']}: "

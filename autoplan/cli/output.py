@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.errors import AutoplanError
+from autoplan.report.screen import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,24 +22,9 @@ SCHEMA_VERSION = 1  # of the documents that --json prints
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 
 
-def is_plain(stream: Any) -> bool:
-    """True where bars and colours have no place: not a terminal, NO_COLOR set, or a dumb terminal."""
-    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-
-
 def console(*, stderr: bool = True) -> Console:
     """A rich console on stderr (narration) or stdout (data)."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    plain = is_plain(stream)
-    return Console(
-        file=stream,
-        no_color=True if plain else None,
-        highlight=False,
-        width=None if stream.isatty() else 120,
-        soft_wrap=plain and not stream.isatty(),
-    )
+    return make_console(sys.stderr if stderr else sys.stdout)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan, other_hardware
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
 
 
 def show_command(
@@ -16,8 +16,10 @@ def show_command(
     json_output: output.JsonOption = False,
 ) -> None:
     """Show a plan: baseline against plan, each choice and why, what was ruled out, the next best."""
+    from autoplan.api import found_elsewhere
+
     loaded = load_plan(plan)
-    elsewhere = other_hardware(loaded)
+    elsewhere = found_elsewhere(loaded)
     if json_output:
         output.print_json({"status": "ok", "other_hardware": elsewhere, "plan": loaded.model_dump(mode="json")})
         return

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autoplan.planner.plan import Measurement, Plan
+from autoplan.planner.plan import LeftOutFamily, Measurement, Parity, Plan
+from autoplan.planner.search.options import Candidate
 from autoplan.planner.trials.outcome import Interval, Outcome, Trial
-from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -55,7 +55,7 @@ def baseline_mfu(plan: Plan) -> float | None:
 def comparison(plan: Plan) -> Rows:
     """The baseline against the plan."""
     base, best, unit = plan.baseline, plan.measurement, plan.workload.unit
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (f"{unit}/s", with_interval(base.tokens_per_s), with_interval(best.tokens_per_s)),
         ("speed-up", "1", with_interval(plan.speedup)),
         ("step time", seconds_with_interval(base.step_time_s), seconds_with_interval(best.step_time_s)),
@@ -75,7 +75,7 @@ def configuration(plan: Plan) -> Rows:
     """Each knob that the plan sets, and why; then those it leaves as they are, with a reason if there is one."""
     reasons = {choice.knob: choice.reason for choice in plan.choices}
     chosen = plan.config.knobs_off_default()
-    rows = [(knob, str(value), reasons.get(knob, "")) for knob, value in chosen.items()]
+    rows: list[tuple[str, ...]] = [(knob, str(value), reasons.get(knob, "")) for knob, value in chosen.items()]
     rows.insert(1, ("accumulation", str(plan.accumulation), accumulation_reason(plan)))
     values = plan.config.model_dump()
     kept = [knob for knob in reasons if knob in values and knob not in chosen]
@@ -93,14 +93,37 @@ def accumulation_reason(plan: Plan) -> str:
 
 
 def left_out(plan: Plan) -> Rows:
+    """What the plan's search never tried."""
+    return left_out_rows(plan.left_out)
+
+
+def left_out_rows(families: Sequence[LeftOutFamily]) -> Rows:
     """What was never tried: which limit, by how much."""
-    rows = [(f.family, f.limit, f.by, str(f.configurations)) for f in plan.left_out]
+    rows: list[tuple[str, ...]] = [(f.family, f.limit, f.by, str(f.configurations)) for f in families]
     return Rows(("ruled out", "limit", "by how much", "configurations"), rows)
+
+
+def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
+    """The space of a dry run: what the cost model says of each."""
+    rows: list[tuple[str, ...]] = []
+    for candidate in candidates:
+        said = candidate.prediction
+        if said is None:
+            rows.append((candidate.config.describe(), "unknown", "unknown", "", ""))
+            continue
+        step = f"{format_seconds(said.step_time_s)} ({_range(said.step_time_low_s, said.step_time_high_s)})"
+        memory = f"{format_bytes(said.peak_memory_bytes)} (up to {format_bytes(said.peak_memory_high_bytes)})"
+        rows.append((candidate.config.describe(), step, memory, said.verdict.replace("_", " "), said.bound))
+    return Rows(("configuration", "step time", "peak memory", "memory", "bound by"), rows)
+
+
+def _range(low: float, high: float) -> str:
+    return f"{format_seconds(low)} to {format_seconds(high)}"
 
 
 def alternatives(plan: Plan) -> Rows:
     """The next best."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             alternative.config.describe(),
             measured_rate(alternative.measurement),
@@ -119,7 +142,7 @@ def measured_rate(measurement: Measurement | None) -> str:
 
 def trial_rows(trials: Sequence[Trial], unit: str) -> Rows:
     """Every trial: what it ran, how it ended."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for trial in trials:
         end = "ok" if trial.outcome is Outcome.OK else f"{trial.outcome.value}: {trial.reason or trial.phase}"
         rows.append(
@@ -151,17 +174,16 @@ def hardware_line(plan: Plan) -> str:
 
 
 def parity_line(plan: Plan) -> str:
-    """What the parity check found."""
-    parity = plan.parity
+    """What the plan's parity check found."""
+    return parity_words(plan.parity)
+
+
+def parity_words(parity: Parity) -> str:
+    """What a parity check found, in a line."""
     changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
-    verdict = "passed" if parity.passed else "FAILED"
-    note = f"; {parity.note}" if parity.note else ""
+    verdict = f"passed, {changed}" if parity.passed else "FAILED"
+    note = f"; {parity.note.rstrip('.')}" if parity.note else ""
     return (
-        f"{verdict}: {changed}; largest difference in gradients {parity.worst_gradient_difference:.2g} and in the "
+        f"{verdict}; largest difference in gradients {parity.worst_gradient_difference:.2g} and in the "
         f"update {parity.worst_update_difference:.2g} of {parity.tolerance:.2g} allowed ({parity.worst_group}){note}"
     )
-
-
-def describe_config(config: TrainingConfig) -> str:
-    """One line; `plain` where only the micro-batch is set."""
-    return config.describe()

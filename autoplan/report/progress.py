@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,9 +17,6 @@ from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_bytes, format_clock, format_number, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PHASES = {
     "probe": "measuring this machine",

@@ -92,8 +92,11 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
         lost.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
     if options.get("weight_decay"):
         lost.append("weight decay on every parameter: the Trainer leaves biases and norms out of it")
-    arguments = {keys[what]: value for what, value in said.items() if value is not None and keys.get(what)}
-    arguments = {"output_dir": "trainer-output"} | {str(key): value for key, value in arguments.items()}
+    arguments: dict[str, Any] = {"output_dir": "trainer-output"}
+    for what, value in said.items():
+        key = keys.get(what)
+        if value is not None and key is not None:
+            arguments[key] = value
     if config.dp_shard > 1:
         arguments |= {
             "fsdp": True,
@@ -205,7 +208,7 @@ class TransformersTarget:
         arguments_text, module_text = export.files.values()
         _compiles(module_text)
         if installed_version() is None or not _is_installed("accelerate"):
-            return ("not read by the real TrainingArguments: it needs accelerate (pip install 'autoplan[transformers]')",)
+            return ("not read by the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'",)
         read_back = read_back_arguments(arguments_text)
         for key, wanted in json.loads(arguments_text).items():
             if key in read_back and key != "use_cpu":

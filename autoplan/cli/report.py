@@ -1,0 +1,34 @@
+"""autoplan report: a plan as one self-contained page of HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoplan.cli import output
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.errors import UsageError
+
+
+def report_command(
+    plan: PlanArgument = DEFAULT_PLAN,
+    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+    json_output: output.JsonOption = False,
+) -> None:
+    """Write a page about a plan: tables and drawings in one file, readable without scripts or a network."""
+    from autoplan.report.html import render_page
+
+    page = render_page(load_plan(plan))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"the report cannot be written to {out}: {error.strerror}", hint="Give another place with --out."
+        ) from error
+    if json_output:
+        output.print_json({"status": "ok", "file": str(out)})
+    else:
+        print(out)

@@ -1,0 +1,66 @@
+"""autoplan run: some steps of a plan's own workload, as plan.prepare builds it."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.cli import output
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.errors import UsageError
+from autoplan.units import format_number, format_seconds
+
+if TYPE_CHECKING:
+    from autoplan.strategies.run import TrainingRun
+
+
+def run_command(
+    plan: PlanArgument = DEFAULT_PLAN,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps, the first not counted in the rate.")] = 5,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Run some steps of a plan's own workload and print the rate. A plan for several ranks: start it by torchrun."""
+    if steps < 1:
+        raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
+    loaded = load_plan(plan)
+    run = loaded.prepare()
+    records = run_steps(run, steps)
+    if not is_first_rank():
+        return
+    later = records[1:] or records
+    step_s = statistics.median(record["seconds"] for record in later)
+    rate = loaded.workload.global_batch * run.workload.tokens_per_sample / step_s
+    measured = loaded.measurement.tokens_per_s.median
+    if json_output:
+        document = {"status": "ok", "steps": records, "step_time_s": step_s, f"{loaded.workload.unit}_per_s": rate}
+        output.print_json(document | {"plan_measured": measured})
+        return
+    unit = loaded.workload.unit
+    sys.stderr.write(f"the plan measured {format_number(measured)} {unit}/s; this run is {rate / measured:.0%} of it\n")
+    print(f"{format_number(rate)} {unit}/s, {format_seconds(step_s)} a step")
+
+
+def run_steps(run: TrainingRun, steps: int) -> list[dict[str, Any]]:
+    """Steps on the workload's own batches; a line each on stderr. The clock waits for the device."""
+    records = []
+    for number in range(steps):
+        batch = run.workload.make_batch(run.local_batch, number)
+        started = time.perf_counter()
+        result = run.step(batch)
+        loss = float(result.loss)  # reading it waits for the device
+        seconds = time.perf_counter() - started
+        records.append({"step": number + 1, "loss": loss, "seconds": seconds})
+        if is_first_rank():
+            sys.stderr.write(f"step {number + 1}: loss {loss:.4f}, {format_seconds(seconds)}\n")
+    return records
+
+
+def is_first_rank() -> bool:
+    """True but in the other ranks of a torchrun."""
+    import os
+
+    return os.environ.get("RANK", "0") == "0"

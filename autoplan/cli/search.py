@@ -1,0 +1,230 @@
+"""autoplan search: finds a plan by measuring, and shows it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.cli import output
+from autoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoplan.planner.plan import LeftOutFamily
+    from autoplan.planner.search.options import Candidate, SearchOptions, SearchResult
+    from autoplan.planner.trials.outcome import Trial
+    from autoplan.strategies.spec import WorkloadSpec
+
+SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
+
+
+def search_command(
+    model: Annotated[
+        str,
+        typer.Option("--model", help="gpt2 or another built-in name, a config.json, a folder, or file.py:function."),
+    ],
+    sequence_length: Annotated[
+        int | None, typer.Option("--seq-len", help="Tokens per sequence. Default: the model's own length.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", help="Samples per optimizer step; no plan changes it. Default: 32.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Time for the whole search: 90s, 10m, 1h. Given anew it extends. Default: 10m."),
+    ] = None,
+    max_trials: Annotated[int | None, typer.Option("--max-trials", help="At most so many trials.")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", metavar="KNOB=VALUE", help="Keep a knob at a value; may repeat.")
+    ] = None,
+    bound: Annotated[
+        list[str] | None,
+        typer.Option("--bound", metavar="KNOB=LOW..HIGH|KNOB=A,B", help="Keep a knob within bounds; may repeat."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda or cpu. Default: cuda where there is one.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", help="What a trial may take: 8GiB, or 80%. Default: 80% of what is available."),
+    ] = None,
+    nproc: Annotated[int, typer.Option("--nproc", help="The largest number of ranks on this machine.")] = 1,
+    sampler: Annotated[str, typer.Option("--sampler", help="ours, or Optuna's tpe or random.")] = "ours",
+    out: Annotated[Path, typer.Option("--out", help="Where to write the plan.")] = Path("plan.json"),
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Folder of the search's record. Default: the user's state folder.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an old record is kept aside.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the space with predicted memory and time; run nothing.")
+    ] = False,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Of the workload.")] = None,
+    weight_decay: Annotated[float | None, typer.Option("--weight-decay", help="Of the workload.")] = None,
+    max_grad_norm: Annotated[
+        float | None, typer.Option("--max-grad-norm", help="Clip the gradients' norm; 0: no clipping.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Of weights, batches and the search. Default: 0.")
+    ] = None,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Search for the fastest way to run a training job here, and write a verified plan."""
+    from autoplan import api
+
+    spec = make_spec(
+        model,
+        sequence_length,
+        global_batch,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+    )
+    options = api.make_options(
+        spec,
+        budget=budget,
+        max_trials=max_trials,
+        fix=parse_fixes(fix or []),
+        bound=dict(parse_bounds(bound or [])),
+        device=device,
+        memory_limit=memory_limit,
+        out=out,
+        store=store,
+        fresh=fresh,
+        sampler=sampler,
+        nproc=nproc,
+        seed=seed or 0,
+        dry_run=dry_run,
+    )
+    say_what_is_searched(options)
+    result = api.run(options)
+    if json_output:
+        output.print_json(search_document(result))
+    else:
+        show_result(result, out, spec.unit)
+    raise typer.Exit(result.exit_code)
+
+
+def make_spec(model: str, sequence_length: int | None, global_batch: int | None, **options: Any) -> WorkloadSpec:
+    """The workload that the options name; WorkloadError says what is wrong with them."""
+    from autoplan.strategies import sources
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("max_grad_norm") == 0:
+        given["max_grad_norm"] = None  # how a spec says: no clipping
+    return sources.make_spec(
+        model=model, sequence_length=sequence_length, global_batch=global_batch, options=given
+    )
+
+
+def parse_fixes(texts: list[str]) -> dict[str, Any]:
+    """`knob=value` texts; UsageError for a knob that is fixed twice to different values."""
+    from autoplan.strategies.config import parse_knob
+
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        knob, value = parse_knob(text)
+        if knob in fixed and fixed[knob] != value:
+            raise UsageError(
+                f"--fix {knob} is given twice, as {fixed[knob]} and as {value}",
+                hint=f"Fix it once, or give --bound {knob}={fixed[knob]},{value}.",
+            )
+        fixed[knob] = value
+    return fixed
+
+
+def parse_bounds(texts: list[str]) -> list[tuple[str, Any]]:
+    """`knob=low..high` and `knob=a,b` texts."""
+    from autoplan.planner.space import parse_bound
+
+    return [parse_bound(text) for text in texts]
+
+
+def say_what_is_searched(options: SearchOptions) -> None:
+    """The workload and what was not given, on stderr: nothing shrinks in silence."""
+    from autoplan.report import facts
+
+    console = output.console()
+    console.print(f"workload: {facts.workload_line(options.spec)}", markup=False, soft_wrap=True)
+    for text in options.spec.defaults_used:
+        console.print(f"  default: {text}", markup=False, soft_wrap=True)
+
+
+def show_result(result: SearchResult, out: Path, unit: str) -> None:
+    """The end of a search for a person: the plan, or why there is none and what came nearest."""
+    from autoplan.report import facts, terminal
+
+    narration, console = output.console(), output.console(stderr=False)
+    for note in result.notes:
+        terminal.say(narration, "note", note)
+    if result.status == "dry_run":
+        show_dry_run(result)
+        return
+    if result.plan is not None:
+        console.print()
+        terminal.show_plan(console, result.plan)
+        if result.from_record:
+            terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
+        place = result.plan_path or out
+        terminal.say(narration, "plan", f"{place}; apply it with plan.prepare(), autoplan export or autoplan run")
+        return
+    if result.best is not None:
+        content = facts.trial_rows([t for t in (result.baseline, result.best) if t is not None], unit)
+        terminal.show_table(console, content, title="Best so far, not verified")
+    terminal.show_table(console, facts.left_out_rows(result.left_out), title="Ruled out, never tried")
+    sys.stderr.write(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n")
+    if result.hint:
+        sys.stderr.write(f"  {result.hint}\n")
+
+
+def show_dry_run(result: SearchResult) -> None:
+    """The space, the fastest predictions first."""
+    from autoplan.report import facts, terminal
+
+    console = output.console(stderr=False)
+    shown = result.candidates[:SHOWN_CANDIDATES]
+    title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
+    terminal.show_table(console, facts.candidate_rows(shown), title=title)
+    terminal.show_table(console, facts.left_out_rows(result.left_out), title="Ruled out")
+    sys.stderr.write("dry run: nothing was run\n")
+
+
+def search_document(result: SearchResult) -> dict[str, Any]:
+    """The one document of `--json`."""
+    return {
+        "status": result.status,
+        "reason": result.reason,
+        "hint": result.hint,
+        "exit_code": result.exit_code,
+        "baseline": None if result.baseline is None else trial_document(result.baseline),
+        "plan": None if result.plan is None else result.plan.model_dump(mode="json"),
+        "plan_path": result.plan_path,
+        "best": None if result.best is None else trial_document(result.best),
+        "trials": [trial_document(trial) for trial in result.trials],
+        "left_out": [left_out_document(family) for family in result.left_out],
+        "candidates": [candidate_document(candidate) for candidate in result.candidates],
+        "from_record": result.from_record,
+        "resumed_trials": result.resumed_trials,
+        "budget_s": result.budget_s,
+        "spent_s": result.spent_s,
+        "study": result.study,
+        "store": result.store,
+        "notes": list(result.notes),
+    }
+
+
+def trial_document(trial: Trial) -> dict[str, Any]:
+    """A trial, with its peak as one figure; intervals are {median, low, high, samples}."""
+    return trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
+
+
+def left_out_document(family: LeftOutFamily) -> dict[str, Any]:
+    """A family that was never tried: which limit, by how much."""
+    return family.model_dump(mode="json")
+
+
+def candidate_document(candidate: Candidate) -> dict[str, Any]:
+    """A candidate of a dry run."""
+    return candidate.model_dump(mode="json")

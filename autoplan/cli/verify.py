@@ -1,0 +1,112 @@
+"""autoplan verify: does a plan still hold here? Its parity check and a short measurement, on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli import output
+from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.errors import NoFeasiblePlanError
+from autoplan.units import format_bytes, format_number, parse_duration_s
+
+if TYPE_CHECKING:
+    from autoplan.planner.plan import Parity, Plan
+    from autoplan.planner.trials.outcome import Trial
+
+MEMORY_SHARE = 0.8  # of what is available, as a search takes by default
+
+
+def verify_command(
+    plan: PlanArgument = DEFAULT_PLAN,
+    time_box: Annotated[
+        str, typer.Option("--budget", help="Time for the measurement; the parity check comes on top.")
+    ] = "60s",
+    json_output: output.JsonOption = False,
+) -> None:
+    """Check a plan here: that it trains the same thing as the plain run, and how fast it is on this machine."""
+    from autoplan.api import found_elsewhere
+
+    loaded = load_plan(plan)
+    seconds = parse_duration_s(time_box)
+    elsewhere = found_elsewhere(loaded)
+    parity, trial = verify_plan(loaded, seconds)
+    held = parity.passed and trial.tokens_per_s is not None
+    if json_output:
+        output.print_json(
+            {
+                "status": "verified" if held else "failed",
+                "other_hardware": elsewhere,
+                "parity": parity.model_dump(mode="json"),
+                "trial": trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes},
+                "plan_measured": loaded.measurement.tokens_per_s.model_dump(mode="json"),
+            }
+        )
+        if not held:
+            raise typer.Exit(NoFeasiblePlanError.exit_code)
+        return
+    _show(loaded, parity, trial, elsewhere)
+
+
+def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> None:
+    """The verdicts as lines; NoFeasiblePlanError where the plan does not hold here."""
+    from autoplan.report import facts
+
+    print(f"parity: {facts.parity_words(parity)}")
+    if trial.tokens_per_s is not None:
+        then, now, unit = plan.measurement.tokens_per_s, trial.tokens_per_s, plan.workload.unit
+        print(
+            f"speed: {facts.with_interval(now)} {unit}/s here; the plan measured {format_number(then.median)} "
+            f"({now.median / then.median:.0%} of it)"
+        )
+        print(f"peak memory: {format_bytes(trial.peak_memory_bytes)}")
+    if elsewhere:
+        output.console().print(f"note: {elsewhere}", markup=False, soft_wrap=True)
+    if not parity.passed:
+        raise NoFeasiblePlanError(
+            "the plan fails the parity check here: it would not train the same thing",
+            hint="Search on this machine: autoplan search. If the plan was made here, please report it.",
+        )
+    if trial.tokens_per_s is None:
+        raise NoFeasiblePlanError(
+            f"the plan does not run here: {trial.outcome.value}: {trial.reason}",
+            hint="Search on this machine: autoplan search.",
+        )
+
+
+def verify_plan(plan: Plan, seconds: float) -> tuple[Parity, Trial]:
+    """The parity check and one measured trial of a plan's configuration, in ranks of their own."""
+    from autoplan.planner.parity import run_parity
+    from autoplan.planner.trials.runner import TrialOrder, TrialRunner
+    from autoplan.probes.run import pick_device, read_host_profile
+    from autoplan.processes import Zygote
+
+    profile = read_host_profile()
+    device = pick_device(profile, plan.device)
+    host_limit = int(MEMORY_SHARE * (profile.host.memory_available_bytes.value or 0))
+    available = profile.device(device).memory_available_bytes.value
+    limit = host_limit if device == "cpu" or available is None else int(MEMORY_SHARE * available)
+    with tempfile.TemporaryDirectory(prefix="autoplan-verify-") as folder, Zygote() as zygote:
+        parity = run_parity(
+            zygote, plan.workload, plan.config, device=device, directory=Path(folder, "parity"), deadline_s=1200.0
+        )
+        runner = TrialRunner(
+            zygote,
+            plan.workload,
+            device=device,
+            memory_limit_bytes=limit,
+            host_limit_bytes=host_limit,
+            directory=Path(folder, "trials"),
+        )
+        order = TrialOrder(
+            number=0,
+            purpose="finalist",
+            config=plan.config,
+            prediction=plan.prediction,
+            time_box_s=seconds,
+            deadline_s=seconds * 4 + 1200.0,
+        )
+        return parity, runner.run(order)

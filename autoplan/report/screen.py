@@ -1,0 +1,22 @@
+"""What the output goes to: a terminal with a person before it, or a file, a pipe, a log. Loads rich when asked."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def is_plain(stream: Any) -> bool:
+    """True where bars and colours have no place: not a terminal, NO_COLOR set, or a dumb terminal."""
+    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def make_console(stream: Any) -> Console:
+    """A rich console on a stream; off a terminal, or under NO_COLOR, it writes plain lines and never wraps."""
+    from rich.console import Console
+
+    plain = is_plain(stream)
+    return Console(file=stream, force_terminal=False if plain else None, no_color=plain or None, highlight=False)
