@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import uuid
 from collections.abc import Iterator
 
@@ -15,6 +16,16 @@ def warm_zygote() -> Iterator[Zygote]:
     with Zygote(preload=("torch",)) as zygote:
         assert not zygote.preload_errors
         yield zygote
+
+
+@pytest.fixture
+def planners() -> Iterator[list[subprocess.Popen[str]]]:
+    """Where a test puts the planners that it starts, so that none outlives a failed assertion."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for planner in started:
+        planner.kill()
+        planner.communicate()
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ import pytest
 from autoplan.processes import Task, Zygote, linux, sweep_abandoned
 from tests.processes.helpers import survivors, wait_until
 
+Planners = list[subprocess.Popen[str]]
+
 GONE_WITHIN_S = 5.0
 
 PLANNER = """
@@ -35,7 +37,7 @@ with Zygote(preload=(), env={"PROCESS_TEST_TOKEN": token}) as zygote:
 class Planner:
     """A planner in a process of its own, with two ranks that have grandchildren in sessions of their own."""
 
-    def __init__(self, directory: Path, token: str, cold: bool) -> None:
+    def __init__(self, directory: Path, token: str, cold: bool, planners: Planners) -> None:
         self._directory = directory
         arguments = [str(directory), token, "cold" if cold else "warm"]
         self.process = subprocess.Popen(
@@ -44,6 +46,7 @@ class Planner:
             text=True,
             cwd=Path(__file__).parents[2],
         )
+        planners.append(self.process)
         assert wait_until(lambda: all(self._phase(rank) == "stay" for rank in (0, 1)), 60.0), "the ranks never ran"
 
     def pid_of(self, victim: str) -> int:
@@ -67,18 +70,21 @@ class Planner:
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 @pytest.mark.parametrize("victim", ["planner", "zygote", "rank"])
-def test_nobody_is_left(victim: str, cold: bool, tmp_path: Path, token: str) -> None:
-    planner = Planner(tmp_path, token, cold)
+def test_nobody_is_left(victim: str, cold: bool, tmp_path: Path, token: str, planners: Planners) -> None:
+    planner = Planner(tmp_path, token, cold, planners)
     grandchildren = planner.grandchildren()
     assert len(grandchildren) == 4 and all(linux.start_ticks(pid) for pid in grandchildren)
     # The zygote, two ranks and four grandchildren, all of which carry the mark.
-    assert len(survivors(token)) == 7
+    assert wait_until(lambda: len(survivors(token)) == 7, 5.0), "a new process shows its environment a moment later"
+    lost = linux.parent_of(grandchildren[1])  # the double fork's survivor was adopted
+    assert lost == planner.pid_of("zygote")
 
     os.kill(planner.pid_of(victim), signal.SIGKILL)
 
+    # After a rank's death the zygote stays, until the planner is through with it.
     assert wait_until(lambda: not any(linux.start_ticks(pid) for pid in grandchildren), GONE_WITHIN_S)
+    assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
     output, _ = planner.process.communicate(timeout=30)
-    assert survivors(token) == set()
     if victim == "rank":
         assert json.loads(output) == ["rank_failed", 1, signal.SIGKILL]
     elif victim == "zygote":
@@ -87,13 +93,15 @@ def test_nobody_is_left(victim: str, cold: bool, tmp_path: Path, token: str) -> 
         assert planner.process.returncode == -signal.SIGKILL
 
 
-def test_a_planner_killed_while_the_zygote_imports(tmp_path: Path, token: str) -> None:
+def test_a_planner_killed_while_the_zygote_imports(tmp_path: Path, token: str, planners: Planners) -> None:
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(120)\n")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from autoplan.processes import Zygote;"
         "Zygote(preload=('slow_import',), env={'PROCESS_TEST_TOKEN': sys.argv[2]}).start()"
     )
-    planner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), token], cwd=Path(__file__).parents[2])
+    arguments = [sys.executable, "-c", code, str(tmp_path), token]
+    planner = subprocess.Popen(arguments, text=True, cwd=Path(__file__).parents[2])
+    planners.append(planner)
     assert wait_until(lambda: len(survivors(token)) == 1, 30.0)
     time.sleep(0.5)  # until it is in the import: before that it looks by itself
     planner.kill()
@@ -101,15 +109,18 @@ def test_a_planner_killed_while_the_zygote_imports(tmp_path: Path, token: str) -
     assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
 
 
-def test_planner_and_zygote_killed_at_once_are_swept_for_by_the_next(tmp_path: Path, token: str) -> None:
-    planner = Planner(tmp_path, token, cold=False)
+def test_planner_and_zygote_killed_at_once_are_swept_for_by_the_next(
+    tmp_path: Path, token: str, planners: Planners
+) -> None:
+    planner = Planner(tmp_path, token, False, planners)
     zygote_pid = planner.pid_of("zygote")
     os.kill(planner.process.pid, signal.SIGSTOP)  # neither may act on the other's death
     os.kill(zygote_pid, signal.SIGKILL)
     os.kill(planner.process.pid, signal.SIGKILL)
     planner.process.communicate(timeout=30)
-    assert wait_until(lambda: len(survivors(token)) == 4, GONE_WITHIN_S), "the ranks die with the zygote"
-    assert sweep_abandoned() == 4
+    # At most, since any other Zygote that starts on this machine meanwhile sweeps too.
+    assert wait_until(lambda: len(survivors(token)) <= 4, GONE_WITHIN_S), "the ranks die with the zygote"
+    sweep_abandoned()
     assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
 
 
@@ -118,7 +129,7 @@ def test_sweeping_spares_the_zygotes_of_living_planners(warm_zygote: Zygote) -> 
     assert warm_zygote.alive
 
 
-def test_ctrl_c_ends_the_task_and_the_zygote_stays_of_use(tmp_path: Path, token: str) -> None:
+def test_ctrl_c_ends_the_task_and_the_zygote_stays_of_use(tmp_path: Path, token: str, planners: Planners) -> None:
     code = """
 import sys
 from autoplan.processes import Task, Zygote
@@ -138,6 +149,7 @@ with Zygote(preload=(), env={"PROCESS_TEST_TOKEN": sys.argv[1]}) as zygote:
         text=True,
         cwd=Path(__file__).parents[2],
     )
+    planners.append(planner)
     assert planner.stdout is not None
     while planner.stdout.readline() != "stay\n":
         assert planner.poll() is None
