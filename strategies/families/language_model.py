@@ -18,12 +18,10 @@ from torch import nn
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.batch import Batch
+from autoplan.strategies.families.registry import DEFAULT_OPTIONS
 from autoplan.strategies.workload import IGNORE_INDEX, LossSum, Workload
 
 Task = Literal["causal", "masked", "seq2seq"]
-
-# As transformers' Trainer has them (TrainingArguments), but for the fp32 AdamW of torch.
-DEFAULT_OPTIONS: dict[str, Any] = {"learning_rate": 5e-5, "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 0}
 
 _MASKED_TYPES = ("bert", "roberta", "distilbert", "deberta", "deberta-v2", "electra", "albert", "modernbert")
 _MASKED_SHARE = 0.15  # of the tokens, Devlin et al. 2019, section 3.1

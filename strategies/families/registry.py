@@ -10,6 +10,9 @@ from typing import Any
 
 _FOLDER = Path(__file__).parent
 
+# As transformers' Trainer has them (TrainingArguments), but for the fp32 AdamW of torch.
+DEFAULT_OPTIONS: dict[str, Any] = {"learning_rate": 5e-5, "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 0}
+
 
 def list_models() -> tuple[str, ...]:
     """The names of the built-in models, sorted."""
