@@ -67,6 +67,10 @@ class Parity(Record):
     worst_update_difference: float
     worst_group: str
     loss_difference: float
+    worst_gradient_error: float | None = Field(
+        default=None, description="largest relative distance of a module's gradient vector, not only of its norm"
+    )
+    gradient_error_tolerance: float | None = None
     global_batch: int = Field(description="samples of the check")
     sequence_length: int | None
     changes_numerics: bool

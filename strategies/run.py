@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class TrainingRun:
         self.schedule = schedule
         self.steps = 0
         self._gradients_finished = False
+        self._observers: list[Callable[[], None]] = []
         self.accumulation = build.config.accumulation(build.workload.global_batch)
         self.local_batch = self.accumulation * build.config.micro_batch
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -132,6 +134,10 @@ class TrainingRun:
             finish()
         self._gradients_finished = True
 
+    def observe_gradients(self, observe: Callable[[], None]) -> None:
+        """Has a function called at each step when the gradients are whole: averaged and unscaled, not yet clipped."""
+        self._observers.append(observe)
+
     def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
         """Clips, steps the optimizer and the schedule, and clears the gradients.
 
@@ -149,6 +155,8 @@ class TrainingRun:
         if self.workload.count is None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], divisor / count)
+        for observe in self._observers:
+            observe()
         norm = None
         if self.workload.max_grad_norm is not None:
             norm = self._build.clip_gradients(self._parameters, self.workload.max_grad_norm)
