@@ -9,6 +9,8 @@ from typing import IO, Any
 
 _KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
 _TAIL_BYTES = 16_384
+_OUTPUT_LIMIT_BYTES = 16 << 20
+_OUTPUT_KEPT_BYTES = 1 << 20
 
 
 def rank_file(directory: Path, rank: int, kind: str) -> Path:
@@ -60,6 +62,24 @@ def read_end(file: IO[bytes], limit_bytes: int) -> str:
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(max(0, size_bytes - limit_bytes))
     return file.read().decode(errors="replace")
+
+
+def trim_output(path: Path, limit_bytes: int = _OUTPUT_LIMIT_BYTES, kept_bytes: int = _OUTPUT_KEPT_BYTES) -> None:
+    """Cuts a rank's output to its last part once it is too long, so that no rank can fill the disk.
+
+    The rank goes on writing meanwhile: it has the file open to append, so it simply writes after what is left.
+    """
+    try:
+        if path.stat().st_size <= limit_bytes:
+            return
+        with path.open("rb") as file:
+            file.seek(-kept_bytes, os.SEEK_END)
+            kept = file.read(kept_bytes)
+        os.truncate(path, 0)
+        with path.open("ab") as file:
+            file.write(b"[autoplan: earlier output was dropped here]\n" + kept)
+    except OSError:
+        pass  # gone, or the disk is full already: the deadline ends the rank
 
 
 def _to_json(value: Any) -> Any:

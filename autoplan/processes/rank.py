@@ -204,10 +204,17 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "error": {
             "type_name": _qualified_name(type(error)),
             "type_names": [_qualified_name(cls) for cls in type(error).__mro__],
-            "message": str(error),
+            "message": _text_of(error),
             "traceback": "".join(traceback.format_exception(error)),
         },
     }
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text raised {type(second).__name__})"
 
 
 def _qualified_name(cls: type) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.processes import linux
-from autoplan.processes.files import rank_file, read_json
+from autoplan.processes.files import rank_file, read_json, trim_output
 from autoplan.processes.memory import MemoryWatch, data_limit_bytes
 from autoplan.processes.rank import RankSpec, exec_cold, run_forked
 from autoplan.processes.records import ANY_PHASE, FIRST_PHASE, Ended
@@ -27,6 +27,7 @@ _FAST_TICK_S = 0.02
 _SLOW_TICK_S = 0.1
 _FAST_FOR_S = 2.0
 _PROGRESS_S = 1.0
+_TRIM_S = 1.0
 _TERM_GRACE_S = 2.0
 _HELPER_GRACE_S = 0.2  # multiprocessing's resource tracker and the like end themselves, and clean up, at end of file
 _KILL_WAIT_S = 10.0
@@ -101,6 +102,7 @@ class Supervisor:
         self._swept: set[int] = set()
         self._began_at = time.monotonic()
         self._progress_at = 0.0
+        self._trimmed_at = self._began_at
         limit_bytes = request["memory_limit_bytes"]
         env = {**os.environ, **request["env"]}
         self._data_limit_bytes = None if limit_bytes is None else data_limit_bytes(limit_bytes, env)
@@ -189,6 +191,7 @@ class Supervisor:
             if verdict is not None:
                 return verdict
             self._tell_progress()
+            self._trim_output()
 
     def _tick_s(self) -> float:
         young = time.monotonic() - self._began_at < _FAST_FOR_S
@@ -296,6 +299,15 @@ class Supervisor:
                 "memory_bytes": self._memory.bytes,
             }
         )
+
+    def _trim_output(self) -> None:
+        now = time.monotonic()
+        if now - self._trimmed_at < _TRIM_S:
+            return
+        self._trimmed_at = now
+        for state in self._ranks:
+            for kind in ("stdout", "stderr"):
+                trim_output(rank_file(self._directory, state.rank, kind))
 
     # -- end -----------------------------------------------------------------------------------------------
 

@@ -50,6 +50,15 @@ def raise_error(context: RankContext) -> None:
     raise FileNotFoundError("the file of the test")
 
 
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text either")
+
+
+def raise_unspeakable(context: RankContext) -> None:
+    raise UnspeakableError
+
+
 def exit_with(context: RankContext, code: int) -> None:
     sys.exit(code)
 
@@ -104,10 +113,11 @@ def map_memory(context: RankContext, size_bytes: int) -> None:
     bytearray(size_bytes)
 
 
-def write_much(context: RankContext, lines: int) -> None:
+def write_much(context: RankContext, lines: int, rest_s: float = 0.0) -> None:
     for number in range(lines):
         print(f"line {number} " + "x" * 1000, file=sys.stderr)
     print("the last line", file=sys.stderr)
+    time.sleep(rest_s)
     raise RuntimeError("after the noise")
 
 

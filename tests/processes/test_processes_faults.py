@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,18 @@ def test_much_output_keeps_the_end(zygote: Zygote) -> None:
     rank = _run_failing(zygote, Task(target=targets.write_much, args=(20_000,)))
     assert "the last line" in rank.stderr_tail and "after the noise" in rank.stderr_tail
     assert len(rank.stderr_tail) < 100_000
+
+
+def test_output_without_an_end_does_not_fill_the_disk(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(target=targets.write_much, args=(40_000, 2.5), directory=tmp_path)
+    rank = _run_failing(zygote, task)
+    assert (tmp_path / "rank0.stderr").stat().st_size < 20 * MIB  # it wrote 40
+    assert "the last line" in rank.stderr_tail and "after the noise" in rank.stderr_tail
+
+
+def test_an_exception_whose_text_raises(zygote: Zygote) -> None:
+    rank = _run_failing(zygote, Task(target=targets.raise_unspeakable))
+    assert rank.error is not None and rank.error.is_a("UnspeakableError")
 
 
 def test_memory_beyond_the_limit(zygote: Zygote) -> None:

@@ -109,6 +109,43 @@ def test_a_planner_killed_while_the_zygote_imports(tmp_path: Path, token: str, p
     assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
 
 
+FORKING_PLANNER = """
+import os, sys, time
+from pathlib import Path
+from autoplan.processes import Task, Zygote
+
+zygote = Zygote(preload=(), env={"PROCESS_TEST_TOKEN": sys.argv[2]})
+zygote.start()
+child = os.fork()  # as a loader worker of the user would be: it holds a copy of every connection
+if child == 0:
+    time.sleep(600)
+Path(sys.argv[1], "child").write_text(str(child))
+if sys.argv[3] == "close":
+    zygote.close()
+else:
+    zygote.run(Task(target="tests.processes.process_targets:stay_with_grandchildren"))
+print("closed", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_a_fork_of_the_planner_keeps_nothing_alive(end: str, tmp_path: Path, token: str, planners: Planners) -> None:
+    arguments = [sys.executable, "-c", FORKING_PLANNER, str(tmp_path), token, end]
+    planner = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    planners.append(planner)
+    try:
+        assert planner.stdout is not None
+        if end == "close":
+            assert planner.stdout.readline() == "closed\n"
+        else:
+            assert wait_until(lambda: len(survivors(token)) == 4, 30.0)
+            planner.kill()
+        assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
 def test_planner_and_zygote_killed_at_once_are_swept_for_by_the_next(
     tmp_path: Path, token: str, planners: Planners
 ) -> None:
