@@ -146,6 +146,17 @@ def test_a_temporary_directory_is_removed(warm_zygote: Zygote) -> None:
     assert not Path(warm_zygote.run(Task(target=where)).results[0]).exists()
 
 
+def test_task_after_task_leaves_no_descriptor_open(warm_zygote: Zygote) -> None:
+    def open_files(pid: int | None) -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    warm_zygote.run(Task(target=targets.give, args=(1,)))
+    before = open_files(warm_zygote.pid), open_files(os.getpid())
+    for number in range(10):
+        warm_zygote.run(Task(target=targets.give, args=(number,), ranks=2, cold=number == 5))
+    assert (open_files(warm_zygote.pid), open_files(os.getpid())) == before
+
+
 def test_a_large_argument_travels(warm_zygote: Zygote) -> None:
     def size(context: RankContext, data: bytes) -> int:
         return len(data)
