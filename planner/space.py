@@ -24,7 +24,7 @@ from autoplan.strategies.config import (
 )
 
 if TYPE_CHECKING:
-    from autoplan.strategies.base import Choices
+    from autoplan.strategies.inspect import KnobChoices
 
 DEGREES = (
     "dp_replicate",
@@ -72,7 +72,7 @@ class Dropped(Record):
 
 
 def generate(
-    choices: Sequence[Choices],
+    choices: Sequence[KnobChoices],
     *,
     global_batch: int,
     device: Device,
@@ -123,10 +123,12 @@ def generate(
     return Space(candidates=tuple(candidates), left_out=(*left_out, *degrees_left_out), values=used)
 
 
-def _offered(choices: Sequence[Choices], global_batch: int) -> tuple[dict[str, list[Any]], list[Dropped]]:
+def _offered(choices: Sequence[KnobChoices], global_batch: int) -> tuple[dict[str, list[Any]], list[Dropped]]:
     values: dict[str, list[Any]] = {"micro_batch": list(micro_batches(global_batch))}
     dropped: list[Dropped] = []
     for choice in choices:
+        if choice.knob in DEGREES:
+            continue  # these come as whole combinations
         values[choice.knob] = list(choice.values)
         dropped += [Dropped(knob=choice.knob, value=out.value, reason=out.reason) for out in choice.left_out]
     return values, dropped

@@ -130,7 +130,7 @@ class SearchObserver:
     def on_trial_started(
         self,
         number: int,
-        purpose: Literal["baseline", "search", "finalist"],
+        purpose: Literal["baseline", "reference", "search", "finalist"],
         config: TrainingConfig,
         prediction: Prediction | None,
         budget: BudgetState,

@@ -66,7 +66,7 @@ class Picker:
         self.trials: list[Trial] = []
         self.time_left_s = math.inf
         self._random = random.Random(seed)
-        self._legal = frozenset(candidates)
+        self.legal = frozenset(candidates)
         self._mirror: Any = None
 
     def told(self, trial: Trial) -> None:

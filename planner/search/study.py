@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,14 +151,21 @@ class SearchStudy:
 
 
 def make_distributions(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """One categorical per knob: the closed list where the knob has one (so that it never varies), else the space's."""
+    """One categorical per knob: the closed list where the knob has one (so that it never varies), else the space's.
+
+    The plain run's value is always among them, since the baseline is in the study too.
+    """
     from optuna.distributions import CategoricalDistribution
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {
-            knob: CategoricalDistribution(tuple(knob_values(knob) or values.get(knob) or (None,))) for knob in KNOBS
-        }
+    plain = TrainingConfig(micro_batch=1)
+    distributions = {}
+    for knob in KNOBS:
+        choices = knob_values(knob)
+        if choices is None:
+            own = () if knob == "micro_batch" else (getattr(plain, knob),)
+            choices = tuple(dict.fromkeys((*own, *values.get(knob, ()))))
+        distributions[knob] = CategoricalDistribution(choices)
+    return distributions
 
 
 def _make_sampler(distributions: Mapping[str, Any]) -> Any:

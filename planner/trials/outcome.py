@@ -65,7 +65,9 @@ class Trial(Record):
     """The record of one finished trial, as the store keeps it."""
 
     number: int
-    purpose: Literal["baseline", "search", "finalist"]
+    purpose: Literal["baseline", "reference", "search", "finalist"] = Field(
+        description="reference: the careful hand setting on CUDA, measured for comparison; finalist: a repeat"
+    )
     config: TrainingConfig
     outcome: Outcome
     detail: str | None = Field(

@@ -37,7 +37,7 @@ PHASE_DEADLINES_S: Mapping[str, float] = {
 
 LAST_LINES = 20
 
-Purpose = Literal["baseline", "search", "finalist"]
+Purpose = Literal["baseline", "reference", "search", "finalist"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class TrialOrder:
 
     Attributes:
         number: The trial's number in this study.
-        purpose: Baseline, search or finalist.
+        purpose: Baseline, reference, search or finalist.
         config: What to measure.
         prediction: What the cost model said.
         time_box_s: Seconds for warm-up and measuring.
@@ -201,7 +201,7 @@ def _rank_verdict(report: ProcessReport) -> Verdict:
     """A rank that raised, was killed, or exited with a status of its own."""
     rank = report.first_failure
     assert rank is not None, "a failed task names the rank that failed"
-    text = report.describe()
+    text = " ".join(report.describe().split())
     if rank.error is not None:
         outcome, detail = classify_exception(rank.error.type_names, rank.error.message)
         return Verdict(outcome=outcome, detail=detail, reason=_shorten(text))

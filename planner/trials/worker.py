@@ -42,16 +42,16 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     from autoplan.strategies.sources import load_workload
 
     device = pick_device(context, request.device)
-    mesh = join_ranks(context, request)
+    join_ranks(context, request.device)
     team = Team(context.world_size, device)
     workload = load_workload(request.spec)
 
     context.phase("build")
     memory = MemoryWatch(device, request.memory_limit_bytes)
-    run = prepare(workload, request.config, device=device, mesh=mesh)
+    run = prepare(workload, request.config, device=device)
     team.barrier()
     throttle = ThrottleWatch(device)
-    timer = StepTimer(context=context, request=request, run=run, team=team, mesh=mesh, throttle=throttle)
+    timer = StepTimer(context=context, request=request, run=run, team=team, mesh=run.mesh, throttle=throttle)
     items = workload.global_batch * workload.tokens_per_sample
     try:
         interval, stop = _measure(timer)
@@ -92,16 +92,12 @@ def pick_device(context: RankContext, kind: str) -> torch.device:
     return device
 
 
-def join_ranks(context: RankContext, request: TrialRequest) -> object:
-    """Joins the process group and builds the mesh where there is more than one rank; None for one."""
+def join_ranks(context: RankContext, device: str) -> None:
+    """Joins the process group where there is more than one rank."""
     if context.world_size == 1:
-        return None
-    from autoplan.strategies.mesh import build_mesh
-
-    backend = "cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo"
-    context.init_process_group(backend, MEETING_TIMEOUT_S)
+        return
+    context.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", MEETING_TIMEOUT_S)
     _shorten_timeout(COLLECTIVE_TIMEOUT_S)
-    return build_mesh(request.config, request.device)
 
 
 def _shorten_timeout(seconds: float) -> None:

@@ -1,0 +1,181 @@
+"""One search while it runs: its clock, its trials, and what is believed so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autoplan.planner.plan import Prediction
+from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
+from autoplan.planner.search.sampler import Picker
+from autoplan.planner.search.selection import best_trial
+from autoplan.planner.search.setup import Groundwork
+from autoplan.planner.search.study import SearchStudy
+from autoplan.planner.store import Store
+from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
+from autoplan.processes import Progress, Zygote
+from autoplan.strategies.config import TrainingConfig
+
+OVERRUN = 0.05
+"""How far past the budget a running trial may go before it is ended; the whole search stays within 10 %."""
+
+PARITY_SHARE, PARITY_LEAST_S, PARITY_MOST_S = 0.12, 5.0, 45.0
+FINALIST_SHARE = 0.3
+TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
+MAX_ROUNDS = 3
+
+
+class BudgetOver(Exception):
+    """There is no time left for what comes next; the text says what."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """The state of one run of a search.
+
+    Attributes:
+        options, observer, store, zygote, ground: What it was given.
+        budget_s: Seconds over all runs.
+        picker: Chooses the next candidate.
+        study: Optuna's study.
+        runner: Runs trials.
+        notes: Sentences for the plan.
+    """
+
+    options: SearchOptions
+    observer: SearchObserver
+    store: Store
+    zygote: Zygote
+    ground: Groundwork
+    budget_s: float
+    picker: Picker
+    study: SearchStudy
+    runner: TrialRunner
+    notes: list[str] = field(default_factory=list)
+
+    # The clock.
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget_s - self.store.spent_s
+
+    @property
+    def time_box_s(self) -> float:
+        """Seconds of warm-up and measuring per trial."""
+        return min(max(TIME_BOX_SHARE * self.budget_s, TIME_BOX_LEAST_S), TIME_BOX_MOST_S)
+
+    @property
+    def parity_reserve_s(self) -> float:
+        """Seconds kept for the parity check."""
+        return min(max(PARITY_SHARE * self.budget_s, PARITY_LEAST_S), PARITY_MOST_S)
+
+    @property
+    def finalist_reserve_s(self) -> float:
+        """Seconds kept for the finalists: two rounds of the best and the baseline, at most a share of the budget."""
+        trials = self.store.trials
+        best = best_trial(trials)
+        base = self.baseline
+        costs = [trial.seconds_spent for trial in {t.number: t for t in (best, base) if t is not None}.values()]
+        wanted = 2 * sum(costs) if costs else math.inf
+        return min(FINALIST_SHARE * self.budget_s, wanted)
+
+    @property
+    def search_left_s(self) -> float:
+        """Seconds left for trials of the search, with what the finalists and the parity check need kept back."""
+        return self.left_s - self.parity_reserve_s - self.finalist_reserve_s
+
+    def budget(self) -> BudgetState:
+        """Where the search stands, for the observer."""
+        return BudgetState(
+            budget_s=self.budget_s,
+            spent_s=self.store.spent_s,
+            reserved_s=self.parity_reserve_s + self.finalist_reserve_s,
+            trials_done=self.trials_done,
+            max_trials=self.options.max_trials,
+        )
+
+    # The trials.
+
+    @property
+    def trials_done(self) -> int:
+        """Trials that count towards --max-trials: all but the finalists' repeats."""
+        return sum(trial.purpose != "finalist" for trial in self.store.trials)
+
+    @property
+    def baseline(self) -> Trial | None:
+        """The plain run, if it was measured."""
+        for trial in self.store.trials:
+            if trial.purpose == "baseline" and trial.outcome is Outcome.OK:
+                return trial
+        return None
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest good trial so far."""
+        return best_trial(self.store.trials)
+
+    def predict(self, config: TrainingConfig) -> Prediction:
+        """What the cost model says now."""
+        return self.ground.estimator.estimate([config])[0]
+
+    def measure(
+        self,
+        purpose: Purpose,
+        config: TrainingConfig,
+        *,
+        deadline_s: float,
+        best_high_s: float | None = None,
+        method: Literal["whole_steps", "parts"] | None = None,
+    ) -> Trial:
+        """Runs one trial and puts it on disk before anything else happens.
+
+        A Ctrl-C passes through; the trial it hit is closed in the study and not kept in the record.
+        """
+        number = self.store.next_number
+        prediction = self.predict(config)
+        self.observer.on_trial_started(number, purpose, config, prediction, self.budget())
+        order = TrialOrder(
+            number=number,
+            purpose=purpose,
+            config=config,
+            prediction=prediction,
+            time_box_s=self.time_box_s,
+            deadline_s=max(deadline_s, 5.0),
+            best_high_s=best_high_s,
+            method=method,
+        )
+        asked = None if purpose == "finalist" else self.study.ask(number, config)
+        try:
+            trial = self.runner.run(order, on_progress=self.on_progress)
+        except BaseException:
+            if asked is not None:
+                self.study.drop(asked)
+            raise
+        self.store.add_trial(trial)
+        if asked is not None:
+            self.study.tell(asked, trial, self.ground.memory_limit_bytes)
+            self.picker.told(trial)
+        self.store.tick(force=True)
+        self.observer.on_trial_finished(trial, self.best, self.budget())
+        return trial
+
+    def on_progress(self, progress: Progress) -> None:
+        """Passes a trial's progress on, and keeps the clock on disk."""
+        self.store.tick()
+        facts: dict[str, Any] = dict(progress.facts[0]) if progress.facts else {}
+        facts["memory_bytes"] = progress.memory_bytes
+        self.observer.on_progress(progress.phase, facts, self.budget())
+
+    def note(self, text: str) -> None:
+        """A sentence for the screen and the plan."""
+        self.notes.append(text)
+        self.observer.on_note(text)
+
+    def hard_deadline_s(self, reserve_s: float) -> float:
+        """Seconds after which a trial that starts now is ended, so that the budget is kept with the reserve."""
+        return self.left_s - reserve_s + OVERRUN * self.budget_s
+
+

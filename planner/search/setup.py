@@ -1,0 +1,210 @@
+"""What a search knows before its first trial: the machine, the workload's facts, the legal space, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from autoplan.errors import DeviceError, WorkloadError
+from autoplan.planner.plan import LeftOutFamily, Prediction
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.space import Space, drop_what_cannot_fit, generate
+from autoplan.probes.profile import HardwareProfile
+from autoplan.processes import Task, Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from autoplan.planner.cost.estimate import Estimator
+    from autoplan.strategies.inspect import WorkloadFacts
+
+MEMORY_SHARE = 0.8
+"""Share of the available memory that a trial may take unless --memory-limit says otherwise."""
+
+INSPECT_DEADLINE_S = 300.0
+
+PRELOAD = (
+    "torch",
+    "transformers",
+    "autoplan.planner.trials.worker",
+    "autoplan.strategies.prepare",
+    "autoplan.strategies.sources",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groundwork:
+    """What the search stands on.
+
+    Attributes:
+        spec: The workload's spec, complete.
+        hardware: The machine.
+        device: cuda or cpu.
+        memory_limit_bytes: Of one trial on its device.
+        host_limit_bytes: Of one trial's processes in host memory together.
+        facts: The workload's facts.
+        space: All legal candidates.
+        estimator: The cost model.
+        candidates: Those that may fit, in the space's order.
+        predictions: One per candidate.
+        left_out: Families never tried, by any limit.
+    """
+
+    spec: WorkloadSpec
+    hardware: HardwareProfile
+    device: Literal["cuda", "cpu"]
+    memory_limit_bytes: int
+    host_limit_bytes: int
+    facts: WorkloadFacts
+    space: Space
+    estimator: Estimator
+    candidates: tuple[TrainingConfig, ...]
+    predictions: tuple[Prediction, ...]
+    left_out: tuple[LeftOutFamily, ...]
+
+
+def pick_device(hardware: HardwareProfile, wanted: str | None) -> Literal["cuda", "cpu"]:
+    """The device type to search on.
+
+    Raises:
+        DeviceError: CUDA was asked for and there is none.
+    """
+    from autoplan.probes.run import pick_device as pick
+
+    kind = pick(hardware, wanted)
+    if kind not in ("cuda", "cpu"):
+        raise DeviceError(f"autoplan does not search on {kind!r}", hint="Use --device cuda or --device cpu.")
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def lay_groundwork(options: SearchOptions, zygote: Zygote, observer: SearchObserver) -> Groundwork:
+    """Probes, inspects, traces, generates and prices.
+
+    Raises:
+        AutoplanError: the device, the workload or the fixed knobs are not usable.
+    """
+    from autoplan.planner.cost.estimate import Estimator
+    from autoplan.planner.trace import trace_profile
+    from autoplan.probes.run import read_host_profile, run_probes
+
+    device = pick_device(read_host_profile(), options.device)
+    observer.on_phase("probe", f"measuring this machine's {'GPU' if device == 'cuda' else 'CPU'}")
+    hardware = run_probes(zygote, device=device, on_progress=lambda text: observer.on_phase("probe", text))
+    memory_limit, host_limit = limits(hardware, device, options.memory_limit_bytes)
+    observer.on_hardware(hardware, memory_limit)
+
+    observer.on_phase("inspect", f"looking at {options.spec.name}")
+    spec = _with_fixed_micro_batch(options.spec, options.fixed)
+    facts = inspect(zygote, spec, hardware, device)
+    spec = facts.spec.model_copy(update={"payload": spec.payload})
+    degrees, degrees_left_out = ways_to_share(options, facts, device)
+    space = generate(
+        facts.choices,
+        global_batch=spec.global_batch,
+        device=hardware.device(device),
+        fixed=options.fixed,
+        bounds=options.bounds,
+        degrees=degrees,
+        degrees_left_out=degrees_left_out,
+    )
+
+    observer.on_phase("trace", f"counting the operations of {spec.name}")
+    profile = trace_profile(spec, device=device, zygote=zygote, hardware=hardware)
+    observer.on_phase("space", f"pricing {len(space.candidates)} legal configurations")
+    estimator = Estimator(
+        profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
+    )
+    predictions = estimator.estimate(space.candidates)
+    kept, too_big = drop_what_cannot_fit(space.candidates, predictions, memory_limit)
+    left_out = (*space.left_out, *too_big)
+    observer.on_space(len(kept), left_out)
+    return Groundwork(
+        spec=spec,
+        hardware=hardware,
+        device=device,
+        memory_limit_bytes=memory_limit,
+        host_limit_bytes=host_limit,
+        facts=facts,
+        space=space,
+        estimator=estimator,
+        candidates=tuple(config for config, _ in kept),
+        predictions=tuple(prediction for _, prediction in kept),
+        left_out=left_out,
+    )
+
+
+def limits(hardware: HardwareProfile, device: Literal["cuda", "cpu"], wanted_bytes: int | None) -> tuple[int, int]:
+    """What one trial may take on its device, and of host memory.
+
+    Raises:
+        DeviceError: the machine does not say how much is available, and no limit was given.
+    """
+    host = hardware.host.memory_available_bytes.value
+    here = hardware.device(device).memory_available_bytes.value if device == "cuda" else host
+    if here is None and wanted_bytes is None:
+        raise DeviceError(
+            f"how much memory is free on {hardware.device(device).name} is not known",
+            hint="Say how much a trial may take with --memory-limit, for example --memory-limit 8GiB.",
+        )
+    host_limit = int(MEMORY_SHARE * host) if host is not None else int(wanted_bytes or here or 0)
+    limit = wanted_bytes if wanted_bytes is not None else int(MEMORY_SHARE * (here or 0))
+    return limit, (limit if device == "cpu" else host_limit)
+
+
+def inspect(zygote: Zygote, spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> WorkloadFacts:
+    """The workload's facts, from a rank.
+
+    Raises:
+        WorkloadError: the user's functions fail or return the wrong thing.
+    """
+    from autoplan.strategies.inspect import read_inspection
+
+    task = Task(
+        target="autoplan.strategies.inspect:run_inspect_rank",
+        args=(spec, hardware, device),
+        deadlines_s={"*": INSPECT_DEADLINE_S},
+    )
+    report = zygote.run(task)
+    rank = report.ranks[0] if report.ranks else None
+    if rank is None or rank.result is None:
+        failure = report.first_failure
+        lines = failure.stderr_tail.strip().splitlines()[-3:] if failure is not None else []
+        raise WorkloadError(
+            f"{spec.name} could not be looked at: {report.describe()}" + "".join(f"\n    {line}" for line in lines),
+            hint="Run its functions by themselves in Python to see where they fail.",
+        )
+    return read_inspection(rank.result)
+
+
+def _with_fixed_micro_batch(spec: WorkloadSpec, fixed: Mapping[str, Any]) -> WorkloadSpec:
+    """--fix micro_batch also tells the workload that this micro-batch is what its training is meant to have."""
+    if "micro_batch" not in fixed:
+        return spec
+    options = dict(spec.options) | {"fixed_micro_batch": int(fixed["micro_batch"])}
+    return spec.model_copy(update={"options": options})
+
+
+def ways_to_share(
+    options: SearchOptions, facts: WorkloadFacts, device: str
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
+    """The legal degrees for up to --nproc ranks, and what was left out."""
+    if options.nproc <= 1:
+        return ({},), ()
+    from autoplan.strategies import mesh
+
+    legal = getattr(mesh, "legal_degrees", None)
+    if legal is None:
+        return ({},), ()
+    return _collect(legal, facts, options.nproc, device)
+
+
+def _collect(
+    legal: Any, facts: WorkloadFacts, nproc: int, device: str
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
+    ways: list[Mapping[str, Any]] = [{}]
+    left_out: list[LeftOutFamily] = []
+    offered, dropped = legal(facts, nproc)
+    ways += [dict(way) for way in offered if way]
+    left_out += [LeftOutFamily.model_validate(family) for family in dropped]
+    return ways, left_out
