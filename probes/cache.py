@@ -7,18 +7,19 @@ import tempfile
 from pathlib import Path
 
 import platformdirs
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from autoplan.probes.profile import HardwareProfile, Record
 
 # raise it when what is measured, or how, changes: older files are then not found
-PROBES_VERSION = 1
+PROBES_VERSION = 2
 
 
 class CachedProfile(Record):
-    """A file of the cache: the profile and how long its probes were allowed to take."""
+    """A file of the cache: the profile, how long its probes were allowed to take and how disturbed they were."""
 
     budget_s: float
+    others_cpu_share: float = Field(default=0.0, description="CPU time that other processes took meanwhile")
     profile: HardwareProfile
 
 

@@ -47,7 +47,7 @@ CUDA_SHAPES: tuple[Shape, ...] = (
     (4096, 14336, 4096),
     (8192, 8192, 8192),
 )
-CPU_TRAIN_SHAPES: tuple[Shape, ...] = ((256, 768, 768), (1024, 3072, 768))
+CPU_TRAIN_SHAPES: tuple[Shape, ...] = ((512, 768, 768), (1024, 3072, 768))
 CUDA_TRAIN_SHAPES: tuple[Shape, ...] = ((8192, 3072, 768), (8192, 4096, 4096))
 THREAD_SHAPE: Shape = (1024, 1024, 1024)
 

@@ -83,7 +83,7 @@ def run_probes(
     path = cache_path(profile.fingerprint, kind, cache_dir)
     if not fresh:
         cached, problem = load_cached(path)
-        if cached is not None and cached.budget_s >= budget_s and cached.profile.fingerprint == profile.fingerprint:
+        if cached is not None and _is_good_enough(cached, profile, budget_s):
             return _refresh(profile, cached.profile, path)
         if problem is not None:
             profile = _with_notes(profile, [problem])
@@ -99,7 +99,8 @@ def run_probes(
         }
     )
     profile = _with_notes(profile, [*notes, *_contention_notes(measured)])
-    problem = save_cached(path, CachedProfile(budget_s=budget_s, profile=profile))
+    others = max(m.others_cpu_share for m in measured)
+    problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
 
 
@@ -173,6 +174,15 @@ def choose_threads(host: Host) -> int:
     """Threads for torch on the CPU: one per physical core this process may use."""
     physical = host.cores_physical or host.cores_usable
     return max(1, min(host.cores_usable, physical))
+
+
+def _is_good_enough(cached: CachedProfile, now: HardwareProfile, budget_s: float) -> bool:
+    """Whether a kept profile stands: same machine, as much time, and not disturbed where it now would not be."""
+    if cached.profile.fingerprint != now.fingerprint or cached.budget_s < budget_s:
+        return False
+    load = now.host.load_average.value
+    busy_now = load is not None and load > BUSY_SHARE * now.host.cores_usable
+    return busy_now or cached.others_cpu_share <= SEVERE_OTHERS_SHARE
 
 
 def _measure(

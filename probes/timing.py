@@ -1,4 +1,4 @@
-"""How an operation is timed: warm-up, samples long enough for the clock, median and spread, within a budget.
+"""How an operation is timed: warm-up, samples long enough for the clock, a typical value and its spread.
 
 Everything here runs in a rank. Training runs hot, so nothing is flushed or cooled between samples.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +29,15 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds of one call: the median over the samples, and their interquartile range over it (None: < 3)."""
+    """Seconds of one call: the lower quartile of the samples (the fastest of fewer than three).
 
-    median_s: float
+    What else runs on the machine only ever adds time, up to tenfold where it stops one of two threads that wait
+    for each other; the lower quartile bears it in three samples out of four, and on an idle machine it lies
+    within a few percent of the median. `spread` is the interquartile range over the median (None: < 3 samples).
+    """
+
+    seconds: float
+    fastest_s: float
     spread: float | None
     samples: int
 
@@ -59,6 +66,36 @@ class Operation:
 
 
 @dataclass(kw_only=True, slots=True)
+class Rates:
+    """The best rates seen so far, to tell what an operation will take before it runs.
+
+    A dtype that the processor has no units for is slow in every kind, and its largest sizes are then not worth
+    their time. One kind may have been slow by accident (another process had the core), so the best of the
+    dtype decides, and the kind's own rate only where it is a quarter of that.
+    """
+
+    by_dtype: dict[tuple[str, str], float] = field(default_factory=dict)
+    by_kind: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def learn(self, operation: Operation, timing: Timing) -> None:
+        """Take in the fastest sample of an operation."""
+        rate = operation.work / timing.fastest_s
+        for rates, key in (
+            (self.by_dtype, (operation.unit, operation.dtype)),
+            (self.by_kind, (operation.kind, operation.dtype)),
+        ):
+            rates[key] = max(rate, rates.get(key, 0.0))
+
+    def expected_s(self, operation: Operation) -> float:
+        """Seconds of one call; 0 where nothing like it was measured."""
+        of_dtype = self.by_dtype.get((operation.unit, operation.dtype))
+        of_kind = self.by_kind.get((operation.kind, operation.dtype), of_dtype)
+        if of_dtype is None or of_kind is None:
+            return 0.0
+        return max(operation.work / of_dtype, operation.work / of_kind / 4)
+
+
+@dataclass(kw_only=True, slots=True)
 class Budget:
     """Seconds that a series of measurements may take; starts when made."""
 
@@ -82,29 +119,57 @@ def time_operation(call: Callable[[], object], *, device: torch.device, limit_s:
         device: Where it runs.
         limit_s: When to stop taking samples. One slow call may outlast it.
     """
-    clock = _cuda_sample if device.type == "cuda" else _cpu_sample
-    started = time.perf_counter()
-    first_s = clock(call, 1)
-    if first_s > max(1.0, 10 * limit_s):  # so slow that setting up cannot be most of it
-        return Timing(median_s=first_s, spread=None, samples=1)
-    second_s = clock(call, 1)
-    calls = max(1, round(MIN_SAMPLE_S / max(second_s, 1e-9)))
-    while device.type == "cuda" and time.perf_counter() - started < 0.2 * limit_s:
-        clock(call, calls)  # clocks rise under load
-    samples = [second_s] if calls == 1 and device.type == "cpu" else []
-    while len(samples) < MAX_SAMPLES and (not samples or time.perf_counter() - started < limit_s):
-        samples.append(clock(call, calls) / calls)
-    return summarise(samples)
+    sampler = Sampler(call, device=device, limit_s=limit_s)
+    while sampler.wants_more:
+        sampler.sample()
+    return sampler.timing()
+
+
+class Sampler:
+    """Takes the samples of one operation, one at a time, so that several can take turns."""
+
+    def __init__(self, call: Callable[[], object], *, device: torch.device, limit_s: float) -> None:
+        self._call = call
+        self._clock = _cuda_sample if device.type == "cuda" else _cpu_sample
+        self._limit_s = limit_s
+        self._samples: list[float] = []
+        self._spent_s = first_s = self._clock(call, 1)
+        self._calls = 1
+        if first_s > max(1.0, 10 * limit_s):  # so slow that setting up cannot be most of it
+            self._samples.append(first_s)
+            return
+        second_s = self._clock(call, 1)
+        self._spent_s = second_s
+        self._calls = max(1, round(MIN_SAMPLE_S / max(second_s, 1e-9)))
+        if device.type == "cuda":
+            while self._spent_s < 0.2 * limit_s:  # clocks rise under load
+                self._spent_s += self._clock(call, self._calls)
+        elif self._calls == 1:
+            self._samples.append(second_s)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether there is a sample to take: one at least, then until the limit."""
+        return not self._samples or (len(self._samples) < MAX_SAMPLES and self._spent_s < self._limit_s)
+
+    def sample(self) -> None:
+        """Take one sample."""
+        seconds = self._clock(self._call, self._calls)
+        self._spent_s += seconds
+        self._samples.append(seconds / self._calls)
+
+    def timing(self) -> Timing:
+        """What the samples so far say."""
+        return summarise(self._samples)
 
 
 def summarise(samples: Sequence[float]) -> Timing:
-    """Median and spread of samples in seconds."""
-    median = statistics.median(samples)
-    spread = None
-    if len(samples) >= 3 and median > 0:
-        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-        spread = (high - low) / median
-    return Timing(median_s=median, spread=spread, samples=len(samples))
+    """Lower quartile and spread of samples in seconds."""
+    if len(samples) < 3:
+        return Timing(seconds=min(samples), fastest_s=min(samples), spread=None, samples=len(samples))
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    spread = (high - low) / median if median > 0 else None
+    return Timing(seconds=low, fastest_s=min(samples), spread=spread, samples=len(samples))
 
 
 def _cpu_sample(call: Callable[[], object], calls: int) -> float:
@@ -132,9 +197,13 @@ def measure_operations(
     budget: Budget,
     cap_s: float,
     memory_limit_bytes: float,
+    rates: Rates | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[list[OperationReading], list[str]]:
     """Measure each operation in its share of what is left of the budget.
+
+    Neighbours of the same shape (several dtypes, fused and eager attention) take turns, sample by sample: what
+    disturbs the machine meanwhile then disturbs all of them, and their ratios hold.
 
     Args:
         operations: In order of size within one (kind, dtype): a slow one spares the larger ones.
@@ -142,6 +211,7 @@ def measure_operations(
         budget: Shared with other series.
         cap_s: The most that one operation gets.
         memory_limit_bytes: Larger operations are left out.
+        rates: What earlier series found out about the dtypes; None knows nothing yet.
         on_progress: Called with the label of each operation before it runs.
 
     Returns:
@@ -150,61 +220,109 @@ def measure_operations(
     pending = list(operations)
     readings: list[OperationReading] = []
     notes: list[str] = []
-    rates: dict[tuple[str, str], float] = {}
-    for position, operation in enumerate(pending):
-        share_s = min(cap_s, budget.remaining_s / (len(pending) - position))
-        rate = rates.get((operation.kind, operation.dtype))
-        why = _why_left_out(operation, rate, share_s, budget, memory_limit_bytes)
-        if why is None:
-            if on_progress is not None:
-                on_progress(operation.label)
-            try:
-                reading = measure_operation(operation, device=device, limit_s=share_s)
-            except (RuntimeError, NotImplementedError) as error:  # no kernel for this dtype here, out of memory
-                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-        if why is not None:
-            notes.append(f"{operation.label} on {device} was left out: {why}")
-            continue
-        readings.append(reading)
-        if reading.rate.value:
-            rates[operation.kind, operation.dtype] = reading.rate.value
+    too_late: list[str] = []
+    rates = rates or Rates()
+    while pending:
+        group = _next_group(pending, memory_limit_bytes)
+        share_s = min(cap_s, budget.remaining_s / len(pending))
+        del pending[: len(group)]
+        running: list[tuple[Operation, Sampler]] = []
+        for operation in group:
+            if budget.remaining_s <= 0:
+                too_late.append(operation.label)
+                continue
+            why = _why_left_out(operation, rates, share_s, memory_limit_bytes)
+            sampler = None
+            if why is None:
+                if on_progress is not None:
+                    on_progress(operation.label)
+                sampler, why = _start(operation, device, share_s)
+            if sampler is None:
+                notes.append(f"{operation.label} on {device} was left out: {why}")
+            else:
+                running.append((operation, sampler))
+        _take_turns(running)
+        for operation, sampler in running:
+            timing = sampler.timing()
+            readings.append(_reading(operation, timing, device))
+            rates.learn(operation, timing)
+    if too_late:
+        notes.append(f"the time for the probes was over before, on {device}: {', '.join(too_late)}")
     return readings, notes
 
 
-def _why_left_out(
-    operation: Operation, rate: float | None, share_s: float, budget: Budget, memory_limit_bytes: float
-) -> str | None:
-    if budget.remaining_s <= 0:
-        return "the time for the probes was over"
+def _next_group(pending: Sequence[Operation], memory_limit_bytes: float) -> list[Operation]:
+    """The operations at the front that have one shape and fit together."""
+    group = [pending[0]]
+    held_bytes = pending[0].memory_bytes
+    for operation in pending[1:]:
+        held_bytes += operation.memory_bytes
+        if operation.shape != group[0].shape or held_bytes > memory_limit_bytes:
+            break
+        group.append(operation)
+    return group
+
+
+def _start(operation: Operation, device: torch.device, limit_s: float) -> tuple[Sampler | None, str | None]:
+    """Build an operation and warm it up; or the reason why it does not run here."""
+    try:
+        with _settings(operation):
+            return Sampler(operation.build(), device=device, limit_s=limit_s), None
+    except (RuntimeError, NotImplementedError) as error:  # no kernel for this dtype here, out of memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        return None, f"{type(error).__name__}: {text}"
+
+
+def _take_turns(running: Sequence[tuple[Operation, Sampler]]) -> None:
+    while any(sampler.wants_more for _, sampler in running):
+        for operation, sampler in running:
+            if sampler.wants_more:
+                with _settings(operation):
+                    sampler.sample()
+
+
+def _why_left_out(operation: Operation, rates: Rates, share_s: float, memory_limit_bytes: float) -> str | None:
     if operation.memory_bytes > memory_limit_bytes:
         return f"it needs {operation.memory_bytes / 2**30:.1f} GiB, {memory_limit_bytes / 2**30:.1f} may be used"
-    if rate is not None and 2 * operation.work / rate > max(4 * share_s, 0.5):
-        return f"two calls would take {2 * operation.work / rate:.2f} s at the rate of the smaller one"
+    expected_s = rates.expected_s(operation)
+    if 2 * expected_s > max(4 * share_s, 0.5):
+        return f"two calls would take {2 * expected_s:.2f} s at the rate of what was measured before"
     return None
 
 
-def measure_operation(operation: Operation, *, device: torch.device, limit_s: float) -> OperationReading:
-    """Build and time one operation, with the float32 mode and the threads that it asks for."""
+@contextmanager
+def _settings(operation: Operation) -> Iterator[None]:
+    """The float32 mode and the threads that an operation asks for; put back afterwards."""
     threads = torch.get_num_threads()
     torch.set_float32_matmul_precision("high" if operation.dtype == "tf32" else "highest")
     try:
         if operation.threads is not None:
             torch.set_num_threads(operation.threads)
-        timing = time_operation(operation.build(), device=device, limit_s=limit_s)
+        yield
     finally:
         torch.set_float32_matmul_precision("highest")
         if operation.threads is not None:
             torch.set_num_threads(threads)
+
+
+def measure_operation(operation: Operation, *, device: torch.device, limit_s: float) -> OperationReading:
+    """Build and time one operation by itself."""
+    with _settings(operation):
+        timing = time_operation(operation.build(), device=device, limit_s=limit_s)
+    return _reading(operation, timing, device)
+
+
+def _reading(operation: Operation, timing: Timing, device: torch.device) -> OperationReading:
     source = f"{timing.samples} samples on {device}"
     return OperationReading(
         kind=operation.kind,
         dtype=operation.dtype,
         shape=operation.shape,
-        seconds=Reading(value=timing.median_s, unit="s", provenance="measured", spread=timing.spread, source=source),
+        seconds=Reading(value=timing.seconds, unit="s", provenance="measured", spread=timing.spread, source=source),
         rate=Reading(
-            value=operation.work / timing.median_s,
+            value=operation.work / timing.seconds,
             unit=operation.unit,
             provenance="measured",
             spread=timing.spread,

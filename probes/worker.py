@@ -166,7 +166,7 @@ def _memory_limit_bytes(device: Any, given: float | None) -> float:
 def _series(context: Context, request: ProbeRequest) -> Any:
     """Yield what is measured so far after each series of measurements; the most needed series first."""
     from autoplan.probes import launch
-    from autoplan.probes.timing import Budget, measure_operations
+    from autoplan.probes.timing import Budget, Rates, measure_operations
 
     started = time.perf_counter()
     others = OtherProcesses()
@@ -174,12 +174,13 @@ def _series(context: Context, request: ProbeRequest) -> Any:
     reading = launch.probe_launch(device)
     operations: list[OperationReading] = []
     notes: list[str] = []
+    rates = Rates()
     series = _all_series(device, request)
-    left = sum(share for share, _ in series)
+    left = sum(share for share, _ in series)  # 1, but for rounding
     for position, (share, make) in enumerate(series):
         spent = time.perf_counter() - started
-        # what one series leaves over is shared out among the later ones
-        seconds = max(0.0, request.budget_s - spent) * share / left
+        # what one series leaves over is shared out among the later ones, and one that overran leaves them some
+        seconds = max(max(0.0, request.budget_s - spent) / left, 0.25 * request.budget_s) * share
         left -= share
         readings, left_out = measure_operations(
             make(),
@@ -187,6 +188,7 @@ def _series(context: Context, request: ProbeRequest) -> Any:
             budget=Budget(seconds=seconds),
             cap_s=0.4 if device.type == "cpu" else 0.25,
             memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
+            rates=rates,
             on_progress=lambda label: context.heartbeat(doing=label),
         )
         operations += readings
@@ -220,7 +222,7 @@ def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callabl
     train_shapes = matmul.CPU_TRAIN_SHAPES if on_cpu else matmul.CUDA_TRAIN_SHAPES
     attention_shapes = attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES
     series: list[tuple[float, Callable[[], list[Any]]]] = [
-        (0.40, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
+        (0.40 if on_cpu else 0.35, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
         (0.20, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
         (0.17, lambda: list(memory.bandwidth_operations(device, cache_bytes=request.cache_bytes))),
         (0.17, lambda: list(attention.attention_operations(device, attention_dtypes, attention_shapes))),
@@ -229,5 +231,5 @@ def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callabl
         counts = sorted({1, max(1, request.threads // 2), request.threads})
         series.append((0.06, lambda: list(matmul.thread_operations(device, counts))))
     else:
-        series.append((0.15, lambda: list(memory.transfer_operations(device))))
+        series.append((0.11, lambda: list(memory.transfer_operations(device))))
     return series

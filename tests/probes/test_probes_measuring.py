@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +19,8 @@ from autoplan.probes.timing import (
     TORCH_DTYPES,
     Budget,
     Operation,
+    Rates,
+    Timing,
     filled,
     measure_operation,
     measure_operations,
@@ -38,10 +41,16 @@ def one_thread() -> Iterator[None]:
 
 
 def make_operation(
-    build: Callable[[], Callable[[], object]], *, work: float = 1.0, memory_bytes: int = 0, kind: str = "x"
+    build: Callable[[], Callable[[], object]],
+    *,
+    work: float = 1.0,
+    memory_bytes: int = 0,
+    kind: str = "x",
+    dtype: str = "float32",
+    size: int = 1,
 ) -> Operation:
     return Operation(
-        kind=kind, dtype="float32", shape=(1,), work=work, unit="flop/s", memory_bytes=memory_bytes, build=build
+        kind=kind, dtype=dtype, shape=(size,), work=work, unit="flop/s", memory_bytes=memory_bytes, build=build
     )
 
 
@@ -121,10 +130,10 @@ def test_tf32_is_switched_on_for_its_operation_only() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_median_and_spread() -> None:
+def test_lower_quartile_and_spread() -> None:
     timing = summarise([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert timing.median_s == 3.0 and timing.spread == pytest.approx(2 / 3)
-    assert summarise([1.0, 2.0]).spread is None
+    assert timing.seconds == 2.0 and timing.spread == pytest.approx(2 / 3)
+    assert summarise([2.0, 1.0]).seconds == 1.0 and summarise([1.0, 2.0]).spread is None
 
 
 def test_the_first_call_is_not_counted() -> None:
@@ -135,7 +144,7 @@ def test_the_first_call_is_not_counted() -> None:
         if len(calls) == 1:
             sum(math.sin(i) for i in range(300_000))  # setting up: tens of milliseconds
 
-    assert time_operation(call, device=CPU, limit_s=0.02).median_s < 0.005
+    assert time_operation(call, device=CPU, limit_s=0.02).seconds < 0.005
 
 
 def test_an_operation_that_fails_is_left_out_with_the_reason() -> None:
@@ -157,16 +166,61 @@ def test_an_operation_that_cannot_fit_is_not_built() -> None:
 
 def test_a_slow_dtype_is_not_measured_at_larger_sizes() -> None:
     slow = make_operation(lambda: lambda: sum(range(100_000)), work=1e3)
-    larger = make_operation(lambda: lambda: None, work=1e9)
-    other = make_operation(lambda: lambda: None, work=1e9, kind="other")
-    kinds, notes = measure([slow, larger, other])
-    assert kinds == ["x", "other"]
-    assert len(notes) == 1 and "at the rate of the smaller one" in notes[0]
+    larger = make_operation(lambda: lambda: None, work=1e9, size=2)
+    of_another_kind = make_operation(lambda: lambda: None, work=1e9, kind="other", size=3)
+    of_another_dtype = make_operation(lambda: lambda: None, work=1e9, dtype="bfloat16", kind="fine", size=4)
+    kinds, notes = measure([slow, larger, of_another_kind, of_another_dtype])
+    assert kinds == ["x", "fine"]
+    assert len(notes) == 2 and all("what was measured before" in note for note in notes)
+
+
+def test_a_kind_that_was_slow_once_is_tried_again_where_the_dtype_is_fast() -> None:
+    rates = Rates()
+    fast = make_operation(lambda: lambda: None, work=1e9, kind="matmul")
+    slow = make_operation(lambda: lambda: None, work=1e9, kind="train")
+    for operation, seconds in ((fast, 0.001), (slow, 0.3)):
+        rates.learn(operation, Timing(seconds=seconds, fastest_s=seconds, spread=None, samples=1))
+    assert rates.expected_s(slow) == pytest.approx(0.3 / 4)
+    assert rates.expected_s(fast) == pytest.approx(0.001)
+    assert rates.expected_s(make_operation(lambda: lambda: None, dtype="float16")) == 0
+
+
+def test_operations_of_one_shape_take_turns() -> None:
+    order: list[str] = []
+
+    def recorder(name: str) -> Callable[[], Callable[[], object]]:
+        def call() -> None:
+            order.append(name)
+            time.sleep(0.003)  # longer than the least sample: one call each
+
+        return lambda: call
+
+    operations = [make_operation(recorder(name), kind=name) for name in ("a", "b")]
+    kinds, _ = measure(operations)
+    assert kinds == ["a", "b"]
+    turns = "".join(order[4:])  # after two calls each to warm up
+    assert turns[:4] == "abab"
+
+
+def test_operations_that_do_not_fit_together_are_measured_one_by_one() -> None:
+    held: list[str] = []
+
+    def builder(name: str) -> Callable[[], Callable[[], object]]:
+        def build() -> Callable[[], object]:
+            held.append(name)
+            return lambda: held.append(name)
+
+        return build
+
+    operations = [make_operation(builder(name), kind=name, memory_bytes=600) for name in ("a", "b")]
+    kinds, notes = measure(operations, memory_limit_bytes=1000)
+    assert kinds == ["a", "b"] and notes == []
+    assert "".join(held).lstrip("a") == "b" * held.count("b"), "b is built after a is done"
 
 
 def test_when_the_time_is_over_the_rest_is_left_out() -> None:
     kinds, notes = measure([make_operation(lambda: lambda: None)], budget=Budget(seconds=0.0))
-    assert kinds == [] and "time for the probes was over" in notes[0]
+    assert kinds == [] and len(notes) == 1 and "time for the probes was over" in notes[0]
 
 
 def test_rate_is_work_over_time() -> None:
