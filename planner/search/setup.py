@@ -110,7 +110,7 @@ def lay_groundwork(options: SearchOptions, zygote: Zygote, observer: SearchObser
     )
 
     observer.on_phase("trace", f"counting the operations of {spec.name}")
-    profile = trace_profile(spec, device=device, zygote=zygote, hardware=hardware)
+    profile = trace_profile(spec, device=device, zygote=zygote)
     observer.on_phase("space", f"pricing {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit

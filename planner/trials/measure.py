@@ -25,6 +25,9 @@ RUN_SPREAD = 0.025
 """Assumed spread (standard deviation, as a share) between two runs of one configuration where only one was made:
 the spread that MLPerf Training publishes for its imaging tasks, the steadier kind."""
 
+PRIOR_ROUNDS = 3
+"""How many rounds RUN_SPREAD counts for, beside the rounds that were made."""
+
 RESAMPLES = 1000
 
 # Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom (any table of the distribution)
@@ -176,8 +179,9 @@ def ratio_interval(candidate: Sequence[Interval], reference: Sequence[Interval])
         reference: The same.
 
     From the log ratios of the rounds with Student's t: a percentile bootstrap over three rounds claims a difference
-    whenever all three lean the same way, which is one case in four between equals. With a single round the spread
-    between runs is unknown and RUN_SPREAD is assumed for both, beside the intervals within the runs.
+    whenever all three lean the same way, which is one case in four between equals. Few rounds say little about the
+    spread between runs, so RUN_SPREAD stands in as PRIOR_ROUNDS rounds' worth of knowledge of it (a conjugate prior
+    on the variance); a single round adds the intervals within its runs.
     """
     rounds = min(len(candidate), len(reference))
     assert rounds >= 1, "a ratio needs a run of each"
@@ -185,12 +189,11 @@ def ratio_interval(candidate: Sequence[Interval], reference: Sequence[Interval])
         [math.log(r.median / c.median) for c, r in zip(candidate[:rounds], reference[:rounds], strict=True)]
     )
     middle = float(np.mean(logs))
+    freedom = PRIOR_ROUNDS + rounds - 1
+    variance = (PRIOR_ROUNDS * 2 * RUN_SPREAD**2 + float(np.sum((logs - middle) ** 2))) / freedom
+    half = _T_95[min(freedom, len(_T_95)) - 1] * math.sqrt(variance / rounds)
     if rounds == 1:
-        widths = [_log_half_width(candidate[0]), _log_half_width(reference[0]), 2 * RUN_SPREAD, 2 * RUN_SPREAD]
-        half = math.sqrt(sum(width**2 for width in widths))
-    else:
-        t = _T_95[min(rounds - 2, len(_T_95) - 1)]
-        half = t * float(np.std(logs, ddof=1)) / math.sqrt(rounds)
+        half = math.hypot(half, _log_half_width(candidate[0]), _log_half_width(reference[0]))
     return Interval(
         median=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), samples=rounds
     )

@@ -1,0 +1,164 @@
+"""The space: legal candidates only, and the reasons for the rest."""
+
+import pytest
+
+from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.plan import Prediction
+from autoplan.planner.search.options import Bound
+from autoplan.planner.space import drop_what_cannot_fit, generate, parse_bound
+from autoplan.probes.profile import Device, OperationReading, Reading
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.inspect import KnobChoices, LeftOutValue
+
+
+def device(**rates: float) -> Device:
+    """A CPU with measured rates of linear_train per dtype."""
+    operations = tuple(
+        OperationReading(
+            kind="linear_train",
+            dtype=dtype,
+            shape=(1024, 1024, 1024),
+            seconds=Reading(value=1.0, unit="s", provenance="measured"),
+            rate=Reading(value=rate, unit="flop/s", provenance="measured"),
+        )
+        for dtype, rate in rates.items()
+    )
+    memory = Reading(value=1e10, unit="bytes", provenance="driver")
+    return Device(
+        index=0, type="cpu", name="test", memory_total_bytes=memory, memory_available_bytes=memory, operations=operations
+    )
+
+
+CHOICES = (
+    KnobChoices(knob="micro_batch", values=(1, 2, 3, 4, 6, 12)),
+    KnobChoices(knob="checkpointing", values=("none", "full")),
+    KnobChoices(
+        knob="precision",
+        values=("fp32", "bf16"),
+        left_out=(LeftOutValue(value="tf32", reason="TF32 is a format of NVIDIA GPUs"),),
+    ),
+    KnobChoices(knob="compile", values=("off", "block", "model")),
+    KnobChoices(knob="compile_mode", values=("default", "max-autotune")),
+    KnobChoices(knob="dp_replicate", values=(1,)),
+)
+
+
+def test_candidates_are_legal_and_told_once():
+    space = generate(CHOICES, global_batch=12, device=device())
+    assert len(set(space.candidates)) == len(space.candidates)
+    # 6 micro-batches x 2 checkpointing x 2 precisions x (off, block, model, model + max-autotune)
+    assert len(space.candidates) == 6 * 2 * 2 * 4
+    for config in space.candidates:
+        assert config == TrainingConfig.model_validate(config.model_dump())
+        assert 12 % config.micro_batch == 0
+        assert config.compile_mode == "default" or config.compile == "model"
+
+
+def test_what_a_technique_does_not_offer_is_kept_with_its_reason():
+    space = generate(CHOICES, global_batch=12, device=device())
+    family = next(family for family in space.left_out if family.family == "precision=tf32")
+    assert family.limit == "TF32 is a format of NVIDIA GPUs"
+    assert family.configurations == len(space.candidates) // 2
+
+
+def test_a_precision_that_was_measured_to_lose_is_left_out_with_the_numbers():
+    space = generate(CHOICES, global_batch=12, device=device(float32=100e9, bfloat16=10e9))
+    assert {config.precision for config in space.candidates} == {"fp32"}
+    family = next(family for family in space.left_out if family.family == "precision=bf16")
+    assert "10.0 times slower" in family.by
+
+
+def test_a_precision_that_was_measured_to_win_stays():
+    space = generate(CHOICES, global_batch=12, device=device(float32=100e9, bfloat16=300e9))
+    assert {config.precision for config in space.candidates} == {"fp32", "bf16"}
+
+
+def test_fixed_knobs():
+    space = generate(CHOICES, global_batch=12, device=device(), fixed={"precision": "bf16", "micro_batch": 3})
+    assert {(config.precision, config.micro_batch) for config in space.candidates} == {("bf16", 3)}
+
+
+def test_a_slow_precision_that_the_user_fixed_is_obeyed():
+    slow = device(float32=100e9, bfloat16=10e9)
+    space = generate(CHOICES, global_batch=12, device=slow, fixed={"precision": "bf16"})
+    assert {config.precision for config in space.candidates} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"precision": "tf32"}, "format of NVIDIA"),
+        ({"micro_batch": 5}, "does not divide the global batch"),
+        ({"dp_shard": 2}, "share the work"),
+        ({"compile": "off", "compile_mode": "max-autotune"}, "no legal configuration"),
+        ({"colour": "blue"}, "not a knob"),
+        ({"micro_batch": "many"}, "not a value"),
+    ],
+)
+def test_a_fix_that_cannot_be_says_why(fixed: dict[str, object], text: str):
+    with pytest.raises(ConfigError, match=text):
+        generate(CHOICES, global_batch=12, device=device(), fixed=fixed)
+
+
+def test_bounds():
+    space = generate(
+        CHOICES,
+        global_batch=12,
+        device=device(),
+        bounds={"micro_batch": Bound(low=2, high=4), "compile": Bound(values=("off", "block"))},
+    )
+    assert {config.micro_batch for config in space.candidates} == {2, 3, 4}
+    assert {config.compile for config in space.candidates} == {"off", "block"}
+    with pytest.raises(ConfigError, match="within 7..9"):
+        generate(CHOICES, global_batch=12, device=device(), bounds={"micro_batch": Bound(low=7, high=9)})
+
+
+def test_a_micro_batch_that_only_the_user_may_choose():
+    reason = "bn1 (BatchNorm2d) normalises over the micro-batch"
+    choices = (
+        KnobChoices(
+            knob="micro_batch", values=(), left_out=tuple(LeftOutValue(value=v, reason=reason) for v in (1, 2, 4))
+        ),
+    )
+    with pytest.raises(WorkloadError, match="BatchNorm2d"):
+        generate(choices, global_batch=4, device=device())
+    space = generate(choices, global_batch=4, device=device(), fixed={"micro_batch": 2})
+    assert [config.micro_batch for config in space.candidates] == [2]
+
+
+def test_ranks_share_the_global_batch_exactly():
+    ways = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 8})
+    space = generate(CHOICES, global_batch=12, device=device(), degrees=ways)
+    assert {config.world_size for config in space.candidates} == {1, 2}  # 8 does not divide 12
+    for config in space.candidates:
+        assert config.micro_batch * config.dp * config.accumulation(12) == 12
+
+
+def predict(peak: float, verdict: str) -> Prediction:
+    return Prediction(
+        step_time_s=1.0,
+        step_time_low_s=0.9,
+        step_time_high_s=1.1,
+        peak_memory_bytes=peak,
+        peak_memory_low_bytes=0.8 * peak,
+        peak_memory_high_bytes=1.2 * peak,
+        verdict=verdict,  # type: ignore[arg-type]
+        bound="compute",
+    )
+
+
+def test_what_cannot_fit_is_dropped_by_family_with_by_how_much():
+    configs = [TrainingConfig(micro_batch=m, precision=p) for m in (1, 8) for p in ("fp32", "bf16")]
+    predictions = [predict(2**30, "fits"), predict(2**30, "too_close"), *[predict(4 * 2**30, "does_not_fit")] * 2]
+    kept, families = drop_what_cannot_fit(configs, predictions, 2 * 2**30)
+    assert [config.micro_batch for config, _ in kept] == [1, 1]
+    assert [(family.configurations, "2.00 GiB too much" in family.by) for family in families] == [(2, True)]
+
+
+def test_reading_bounds():
+    assert parse_bound("micro_batch=1..8") == ("micro_batch", Bound(low=1, high=8))
+    assert parse_bound("micro-batch=..8") == ("micro_batch", Bound(low=None, high=8))
+    assert parse_bound("precision=fp32,bf16") == ("precision", Bound(values=("fp32", "bf16")))
+    for text in ("micro_batch", "micro_batch=8..1", "precision=fp32..bf16", "colour=1..2", "precision=fp99"):
+        with pytest.raises(ConfigError):
+            parse_bound(text)
