@@ -1,0 +1,82 @@
+"""A workload whose loss misbehaves at some micro-batches, each in its own way. Handed to trials as file.py:function."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workload import LossSum, Workload
+from torch import nn
+
+GLOBAL_BATCH = 192
+HELD = []
+
+
+def hang():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1)
+
+
+def eat_memory():
+    while True:
+        HELD.append(torch.ones(8 << 20))
+        time.sleep(0.005)
+
+
+def fail(kind, text):
+    raise kind(text)
+
+
+FAULTS = {
+    1: lambda: fail(RuntimeError, "planted"),
+    2: lambda: os.kill(os.getpid(), signal.SIGKILL),
+    4: lambda: ctypes.string_at(0),
+    8: hang,
+    16: lambda: os._exit(3),
+    32: lambda: float("nan"),
+    64: lambda: os._exit(0),
+    3: eat_memory,
+    6: lambda: fail(NotImplementedError, "planted: no such kernel"),
+    24: lambda: fail(WorkloadError, "planted: the loss is broken"),
+    48: lambda: fail(RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    96: lambda: sys.exit(3),
+}
+
+
+def make(faults: bool = True) -> Workload:
+    """An MLP classifier; with `faults` only micro-batches of 12 and 192 are sound."""
+
+    def build_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def make_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        inputs = torch.randn(num_samples, 32, generator=generator)
+        return {"inputs": inputs, "labels": inputs[:, :8].argmax(1)}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        factor = 1.0
+        # (looking at the model on the meta device is spared)
+        if faults and batch["labels"].shape[0] in FAULTS and batch["labels"].device.type != "meta":
+            factor = FAULTS[batch["labels"].shape[0]]() or 1.0
+        total = nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="sum")
+        return LossSum(total * factor, batch["labels"].numel())
+
+    return Workload(
+        name="faulty" if faults else "mlp",
+        build_model=build_model,
+        make_batch=make_batch,
+        loss=loss,
+        build_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        global_batch=GLOBAL_BATCH,
+        max_grad_norm=1.0,
+    )
+
+
+def make_sound() -> Workload:
+    """The same without faults."""
+    return make(faults=False)
