@@ -41,6 +41,7 @@ SAMPLED_ELEMENTS = 1 << 16  # of each parameter's gradient, evenly spread
 MOST_STEPS = 3  # a schedule may start at a rate of 0: steps are taken until parameters have changed
 _MASKED_SHARE = 0.7  # of the last sample's labels: counts then differ between micro-batches
 _ADDITIVE_TOLERANCE = 1e-3
+_ADDITIVE_LENGTH = 32
 
 
 def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasurement:
@@ -80,7 +81,7 @@ def make_small(workload: Workload, request: ParityRequest) -> tuple[Workload, Tr
     return dataclasses.replace(workload, build_model=build_model, global_batch=global_batch), config
 
 
-def parity_batch(workload: Workload, index: int) -> tuple[Batch, bool]:
+def parity_batch(workload: Workload, index: int, length: int = CHECK_SEQUENCE_LENGTH) -> tuple[Batch, bool]:
     """A global batch of the check: short sequences, and the labels of later samples masked.
 
     Both are done to batches that are dicts of (samples, sequence length) tensors with `labels`, as language models
@@ -94,7 +95,7 @@ def parity_batch(workload: Workload, index: int) -> tuple[Batch, bool]:
     if workload.count is None or not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         return batch, False
     if all(isinstance(value, torch.Tensor) and value.shape == labels.shape for value in batch.values()):
-        batch = {name: value[:, :CHECK_SEQUENCE_LENGTH] for name, value in batch.items()}
+        batch = {name: value[:, :length] for name, value in batch.items()}
     size = batch_size(batch)
     masked = batch["labels"].clone()
     for sample in range(1, size):
@@ -182,7 +183,10 @@ def check_additivity(workload: Workload, model: nn.Module, device: torch.device)
     Returns:
         Whether it adds up, and whether the same two samples give the same loss twice.
     """
-    batch = move_batch(workload.make_batch(2, 0), device)
+    whole, _ = parity_batch(workload, 0, length=_ADDITIVE_LENGTH)
+    if batch_size(whole) < 2:
+        whole = workload.make_batch(2, 0)
+    batch = move_batch(slice_batch(whole, 0, 2), device)
     with torch.no_grad(), _buffers_kept(model):
         both = float(workload.loss(model, batch).total)
         again = float(workload.loss(model, batch).total)
@@ -228,7 +232,7 @@ class Recorder:
             gradients = {name: p.grad for name, p in _named(model) if p.grad is not None}
             for name, gradient in self._full(gradients).items():
                 owner = name.rpartition(".")[0]
-                square = float(gradient.double().square().sum())
+                square = norm_of(gradient) ** 2
                 self._gradient_squares[owner] = self._gradient_squares.get(owner, 0.0) + square
                 self._samples[name] = sample_elements(gradient)
 
@@ -245,8 +249,7 @@ class Recorder:
         squares: dict[str, float] = {}
         for name, parameter in self._full(dict(_named(model))).items():
             owner = name.rpartition(".")[0]
-            change = (parameter.double() - self._start[name].double()).square().sum()
-            squares[owner] = squares.get(owner, 0.0) + float(change)
+            squares[owner] = squares.get(owner, 0.0) + norm_of(parameter - self._start[name]) ** 2
         modules = {
             owner: ModuleMeasure(
                 gradient_norm=self._gradient_squares.get(owner, 0.0) ** 0.5, update_norm=square**0.5
@@ -275,6 +278,11 @@ class Recorder:
 
     def _full(self, named: dict[str, Any]) -> dict[str, torch.Tensor]:
         return gather_full(named, self.mesh)
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """The 2-norm, summed in fp64."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
