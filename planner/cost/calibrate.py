@@ -1,0 +1,132 @@
+"""Calibration: a few factors with a physical meaning, fitted to finished trials, held near 1 by their priors.
+
+    log t_measured = log sum_p exp(theta_p) t_p + noise,      theta_p ~ N(0, sd_p)
+
+over the parts p of the predicted time: matmul per precision class, attention, memory-bound work, the same when
+compiled, dispatch, optimizer, communication. The maximum a posteriori is found by Gauss-Newton; its covariance gives
+the interval of a prediction: what the trials have pinned down is narrow, what they have not seen stays wide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import Field
+
+from autoplan.planner.cost.candidates import Floats
+from autoplan.probes.profile import Record
+
+# How far off a part is taken to be before any trial, as a standard deviation of its logarithm.
+PRIOR_SD = {
+    "matmul/full": 0.15,
+    "matmul/half": 0.20,
+    "attention": 0.25,
+    "memory": 0.30,
+    "fused_memory": 0.50,
+    "dispatch": 0.40,
+    "optimizer": 0.35,
+    "communication": 0.50,
+}
+FACTORS = tuple(PRIOR_SD)
+# What no factor explains: shapes, caches, neighbours on the machine.
+NOISE_SD = 0.06
+Z_90 = 1.645
+
+
+class Calibration(Record):
+    """What trials have taught: factors with their covariance, and the memory law. JSON; saved per device."""
+
+    factors: dict[str, float] = Field(description="natural logarithms of the factors")
+    covariance: tuple[tuple[float, ...], ...]
+    memory_base_bytes: float
+    memory_slack: float
+    memory_sd: float
+    trials: int
+
+
+@dataclass(slots=True)
+class TimeFit:
+    """The factors of the time, from a prior and observations."""
+
+    theta: Floats = field(default_factory=lambda: np.zeros(len(FACTORS)))
+    covariance: Floats = field(default_factory=lambda: np.diag(np.square(list(PRIOR_SD.values()))))
+    rows: list[Floats] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def observe(self, parts: Floats, seconds: float, *, noise: float = NOISE_SD) -> None:
+        """Takes in one measured time whose predicted parts (one per factor) are these, and fits anew."""
+        if not parts.sum() > 0 or not seconds > 0:
+            return
+        self.rows.append(parts)
+        self.seen.append(seconds)
+        self.weights.append(1 / noise**2)
+        self._fit()
+
+    def _fit(self) -> None:
+        parts = np.array(self.rows)
+        seen = np.log(self.seen)
+        weights = np.array(self.weights)
+        precision = np.diag(1 / np.square(list(PRIOR_SD.values())))
+        theta = np.zeros(len(FACTORS))
+        for _ in range(12):
+            scaled = parts * np.exp(theta)
+            predicted = scaled.sum(axis=1)
+            slope = scaled / predicted[:, None]
+            residual = seen - np.log(predicted)
+            hessian = slope.T @ (weights[:, None] * slope) + precision
+            step = np.linalg.solve(hessian, slope.T @ (weights * residual) - precision @ theta)
+            theta = theta + np.clip(step, -0.5, 0.5)
+            if np.abs(step).max() < 1e-4:
+                break
+        self.theta = theta
+        self.covariance = np.linalg.inv(hessian)
+
+    def predict(self, parts: Floats) -> tuple[Floats, Floats]:
+        """Seconds and the standard deviation of their logarithm, for parts of shape (factors, candidates)."""
+        scaled = parts * np.exp(self.theta)[:, None]
+        seconds = scaled.sum(axis=0)
+        slope = scaled / np.maximum(seconds, 1e-30)
+        variance = np.einsum("ic,ij,jc->c", slope, self.covariance, slope) + NOISE_SD**2
+        return seconds, np.sqrt(variance)
+
+
+@dataclass(slots=True)
+class MemoryFit:
+    """peak = base + (1 + slack) x live, from a prior and observations. Base: process, libraries, CUDA context."""
+
+    base_bytes: float
+    slack: float = 0.03
+    base_sd_bytes: float = 2e8
+    slack_sd: float = 0.06
+    noise: float = 0.04
+    rows: list[tuple[float, float]] = field(default_factory=list)
+    _prior: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prior = np.array([self.base_bytes, self.slack])
+
+    def observe(self, live_bytes: float, peak_bytes: float) -> None:
+        """Takes in one measured peak."""
+        self.rows.append((live_bytes, peak_bytes))
+        precision = np.diag([1 / self.base_sd_bytes**2, 1 / self.slack_sd**2])
+        live = np.array([row[0] for row in self.rows])
+        peak = np.array([row[1] for row in self.rows])
+        weights = 1 / np.square(self.noise * peak)
+        design = np.stack([np.ones_like(live), live], axis=1)
+        hessian = design.T @ (weights[:, None] * design) + precision
+        right = design.T @ (weights * (peak - live)) + precision @ self._prior
+        self.base_bytes, self.slack = (float(value) for value in np.linalg.solve(hessian, right))
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation of a prediction's logarithm."""
+        if not self.rows:
+            return 0.08
+        errors = [peak / (self.base_bytes + (1 + self.slack) * live) - 1 for live, peak in self.rows]
+        return float(np.sqrt((0.05**2 + sum(e * e for e in errors)) / (1 + len(errors))) + 0.01)
+
+    def predict(self, live_bytes: Floats) -> Floats:
+        """The peak that the limit is held against."""
+        return np.asarray(self.base_bytes + (1 + self.slack) * live_bytes)
