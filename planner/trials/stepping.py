@@ -36,8 +36,9 @@ MIN_PART_SAMPLES = 3
 MIN_SAMPLE_S = 0.05
 """Quick steps are timed in groups that last at least this long, so that the clock and the wait do not show."""
 
-COLD_FACTOR = 1.5
-"""Before it is warm, a configuration is given up only if it is this much slower than the best."""
+COLD_FACTOR, WARM_FACTOR = 2.0, 1.1
+"""Before it is measured, a configuration is given up only if its micro-steps alone are this much slower than the best
+whole step: cold ones, and quick ones, whose first times say little; and dear ones that ran before."""
 
 
 class NonfiniteLoss(Exception):
@@ -90,7 +91,7 @@ class StepTimer:
             self._began = time.monotonic()
         dear = max(first["all"]) * micro_steps > 0.25 * self.request.time_box_s
         if dear and len(first["all"]) > 1:
-            self._give_up_if_losing(first["all"][1:], COLD_FACTOR)
+            self._give_up_if_losing(first["all"][1:], 0.75 * COLD_FACTOR)
         second = self._short_step(micro_steps)
         for kind, values in second.items():
             if kind != "all":
@@ -98,7 +99,7 @@ class StepTimer:
         if dear and self.team.world_size == 1 and len(first["all"]) > 1:
             kind = "micro_step" if "micro_step" in self.parts else "micro_step_sync"
             self.parts[kind] = first["all"][1:] + self.parts[kind]
-        self._give_up_if_losing(second["all"], 1.1)
+        self._give_up_if_losing(second["all"], WARM_FACTOR if dear else COLD_FACTOR)
 
     def _give_up_if_losing(self, micro_steps_s: list[float], factor: float) -> None:
         best = self.request.best_high_s
