@@ -5,6 +5,7 @@
            clock.json     seconds spent, between two lines of the record
            owner.json     who holds the lock
            trials/0007/   output of the trial's processes
+           hardware.json  the hardware profile that every run of the search stands on
            plan.json      the plan
 """
 

@@ -39,7 +39,7 @@ __all__ = [
     "run_search",
 ]
 
-PLAN_FILE = "plan.json"
+PLAN_FILE, HARDWARE_FILE = "plan.json", "hardware.json"
 
 
 def run_search(options: SearchOptions, *, observer: SearchObserver | None = None) -> SearchResult:
@@ -184,7 +184,7 @@ def _search(options: SearchOptions, observer: SearchObserver, store: Store, budg
     session: Session | None = None
     try:
         with Zygote(preload=PRELOAD) as zygote:
-            ground = lay_groundwork(options, zygote, observer)
+            ground = lay_groundwork(options, zygote, observer, saved=store.folder / HARDWARE_FILE)
             if not ground.candidates:
                 return _nothing_fits(store, ground, budget_s)
             session = _open_session(options, observer, store, zygote, ground, budget_s)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import DeviceError, WorkloadError
 from autoplan.planner.plan import LeftOutFamily, Prediction
+from autoplan.planner.record import write_atomically
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.space import Space, drop_what_cannot_fit, generate
 from autoplan.probes.profile import HardwareProfile
@@ -78,20 +80,28 @@ def pick_device(hardware: HardwareProfile, wanted: str | None) -> Literal["cuda"
     return "cuda" if kind == "cuda" else "cpu"
 
 
-def lay_groundwork(options: SearchOptions, zygote: Zygote, observer: SearchObserver) -> Groundwork:
+def lay_groundwork(
+    options: SearchOptions, zygote: Zygote, observer: SearchObserver, *, saved: Path | None = None
+) -> Groundwork:
     """Probes, inspects, traces, generates and prices.
+
+    Args:
+        options: What the search is asked for.
+        zygote: Where ranks are started.
+        observer: Is told what happens.
+        saved: Where the study keeps its hardware profile: every run of a search stands on the same one.
 
     Raises:
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
     from autoplan.planner.cost.estimate import Estimator
     from autoplan.planner.trace import trace_profile
-    from autoplan.probes.run import read_host_profile, run_probes
+    from autoplan.probes.run import read_host_profile
 
-    device = pick_device(read_host_profile(), options.device)
-    observer.on_phase("probe", f"measuring this machine's {'GPU' if device == 'cuda' else 'CPU'}")
-    hardware = run_probes(zygote, device=device, on_progress=lambda text: observer.on_phase("probe", text))
-    memory_limit, host_limit = limits(hardware, device, options.memory_limit_bytes)
+    now = read_host_profile()
+    device = pick_device(now, options.device)
+    hardware = _probe(now, device, zygote, observer, saved)
+    memory_limit, host_limit = limits(now, device, options.memory_limit_bytes)
     observer.on_hardware(hardware, memory_limit)
 
     observer.on_phase("inspect", f"looking at {options.spec.name}")
@@ -132,6 +142,31 @@ def lay_groundwork(options: SearchOptions, zygote: Zygote, observer: SearchObser
         predictions=tuple(prediction for _, prediction in kept),
         left_out=left_out,
     )
+
+
+def _probe(
+    now: HardwareProfile,
+    device: Literal["cuda", "cpu"],
+    zygote: Zygote,
+    observer: SearchObserver,
+    saved: Path | None,
+) -> HardwareProfile:
+    """The profile this study began with, if it is of this machine, else a new one."""
+    from autoplan.probes.run import run_probes
+
+    if saved is not None and saved.exists():
+        try:
+            earlier = HardwareProfile.model_validate_json(saved.read_text())
+        except (OSError, ValueError):
+            earlier = None  # of another version, or torn: measured again
+        if earlier is not None and earlier.fingerprint == now.fingerprint:
+            observer.on_phase("probe", "as measured when this search began")
+            return earlier
+    observer.on_phase("probe", f"measuring this machine's {'GPU' if device == 'cuda' else 'CPU'}")
+    hardware = run_probes(zygote, device=device, on_progress=lambda text: observer.on_phase("probe", text))
+    if saved is not None:
+        write_atomically(saved, hardware.model_dump_json(indent=1))
+    return hardware
 
 
 def limits(hardware: HardwareProfile, device: Literal["cuda", "cpu"], wanted_bytes: int | None) -> tuple[int, int]:
