@@ -26,12 +26,12 @@ from autoplan.planner.parity_records import (
 from autoplan.planner.trials.worker import MEETING_TIMEOUT_S, pick_device
 from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch, split_batch
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.mesh import build_mesh, gather_full
+from autoplan.strategies.mesh import build_mesh, gather_full, named_parameters
 from autoplan.strategies.optimizer import trainable
 from autoplan.strategies.precision import set_matmul_tf32
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.sources import load_workload
-from autoplan.strategies.structure import clean_name, disable_dropout
+from autoplan.strategies.structure import disable_dropout
 from autoplan.strategies.workload import IGNORE_INDEX, Workload
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ MOST_STEPS = 3  # a schedule may start at a rate of 0: steps are taken until par
 _MASKED_SHARE = 0.7  # of the last sample's labels: counts then differ between micro-batches
 _ADDITIVE_TOLERANCE = 1e-3
 _ADDITIVE_LENGTH = 32
+_MOST_SKIPPED_STEPS = 16  # the loss scale begins at 2**16 and halves
 
 
 def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasurement:
@@ -122,6 +123,11 @@ def run_candidate(
     for index in range(steps):
         batch, uneven = parity_batch(workload, index)
         result = run.step(run.local_share(batch))
+        for _ in range(_MOST_SKIPPED_STEPS):  # fp16 begins with a loss scale that may be too large
+            if not result.skipped:
+                break
+            recorder.forget_gradients()
+            result = run.step(run.local_share(batch))
         if index == 0:
             loss = float(result.loss)
     return recorder.measure(run.model, loss=loss, steps=steps, workload=workload, uneven=uneven)
@@ -220,7 +226,7 @@ class Recorder:
 
     def start(self, model: nn.Module) -> None:
         """Keeps a copy of the parameters."""
-        self._start = self._full(dict(_named(model)))
+        self._start = self._full(dict(named_parameters(model)))
 
     def gradients_of(self, model: nn.Module) -> Callable[[], None]:
         """A function that records the gradients as they are when it is first called."""
@@ -229,7 +235,7 @@ class Recorder:
             if self._recorded:
                 return
             self._recorded = True
-            gradients = {name: p.grad for name, p in _named(model) if p.grad is not None}
+            gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
             for name, gradient in self._full(gradients).items():
                 owner = name.rpartition(".")[0]
                 square = norm_of(gradient) ** 2
@@ -238,16 +244,22 @@ class Recorder:
 
         return record
 
+    def forget_gradients(self) -> None:
+        """Records anew at the next call."""
+        self._recorded = False
+        self._gradient_squares.clear()
+        self._samples.clear()
+
     def has_changed(self, model: nn.Module) -> bool:
         """Whether any parameter differs from the start."""
-        return any(not torch.equal(p.detach().cpu(), self._start[name]) for name, p in _named(model))
+        return any(not torch.equal(p.detach().cpu(), self._start[name]) for name, p in named_parameters(model))
 
     def measure(
         self, model: nn.Module, *, loss: float, steps: int, workload: Workload, uneven: bool
     ) -> ParityMeasurement:
         """The norms per owning module."""
         squares: dict[str, float] = {}
-        for name, parameter in self._full(dict(_named(model))).items():
+        for name, parameter in self._full(dict(named_parameters(model))).items():
             owner = name.rpartition(".")[0]
             squares[owner] = squares.get(owner, 0.0) + norm_of(parameter - self._start[name]) ** 2
         modules = {
@@ -268,13 +280,16 @@ class Recorder:
             uneven_counts=uneven,
         )
 
+    def samples(self) -> dict[str, Any]:
+        """The sampled gradient elements by parameter name, as NumPy arrays."""
+        return {name: sample.numpy() for name, sample in self._samples.items()}
+
     def save_samples(self, path: Path) -> None:
         """Writes the sampled gradient elements by parameter name."""
         import numpy as np
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays: dict[str, Any] = {name: sample.numpy() for name, sample in self._samples.items()}
-        np.savez(path, **arrays)
+        np.savez(path, **self.samples())
 
     def _full(self, named: dict[str, Any]) -> dict[str, torch.Tensor]:
         return gather_full(named, self.mesh)
@@ -290,8 +305,3 @@ def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1).float()
     stride = (flat.numel() // SAMPLED_ELEMENTS) | 1
     return flat[:: max(1, stride)][:SAMPLED_ELEMENTS].contiguous()
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        yield clean_name(name), parameter

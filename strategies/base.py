@@ -15,6 +15,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workload import TrainingModule, Workload
 
 if TYPE_CHECKING:
+    from autoplan.strategies.families.tensor_plans import TensorPlan
     from autoplan.strategies.structure import Structure
 
 
@@ -59,7 +60,8 @@ class Build:
         gradient_weights: By id of a parameter, the share with which this rank counts its gradient in the norm (tied
             over two stages: a half); 1 where not given.
         finish_gradients: Called once per step, after the last backward and before anything reads the gradients.
-        full_structure: The structure of the whole model, where this rank holds one stage of it.
+        tensor_plan: How the whole model is split over tp, made before a pipeline cut.
+        pipeline: How the model is cut, between the two steps of pipeline parallelism.
         step_engine: Runs forward and backward over a whole share of the batch (pipeline); None: one after another.
     """
 
@@ -81,7 +83,8 @@ class Build:
     dp_rank: int = 0
     gradient_weights: dict[int, float] = field(default_factory=dict)
     finish_gradients: list[Callable[[], None]] = field(default_factory=list)
-    full_structure: Structure | None = None
+    tensor_plan: TensorPlan | None = None
+    pipeline: Any = None
     step_engine: Any = None
 
     @property

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.base import Build, Choices
 from autoplan.strategies.mesh import GlobalNormClipper, axis_size, data_position, sum_over_axes
@@ -41,12 +40,15 @@ class DataParallelStrategy:
         build.sum_over_ranks = lambda tensor: sum_over_axes(mesh, tensor, ("dp_replicate", "dp_shard"))
         build.clip_gradients = GlobalNormClipper(mesh, build.gradient_weights)
         build.dp_rank, build.gradient_ranks = data_position(mesh)
-        if build.config.dp == 1:
-            return
-        if uses_ddp(build):
-            apply_ddp(build, mesh)
-        else:
-            apply_fsdp(build, mesh)
+        if build.pipeline is None:  # else each stage is wrapped by PipelineEngineStrategy
+            build.module = wrap_data_parallel(build, mesh, [build.module])[0]
+
+
+def wrap_data_parallel(build: Build, mesh: DeviceMesh, modules: list[nn.Module]) -> list[nn.Module]:
+    """Wraps what a step calls, one module or one per pipeline stage of this rank, and sets build.set_gradient_sync."""
+    if build.config.dp == 1:
+        return modules
+    return apply_ddp(build, mesh, modules) if uses_ddp(build) else apply_fsdp(build, mesh, modules)
 
 
 def uses_ddp(build: Build) -> bool:
@@ -57,55 +59,53 @@ def uses_ddp(build: Build) -> bool:
     return build.config.dp_shard == 1 and build.config.tp == 1
 
 
-def apply_ddp(build: Build, mesh: DeviceMesh) -> None:
-    """Wraps the module in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
-    if not any(parameter.requires_grad for parameter in build.module.parameters()):
-        return
-    wrapped = DistributedDataParallel(
-        build.module,
+def apply_ddp(build: Build, mesh: DeviceMesh, modules: list[nn.Module]) -> list[nn.Module]:
+    """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
+    wrapped = [_wrap_ddp(build, mesh, module) for module in modules]
+
+    def set_gradient_sync(sync: bool) -> None:
+        for module in wrapped:
+            module.require_backward_grad_sync = sync  # type: ignore[assignment]  # what no_sync() sets
+
+    build.set_gradient_sync = set_gradient_sync
+    return wrapped
+
+
+def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module  # DDP refuses a stage that trains nothing
+    return DistributedDataParallel(
+        module,
         device_ids=[build.device.index] if build.device.type == "cuda" and build.device.index is not None else None,
         process_group=mesh.get_group("dp_replicate"),
         gradient_as_bucket_view=True,  # saves one copy of the gradients
         broadcast_buffers=False,  # buffers that depend on the batch are refused (micro_batch_dependent)
     )
 
-    def set_gradient_sync(sync: bool) -> None:
-        wrapped.require_backward_grad_sync = sync  # what no_sync() sets
 
-    build.module = wrapped
-    build.set_gradient_sync = set_gradient_sync
-
-
-def apply_fsdp(build: Build, mesh: DeviceMesh) -> None:
-    """Shards each repeated block, then what is left, with fully_shard; over (dp_replicate, dp_shard) it is HSDP.
-
-    Raises:
-        ConfigError: a block's parameters do not all live on the run's device.
-    """
+def apply_fsdp(build: Build, mesh: DeviceMesh, modules: list[nn.Module]) -> list[nn.Module]:
+    """Shards each repeated block, then what is left, with fully_shard; over (dp_replicate, dp_shard) it is HSDP."""
     config = build.config
-    hybrid = config.dp_replicate > 1
-    shard_mesh = mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"]
+    shard_mesh = mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"]
     reshard = config.reshard_after_forward and config.dp_shard > 1
     gathered = gather_dtype(build)
-    block_policy = MixedPrecisionPolicy(
+    policy = MixedPrecisionPolicy(
         param_dtype=gathered,
         reduce_dtype=torch.float32 if gathered is not None else None,
         cast_forward_inputs=False,  # autocast casts where it should; the residual stream stays fp32
     )
-    for module in shard_units(build):
-        fully_shard(module, mesh=shard_mesh, reshard_after_forward=reshard, mp_policy=block_policy)
+    for block in shard_units(build):
+        fully_shard(block, mesh=shard_mesh, reshard_after_forward=reshard, mp_policy=policy)
     # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
-    root = fully_shard(build.module, mesh=shard_mesh, reshard_after_forward=False)
-    if not isinstance(root, FSDPModule):
-        raise ConfigError(
-            f"{type(build.module).__name__} cannot be sharded by FSDP2", hint="Leave dp_shard at 1 for this model."
-        )
+    roots = [fully_shard(module, mesh=shard_mesh, reshard_after_forward=False) for module in modules]
 
     def set_gradient_sync(sync: bool) -> None:
-        root.set_requires_gradient_sync(sync)
-        root.set_is_last_backward(sync)
+        for root in roots:
+            root.set_requires_gradient_sync(sync)
+            root.set_is_last_backward(sync)
 
     build.set_gradient_sync = set_gradient_sync
+    return list(modules)
 
 
 def shard_units(build: Build) -> list[nn.Module]:

@@ -7,7 +7,7 @@ neighbours on one node). Every rank holds one coordinate on each.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.errors import ConfigError
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.structure import clean_name
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -113,7 +114,7 @@ class GlobalNormClipper:
 
     def __init__(self, mesh: DeviceMesh, weights: Mapping[int, float] | None = None) -> None:
         self._stage_ranks = mesh.size() // axis_size(mesh, "pp")
-        self._weights = dict(weights or {})
+        self._weights = weights if weights is not None else {}  # by reference: a pipeline adds to it later
 
     def __call__(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clips; returns the norm before clipping (as torch.nn.utils.clip_grad_norm_ does, with its formula)."""
@@ -170,5 +171,19 @@ def gather_full(named: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> d
     dist.all_gather_object(parts, full, group=mesh.get_group("pp"))
     merged: dict[str, torch.Tensor] = {}
     for part in parts:
-        merged.update(part or {})
+        for name, tensor in (part or {}).items():
+            if name in merged and not torch.equal(merged[name], tensor):
+                raise RuntimeError(f"{name} is one parameter, and the copies of it that two stages hold differ")
+            merged[name] = tensor
     return merged
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that the plain model gives them, whatever wraps it and whichever stage holds them.
+
+    A parameter that two stages hold, tied, has one name: that of the first.
+    """
+    tied: Mapping[str, str] = getattr(model, "tied_over_stages", {})
+    for name, parameter in model.named_parameters():
+        plain = clean_name(name)
+        yield tied.get(plain, plain), parameter

@@ -17,6 +17,7 @@ from autoplan.strategies.loss import LossStrategy
 from autoplan.strategies.mesh import build_mesh
 from autoplan.strategies.micro_batch import MicroBatchStrategy
 from autoplan.strategies.optimizer import OptimizerStrategy
+from autoplan.strategies.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
 from autoplan.strategies.precision import PrecisionStrategy
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.structure import find_structure
@@ -28,6 +29,7 @@ from autoplan.strategies.workload import TrainingModule, Workload
 STRATEGIES: tuple[Strategy, ...] = (
     MicroBatchStrategy(),  # refuses before anything is changed
     ThreadsStrategy(),  # before any operation of the run: the thread pool takes its size at first use
+    PipelineStrategy(),  # drops what other stages hold, so that all below works on this rank's part alone
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
     LossStrategy(),  # swaps the head and the loss, likewise
     TensorParallelStrategy(),  # splits what is inside the blocks, so before they are wrapped
@@ -36,6 +38,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     CompileModeStrategy(),  # a choice of its own, applied with the one above
     PrecisionStrategy(),  # autocast opens around the whole forward; parameters stay fp32
     DataParallelStrategy(),  # DDP or FSDP2 around all that is called in a step
+    PipelineEngineStrategy(),  # makes stages of what is left, each wrapped as above, and their schedule
     OptimizerStrategy(),  # last: it holds the parameters as everything above has left them
 )
 

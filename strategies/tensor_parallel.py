@@ -12,6 +12,7 @@ H hidden, V vocabulary, t the degree.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -50,25 +51,35 @@ class TensorParallelStrategy:
         Raises:
             ConfigError: the model has no plan, or the degree does not divide what it splits.
         """
-        degree = build.config.tp
-        if degree == 1:
+        if build.config.tp == 1:
             return
         assert build.mesh is not None
-        plan = find_tensor_plan(build.model, build.full_structure or build.structure, build.workload.tensor_plan)
-        if isinstance(plan, str):
-            raise ConfigError(f"tp={degree} does not apply: {plan}", hint="Use tp=1 for this model.")
-        if plan.unit % degree:
-            raise ConfigError(
-                f"tp={degree} does not divide the model: it has {plan.unit_of}, so the degree must divide {plan.unit}",
-                hint=f"tp can be {', '.join(str(d) for d in range(1, plan.unit + 1) if plan.unit % d == 0)}.",
-            )
-        apply_tensor_parallel(build, plan, build.mesh["tp"])
+        apply_tensor_parallel(build, build.tensor_plan or plan_tensor_parallel(build), build.mesh["tp"])
+
+
+def plan_tensor_parallel(build: Build) -> TensorPlan:
+    """How the model of a build is split; called while the build holds all of it.
+
+    Raises:
+        ConfigError: the model has no plan, or the degree does not divide what it splits.
+    """
+    degree = build.config.tp
+    plan = find_tensor_plan(build.model, build.structure, build.workload.tensor_plan)
+    if isinstance(plan, str):
+        raise ConfigError(f"tp={degree} does not apply: {plan}", hint="Use tp=1 for this model.")
+    if plan.unit % degree:
+        raise ConfigError(
+            f"tp={degree} does not divide the model: it has {plan.unit_of}, so the degree must divide {plan.unit}",
+            hint=f"tp can be {', '.join(str(d) for d in range(1, plan.unit + 1) if plan.unit % d == 0)}.",
+        )
+    if _parallel_head(build) is None:
+        plan = dataclasses.replace(plan, head=None, vocabulary_tables=())
+    return plan
 
 
 def apply_tensor_parallel(build: Build, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Splits a model in place; modules that a pipeline stage does not hold are passed over."""
     model = build.model
-    head = _parallel_head(build)
     splitter = _Splitter(model, mesh)
     for name, style in plan.styles.items():
         module = _held(model, name)
@@ -78,15 +89,20 @@ def apply_tensor_parallel(build: Build, plan: TensorPlan, mesh: DeviceMesh) -> N
         module = _held(model, name)
         for attribute in attributes if module is not None else ():
             setattr(module, attribute, getattr(module, attribute) // mesh.size())
-    if head is not None:
-        embeddings = [module for _, module in build.structure.embeddings]
-        linear = head.linear(model)
-        splitter.split_vocabulary(linear, [e for e in embeddings if _tied_to(e, linear)])
+    for name in plan.vocabulary_tables:
+        module = _held(model, name)
+        if module is not None:
+            splitter.split_table(module)
+    if plan.head is not None:
+        linear, head = _held(model, plan.head), build.workload.head
+        assert head is not None
+        if linear is not None:
+            splitter.split_head(linear)
         build.training_module.loss = VocabularyParallelLoss(head, mesh, chunked=build.config.loss == "fused")
         loss_parallel().__enter__()  # for good: the backward of cross-entropy over split logits needs it too
     sequence_parallel = [name for name, _ in build.structure.blocks] + [plan.exit]
     splitter.replicate_rest(lambda name: any(name == part or name.startswith(part + ".") for part in sequence_parallel))
-    _place_collectives(model, plan, mesh, split_head=head is not None)
+    _place_collectives(model, plan, mesh)
     build.finish_gradients.append(functools.partial(reduce_partial_gradients, model))
 
 
@@ -99,10 +115,6 @@ def _held(model: nn.Module, name: str) -> nn.Module | None:
     return module if next(module.parameters(), None) is not None else None
 
 
-def _tied_to(embedding: nn.Module, linear: Any) -> bool:
-    return embedding.weight is linear.weight
-
-
 def _parallel_head(build: Build) -> OutputHead | None:
     """The workload's head, where its logits can be split over the vocabulary."""
     head = build.workload.head
@@ -112,7 +124,7 @@ def _parallel_head(build: Build) -> OutputHead | None:
     return head
 
 
-def _place_collectives(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, split_head: bool) -> None:
+def _place_collectives(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     entry, exit_ = model.get_submodule(plan.entry), model.get_submodule(plan.exit)
     entry.register_forward_pre_hook(
         functools.partial(_on_input, functools.partial(split_sequence, mesh)), with_kwargs=True
@@ -124,7 +136,7 @@ def _place_collectives(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
             module.register_forward_pre_hook(functools.partial(_on_input, gather), with_kwargs=True)
     # After the exit every rank has the whole sequence. Under a split head each rank's gradient is its own
     # vocabulary's share of the sum; under a whole head each has all of it.
-    gather = functools.partial(gather_sequence, mesh, Partial() if split_head else Replicate())
+    gather = functools.partial(gather_sequence, mesh, Partial() if plan.head is not None else Replicate())
     exit_.register_forward_hook(lambda module, args, output: gather(output))
 
 
@@ -205,7 +217,6 @@ class _Splitter:
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self._model = model
         self._mesh = mesh
-        self._done: dict[int, nn.Parameter] = {}
 
     def distribute(self, module: nn.Module, name: str, placement: Placement) -> None:
         """Replaces a parameter everywhere it stands."""
@@ -237,12 +248,15 @@ class _Splitter:
             self.distribute(module, "bias", Shard(0) if parts == 1 else Replicate())
             module.forward = functools.partial(_colwise_forward, module, self._mesh, transposed, parts)
 
-    def split_vocabulary(self, linear: nn.Module, embeddings: list[nn.Module]) -> None:
-        """Splits the output head, and the embeddings that are tied to it, by rows; 50257 rows need not divide."""
+    def split_head(self, linear: nn.Module) -> None:
+        """Splits the output head by rows; 50257 of them need not divide."""
         self.distribute(linear, "weight", Shard(0))
         self.distribute(linear, "bias", Shard(0))
-        for embedding in embeddings:
-            embedding.forward = functools.partial(_vocabulary_forward, embedding, self._mesh)
+
+    def split_table(self, embedding: nn.Module) -> None:
+        """Splits an embedding by rows, as the head is split: tied, they are one parameter."""
+        self.distribute(embedding, "weight", Shard(0))
+        embedding.forward = functools.partial(_vocabulary_forward, embedding, self._mesh)
 
     def replicate_rest(self, is_sequence_parallel: Callable[[str], bool]) -> None:
         """Holds every other parameter whole on each rank; where the sequence is split, gradients are summed."""

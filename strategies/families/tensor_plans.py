@@ -41,6 +41,8 @@ class TensorPlan:
         regions: Names of the modules (attention, MLP) whose input is the whole sequence and whose inside is split.
         entry: Where the sequence is split: the input of this module.
         exit: The module after the last block whose output is put together again.
+        head: Name of the output head; its rows are the vocabulary.
+        vocabulary_tables: Names of the embeddings with as many rows: they are split over the vocabulary with it.
         widths: By module name, the attributes to divide by the degree.
         unit: A degree is legal if it divides this (heads, key-value heads, split widths).
         unit_of: What the unit counts, in words.
@@ -50,6 +52,8 @@ class TensorPlan:
     regions: tuple[str, ...]
     entry: str
     exit: str
+    head: str | None
+    vocabulary_tables: tuple[str, ...]
     widths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unit: int
     unit_of: str
@@ -112,6 +116,8 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
         regions=regions,
         entry=prefix + drops[0] if len(drops) == 1 else blocks[0],
         exit=prefix + norms[-1] if len(norms) == 1 else blocks[-1],
+        head=None if structure.head is None else structure.head[0],
+        vocabulary_tables=_vocabulary_tables(structure),
         widths={
             name: _WIDTHS[type(module).__name__]
             for name, module in model.named_modules()
@@ -119,6 +125,18 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
         },
         unit=unit,
         unit_of=unit_of,
+    )
+
+
+def _vocabulary_tables(structure: Structure) -> tuple[str, ...]:
+    if structure.head is None:
+        return ()
+    head: Any = structure.head[1]
+    rows = head.weight.shape[0]
+    return tuple(
+        name
+        for name, module in structure.embeddings
+        if isinstance(module, nn.Embedding) and module.num_embeddings == rows and module.max_norm is None
     )
 
 

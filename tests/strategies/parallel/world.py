@@ -12,7 +12,7 @@ from torch import nn
 
 from autoplan.processes import ProcessReport, RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.mesh import gather_full
+from autoplan.strategies.mesh import gather_full, named_parameters
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.workload import IGNORE_INDEX, LossSum, Workload
@@ -26,7 +26,7 @@ class CausalHead:
     """How the tiny language models split into hidden states and output head."""
 
     def hidden(self, model: Any, batch: Any) -> torch.Tensor:
-        return model.base_model(input_ids=batch["input_ids"]).last_hidden_state
+        return model.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
 
     def linear(self, model: Any) -> nn.Module:
         return model.get_output_embeddings()
@@ -41,7 +41,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def causal_loss(model: nn.Module, batch: Any) -> LossSum:
-    logits = model(input_ids=batch["input_ids"]).logits.float()
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
     targets = shifted(batch["labels"])
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return LossSum(total, (targets != IGNORE_INDEX).sum())
@@ -155,26 +155,20 @@ def one_step(
     run = prepare(workload, config, device="cpu")
     if plant is not None:
         plant(run)
-    before = gather_full(dict(named_parameters(run)), run.mesh)
+    before = gather_full(dict(named_parameters(run.model)), run.mesh)
     batch = run.local_share(workload.make_batch(workload.global_batch, 0))
     total, count, divisor = run.forward_backward(batch)
     run.finish_gradients()
     gradients = gather_full(
-        {name: value.grad for name, value in named_parameters(run) if value.grad is not None}, run.mesh
+        {name: value.grad for name, value in named_parameters(run.model) if value.grad is not None}, run.mesh
     )
     result = run.optimizer_step(total, count, divisor)
-    after = gather_full(dict(named_parameters(run)), run.mesh)
+    after = gather_full(dict(named_parameters(run.model)), run.mesh)
     if context.rank == 0:
         changes = {name: after[name] - before[name] for name in before}
         torch.save({"gradients": gradients, "changes": changes}, out)
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for _, p in named_parameters(run))
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for _, p in named_parameters(run.model))
     return {"loss": float(result.loss), "norm": float(result.grad_norm or 0.0), "elements": held}
-
-
-def named_parameters(run: TrainingRun) -> list[tuple[str, nn.Parameter]]:
-    from autoplan.strategies.structure import clean_name
-
-    return [(clean_name(name), parameter) for name, parameter in run.model.named_parameters()]
 
 
 def run_step(
