@@ -226,11 +226,11 @@ def measure_operations(
         group = _next_group(pending, memory_limit_bytes)
         share_s = min(cap_s, budget.remaining_s / len(pending))
         del pending[: len(group)]
+        if budget.remaining_s <= 0:
+            too_late += [operation.label for operation in group]
+            continue
         running: list[tuple[Operation, Sampler]] = []
-        for operation in group:
-            if budget.remaining_s <= 0:
-                too_late.append(operation.label)
-                continue
+        for operation in group:  # once begun, all of them: they are there to be compared
             why = _why_left_out(operation, rates, share_s, memory_limit_bytes)
             sampler = None
             if why is None:

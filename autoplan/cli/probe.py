@@ -58,8 +58,10 @@ def show_profile(profile: HardwareProfile) -> None:
         _show("collectives", ("operation", "backend", "bus bandwidth", "latency"), rows)
     console = output.console(stderr=False)
     for note in profile.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    console.print(
+        f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", markup=False, soft_wrap=True
+    )
 
 
 def host_rows(host: Host) -> list[Row]:
@@ -195,10 +197,10 @@ def _show(title: str, header: Row, rows: Sequence[Row]) -> None:
         return
     console = output.console(stderr=False)
     if is_plain(sys.stdout):
-        console.print(title, markup=False)
+        console.print(title, markup=False, soft_wrap=True)
         for row in [header, *rows] if any(header) else rows:
             cells = [cell or "-" for cell in row] if any(header) else [cell for cell in row if cell]
-            console.print("  " + " | ".join(cells), markup=False)
+            console.print("  " + " | ".join(cells), markup=False, soft_wrap=True)
         return
     from rich.table import Table
     from rich.text import Text
@@ -222,7 +224,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         def tell_once(doing: str) -> None:
             nonlocal told
             if not told:
-                console.print("measuring this machine, some 12 s", markup=False)
+                console.print("measuring this machine, some 12 s", markup=False, soft_wrap=True)
             told = True
 
         yield tell_once
