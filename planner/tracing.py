@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,8 +70,14 @@ def profile_workload(workload: Workload, device: str, *, identity: str) -> Model
         notes.append("the blocks differ: every variant was traced at whole depth")
         depth = None
     tracer.num_blocks = depth
+    if depth:
+        tracer.block_gradient_bytes = _gradient_bytes(structure) / depth
     variants: dict[str, VariantProfile] = {}
     for key in _variant_keys(structure):
+        same = tracer.same_as_own(key)
+        if same is not None and same.text() in variants:
+            variants[key.text()] = variants[same.text()].model_copy(update={"key": key})
+            continue
         try:
             variants[key.text()] = tracer.variant(key)
         except ConfigError as error:
@@ -88,6 +95,12 @@ def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
         yield VariantKey.model_validate(
             {"precision": precision, "attention": attention, "checkpointing": policy, "loss": loss}
         )
+
+
+def _gradient_bytes(structure: Structure) -> float:
+    """Bytes of the gradients of all blocks."""
+    parameters = (p for _, block in structure.blocks for p in block.parameters() if p.requires_grad)
+    return float(sum(p.numel() * p.element_size() for p in parameters))
 
 
 def _uniform_depth(structure: Structure) -> int | None:
@@ -111,6 +124,16 @@ def _cut_model(model: nn.Module, depth: int) -> None:
             setattr(config, attribute, depth)
 
 
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy with parameters and buffers of its own: fake tensors have no data that deepcopy could ask for."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer)
+    return copy.deepcopy(model, memo)
+
+
 class _Tracer:
     """Records variants at cut depths and two micro-batches, and keeps what was recorded."""
 
@@ -118,7 +141,11 @@ class _Tracer:
         self.workload = workload
         self.device = device
         self.samples = samples
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_blocks: int | None = None
+        self.block_gradient_bytes = 0.0
+        self._plain: dict[str, tuple[Counter[GroupKey], Counter[GroupKey]]] = {}
+        self._models: dict[int | None, nn.Module] = {}
         self._kept: dict[tuple[str, int | None, int], Recording] = {}
 
     def depth_law_holds(self, depth: int) -> bool:
@@ -139,8 +166,19 @@ class _Tracer:
         """One micro-step of a variant."""
         place = (key.text(), depth, samples)
         if place not in self._kept:
-            self._kept[place] = _record(self.workload, self.device, key, depth, samples)
+            self._kept[place] = _record(self.workload, self.device, key, self._model(depth), samples, self.mode)
         return self._kept[place]
+
+    def _model(self, depth: int | None) -> nn.Module:
+        """A fresh copy of the model, cut to a depth."""
+        with self.mode:
+            if depth not in self._models:
+                with torch.device(self.device):
+                    model = self.workload.build_model()
+                if depth is not None:
+                    _cut_model(model, depth)
+                self._models[depth] = model
+            return _copy(self._models[depth])
 
     def variant(self, key: VariantKey) -> VariantProfile:
         """The laws of a variant; the fused loss under checkpointing is put together from what it changes without."""
@@ -152,30 +190,66 @@ class _Tracer:
             return _swap_loss(key, self._laws(plain), bare, bare_fused)
         return self._laws(key)
 
+    def same_as_own(self, key: VariantKey) -> VariantKey | None:
+        """The same variant with the model's own attention, where that is the asked one already."""
+        if key.attention == "own":
+            return None
+        depth = DEPTHS[0] if self.num_blocks is not None and self.num_blocks > DEPTHS[1] else None
+        try:
+            own, other = (self.record(VariantKey(attention=a), depth, self.samples[0]) for a in ("own", key.attention))
+        except ConfigError:
+            return None
+        same = [o.name for o in own.operations] == [o.name for o in other.operations]
+        return key.model_copy(update={"attention": "own"}) if same else None
+
     def _laws(self, key: VariantKey) -> VariantProfile:
-        if self.num_blocks is None or self.num_blocks <= DEPTHS[1]:
+        depth = self.num_blocks
+        if depth is None or depth <= DEPTHS[1]:
             laws = self._at_depth(key, None)
-            depth = self.num_blocks or 0
-            block_saved = _scale(laws.block_saved, 1 / max(depth, 1))
-            return _to_profile(key, Counter(), laws.groups, laws.peaks, block_saved, laws.saved, depth)
-        shallow, deep = (self._at_depth(key, depth) for depth in DEPTHS)
-        block = Counter(deep.groups)
-        block.subtract(shallow.groups)
-        rest = Counter(shallow.groups)
-        for group, count in block.items():
-            rest[group] -= count * DEPTHS[0]
-        more = self.num_blocks - DEPTHS[1]
+            block_saved = _scale(laws.block_saved, 1 / max(depth or 0, 1))
+            return _to_profile(key, Counter(), laws.groups, laws.peaks, block_saved, laws.saved, depth or 0)
+        shallow = self._at_depth(key, DEPTHS[0])
+        block, rest = self._split(key, shallow)
+        block_saved = _scale(shallow.block_saved, 1 / DEPTHS[0])
+        more = depth - DEPTHS[0]
+        # under autocast a checkpointed block keeps its cast weights to the end of the forward, and no longer
+        later = block_saved if key.checkpointing == "none" else Law(per_sample=block_saved.per_sample)
         peaks = {
-            part: (
-                _extend(deep.peaks[part][0], shallow.peaks[part][0], more),
-                _extend(bare, shallow.peaks[part][1], more),
-            )
-            for part, (_, bare) in deep.peaks.items()
-            if part in shallow.peaks
+            part: self._deepen(part, pair, block_saved if part == "forward" else later, more)
+            for part, pair in shallow.peaks.items()
         }
-        saved = _extend(deep.saved, shallow.saved, more)
-        block_saved = _scale(deep.block_saved, 1 / DEPTHS[1])
-        return _to_profile(key, block, rest, peaks, block_saved, saved, self.num_blocks)
+        return _to_profile(key, block, rest, peaks, block_saved, _add(shallow.saved, block_saved, more), depth)
+
+    def _split(self, key: VariantKey, shallow: _Laws) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
+        """What one block does and what the rest does.
+
+        The plain variant of each precision is recorded at two depths, which tells them apart. What is not in the blocks
+        is the same under every attention and checkpointing, and the blocks are the same under either loss.
+        """
+        plain = VariantKey(precision=key.precision)
+        if plain.precision not in self._plain:
+            two, three = (self._at_depth(plain, depth).groups for depth in DEPTHS)
+            self._plain[plain.precision] = _blocks_apart(two, three)
+        block, rest = self._plain[plain.precision]
+        if key == plain:
+            return block, rest
+        if key.loss != plain.loss:
+            rest = _minus(shallow.groups, block, DEPTHS[0])
+        else:
+            in_blocks = _minus(shallow.groups, rest, 1)
+            block = Counter({group: count // DEPTHS[0] for group, count in in_blocks.items()})
+            if any(count % DEPTHS[0] for count in in_blocks.values()):
+                rest[next(iter(rest))] = -1  # not alike after all
+        if any(count < 0 for count in (block | rest).values()) or any(count < 0 for count in rest.values()):
+            return _blocks_apart(shallow.groups, self._at_depth(key, DEPTHS[1]).groups)
+        return block, rest
+
+    def _deepen(self, part: str, pair: tuple[Law, Law], block_saved: Law, more: int) -> tuple[Law, Law]:
+        """The peaks with `more` blocks: what these keep; at the end of the backward their gradients instead."""
+        first, later = pair
+        if part == "tail":
+            return Law(fixed=first.fixed + more * self.block_gradient_bytes, per_sample=first.per_sample), later
+        return _add(first, block_saved, more), _add(later, block_saved, more)
 
     def _at_depth(self, key: VariantKey, depth: int | None) -> _Laws:
         few, many = (self.record(key, depth, samples) for samples in self.samples)
@@ -207,12 +281,22 @@ def _scale(law: Law, factor: float) -> Law:
     return Law(fixed=law.fixed * factor, per_sample=law.per_sample * factor)
 
 
-def _extend(deep: Law, shallow: Law, more: int) -> Law:
-    """The law of a model with `more` blocks than the deeper of two that differ by one block."""
-    return Law(
-        fixed=deep.fixed + more * (deep.fixed - shallow.fixed),
-        per_sample=deep.per_sample + more * (deep.per_sample - shallow.per_sample),
-    )
+def _add(law: Law, block: Law, more: int) -> Law:
+    return Law(fixed=law.fixed + more * block.fixed, per_sample=law.per_sample + more * block.per_sample)
+
+
+def _blocks_apart(two: Counter[GroupKey], three: Counter[GroupKey]) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
+    """What one block does and what the rest does, from models of two and of three blocks."""
+    block = _minus(three, two, 1)
+    return block, _minus(two, block, DEPTHS[0])
+
+
+def _minus(a: Counter[GroupKey], b: Counter[GroupKey], times: int) -> Counter[GroupKey]:
+    """a - times x b, negative counts kept, zeros left out."""
+    out = Counter(a)
+    for group, count in b.items():
+        out[group] -= times * count
+    return Counter({group: count for group, count in out.items() if count})
 
 
 def _laws_of(few: Recording, many: Recording, samples: tuple[int, int]) -> _Laws:
@@ -361,8 +445,10 @@ def _swap_loss(
     )
 
 
-def _record(workload: Workload, device: str, key: VariantKey, depth: int | None, samples: int) -> Recording:
-    """Builds a variant with prepare() and records one micro-step of it."""
+def _record(
+    workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: int, mode: FakeTensorMode
+) -> Recording:
+    """Prepares a variant with prepare() and records one micro-step of it."""
     config = TrainingConfig.model_validate(
         {
             "micro_batch": 1,
@@ -373,11 +459,7 @@ def _record(workload: Workload, device: str, key: VariantKey, depth: int | None,
         }
     )
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            with torch.device(device):
-                model = workload.build_model()
-            if depth is not None:
-                _cut_model(model, depth)
+        with mode:
             blocks = [block for _, block in find_structure(model).blocks]
             # built where it belongs already; under fake tensors torch cannot swap parameters that are looked at
             model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]

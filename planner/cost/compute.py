@@ -1,4 +1,4 @@
-"""Compute: seconds of one micro-step and of the optimizer step, part by part, from the model's operations and the rates.
+"""Compute: seconds of one micro-step and of the optimizer step, part by part: the model's operations at the rates.
 
     t_micro = t_matmul + t_attention + t_memory + t_dispatch          (CPU: one after another)
     t_micro = max(t_matmul + t_attention + t_memory, t_dispatch)      (CUDA: the host launches while the GPU works)
@@ -124,7 +124,7 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
 
 
 def _product_dtype(traced: str, wanted: str) -> str:
-    """The dtype whose rate holds: products traced in half run in the candidate's own half, fp32 ones perhaps as TF32."""
+    """The dtype whose rate holds: traced in half, the candidate's own half; traced in fp32, perhaps TF32."""
     if traced in ("bfloat16", "float16"):
         return wanted if wanted in ("bfloat16", "float16", "float8") else traced
     return "tf32" if wanted == "tf32" else "float32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -122,6 +123,10 @@ class Estimator:
             )
             parts[:, here], bubble[here], flops[here] = self._time(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
+            if plain.key.loss == "fused":  # its chunks are never larger than the whole, which the line can't know
+                whole = (self.variant(v.key.model_copy(update={"loss": "full"})) for v in (plain, full))
+                unfused = traced_memory(*whole, self.profile, some)
+                held.activations = np.minimum(held.activations, unfused.live - held.live + held.activations)
             for row, name in enumerate(("parameters", "optimizer", "gradients", "activations", "gathered")):
                 memory[row, here] = getattr(held, name)
         step, sd = self.time_fit.predict(parts)
@@ -263,7 +268,7 @@ class Estimator:
             hardware_flops=float(table.hardware_flops[i]),
         )
 
-    def _verdict(self, low: float, high: float) -> str:
+    def _verdict(self, low: float, high: float) -> Literal["fits", "too_close", "does_not_fit"]:
         limit = self.memory_limit_bytes
         if limit is None or high <= limit:
             return "fits"
