@@ -61,7 +61,7 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
         recorder = Recorder(mesh)
         measurement = run_candidate(workload, config, request.steps or 1, device, recorder, context.phase)
     recorder.save_samples(Path(f"{request.samples}.{context.rank}.npz"))
-    return measurement.model_copy(update={"micro_batch": config.micro_batch})
+    return measurement
 
 
 def make_small(workload: Workload, request: ParityRequest) -> tuple[Workload, TrainingConfig]:
@@ -130,7 +130,8 @@ def run_candidate(
             result = run.step(run.local_share(batch))
         if index == 0:
             loss = float(result.loss)
-    return recorder.measure(run.model, loss=loss, steps=steps, workload=workload, uneven=uneven)
+    measurement = recorder.measure(run.model, loss=loss, steps=steps, workload=workload, uneven=uneven)
+    return measurement.model_copy(update={"micro_batch": config.micro_batch})
 
 
 def run_plain(

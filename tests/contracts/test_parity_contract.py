@@ -1,0 +1,80 @@
+"""Every value that a technique offers on this machine trains the same thing, on models of different make."""
+
+import pytest
+import torch
+
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import STRATEGIES
+from autoplan.strategies.structure import find_structure
+from tests.contracts.parity_contract import check_parity
+from tests.recorded import make_hardware
+from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, classifier, language
+
+WORKLOADS = {
+    "gpt2": lambda: language(GPT2),
+    "llama": lambda: language(LLAMA),
+    "classifier": lambda: classifier(),
+    "batch_norm": lambda: classifier(norm=True, fixed_micro_batch=4),
+}
+DEGREES = {"dp_replicate", "dp_shard", "reshard_after_forward", "tp", "pp", "pp_schedule", "pp_microbatches"}
+SLOW = {("compile", "block"), ("compile", "model")}
+
+
+def offered(workload_name):
+    """(knob, value) of all that the strategies offer for a workload, the plain value of each left out."""
+    workload = WORKLOADS[workload_name]()
+    with torch.device("meta"):
+        structure = find_structure(workload.build_model())
+    for strategy in STRATEGIES:
+        if strategy.name in DEGREES or strategy.name.startswith("virtual"):
+            continue
+        choices = strategy.choices(workload, structure, make_hardware(), "cpu")
+        for value in choices.values[0 if strategy.name == "micro_batch" else 1 :]:
+            if (strategy.name, value) not in SLOW or workload_name in ("gpt2", "batch_norm"):
+                marks = [pytest.mark.slow] if (strategy.name, value) in SLOW else []
+                yield pytest.param(workload_name, strategy.name, value, marks=marks)
+
+
+@pytest.mark.parametrize(("workload_name", "knob", "value"), [case for name in WORKLOADS for case in offered(name)])
+def test_every_offered_value_trains_the_same(workload_name, knob, value):
+    workload = WORKLOADS[workload_name]()
+    micro_batch = workload.fixed_micro_batch or 2
+    config = TrainingConfig.model_validate({"micro_batch": micro_batch} | {knob: value})
+    parity = check_parity(workload, config)
+    assert parity.passed, parity
+    assert parity.worst_gradient_error is not None and parity.worst_gradient_error <= parity.gradient_error_tolerance
+    assert parity.changes_numerics is (config.precision != "fp32")
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"checkpointing": "selective", "loss": "fused", "precision": "bf16", "attention": "eager"},
+        {"checkpointing": "full", "loss": "fused", "precision": "fp16", "optimizer_step": "fused"},
+        {"checkpointing": "every_2", "loss": "fused", "optimizer_step": "foreach"},
+        pytest.param({"compile": "block", "checkpointing": "selective", "loss": "fused"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"compile": "model", "checkpointing": "full", "loss": "fused", "precision": "bf16"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda knobs: "-".join(map(str, knobs.values())),
+)
+def test_combinations(knobs):
+    parity = check_parity(language(GPT2), TrainingConfig(micro_batch=2, **knobs))
+    assert parity.passed, parity
+
+
+@pytest.mark.parametrize("fields", [T5, BERT], ids=["t5", "bert"])
+@pytest.mark.parametrize("knobs", [{}, {"checkpointing": "full"}, {"precision": "bf16"}], ids=str)
+def test_other_kinds_of_language_model(fields, knobs):
+    parity = check_parity(language(fields), TrainingConfig(micro_batch=2, **knobs))
+    assert parity.passed, parity
+
+
+def test_each_strategy_says_why_it_leaves_a_value_out():
+    workload = WORKLOADS["classifier"]()
+    structure = find_structure(workload.build_model())
+    for strategy in STRATEGIES:
+        choices = strategy.choices(workload, structure, make_hardware(), "cpu")
+        assert choices.values, strategy.name
+        assert all(len(left_out.reason) > 10 for left_out in choices.left_out)
