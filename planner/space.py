@@ -22,6 +22,7 @@ from autoplan.strategies.config import (
     knob_values,
     micro_batches,
 )
+from autoplan.strategies.degrees import coherent_with_pipeline
 
 if TYPE_CHECKING:
     from autoplan.strategies.inspect import KnobChoices
@@ -248,7 +249,13 @@ def _combine(
             if micro_batch not in fitting or (global_batch // dp // micro_batch) % per_pass:
                 continue
             base = plain.model_copy(update={"micro_batch": micro_batch, **combination})
-            candidates += [base.model_copy(update=row) for row in rows]
+            shared = base.model_dump()
+            together = (
+                rows
+                if base.pp == 1
+                else [row for row in rows if coherent_with_pipeline(shared | row, global_batch)]
+            )
+            candidates += [base.model_copy(update=row) for row in together]
     return candidates
 
 

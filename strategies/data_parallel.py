@@ -6,6 +6,8 @@ over the data-parallel ranks, so `gradient_ranks` multiplies the loss by their n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,10 +46,10 @@ class DataParallelStrategy:
             build.module = wrap_data_parallel(build, mesh, [build.module])[0]
 
 
-def wrap_data_parallel(build: Build, mesh: DeviceMesh, modules: list[nn.Module]) -> list[nn.Module]:
+def wrap_data_parallel(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Wraps what a step calls, one module or one per pipeline stage of this rank, and sets build.set_gradient_sync."""
     if build.config.dp == 1:
-        return modules
+        return list(modules)
     return apply_ddp(build, mesh, modules) if uses_ddp(build) else apply_fsdp(build, mesh, modules)
 
 
@@ -59,7 +61,7 @@ def uses_ddp(build: Build) -> bool:
     return build.config.dp_shard == 1 and build.config.tp == 1
 
 
-def apply_ddp(build: Build, mesh: DeviceMesh, modules: list[nn.Module]) -> list[nn.Module]:
+def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
     wrapped = [_wrap_ddp(build, mesh, module) for module in modules]
 
@@ -83,7 +85,7 @@ def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
     )
 
 
-def apply_fsdp(build: Build, mesh: DeviceMesh, modules: list[nn.Module]) -> list[nn.Module]:
+def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Shards each repeated block, then what is left, with fully_shard; over (dp_replicate, dp_shard) it is HSDP."""
     config = build.config
     shard_mesh = mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"]

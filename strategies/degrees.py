@@ -136,20 +136,24 @@ def _schedules(facts: WorkloadFacts, pp: int, dp: int) -> Iterator[Way]:
     assert facts.parallel is not None
     for size in micro_batches(facts.spec.global_batch, dp):
         count = facts.spec.global_batch // dp // size
-        for schedule, virtual in pipeline_schedules(facts.parallel.num_blocks, pp, count):
+        for schedule, virtual in pipeline_schedules(facts.parallel.num_blocks, pp, count, dp):
             way: Way = {"pp_schedule": schedule, "pp_microbatches": count}
             yield way | ({"virtual_stages": virtual} if virtual > 1 else {})
 
 
-def pipeline_schedules(num_blocks: int, pp: int, num_microbatches: int) -> list[tuple[str, int]]:
-    """The (schedule, stages per rank) that torch's schedules take with that many micro-batches per pass."""
+def pipeline_schedules(num_blocks: int, pp: int, num_microbatches: int, dp: int = 1) -> list[tuple[str, int]]:
+    """The (schedule, stages per rank) that torch's schedules take with that many micro-batches per pass.
+
+    zero_bubble needs dp = 1: it computes the gradients of weights apart from those of inputs, past the hooks that
+    DDP and FSDP2 reduce gradients in (seen with torch 2.13: the gradients are wrong, without an error).
+    """
     legal: list[tuple[str, int]] = []
     if num_microbatches >= pp:  # fewer would leave ranks idle for the whole pass
         legal += [("gpipe", 1), ("1f1b", 1)]
         rounds = max(1, num_microbatches // pp)
         for virtual in VIRTUAL_STAGES:
             if num_blocks >= pp * virtual and num_microbatches % rounds == 0:
-                legal += [("interleaved_1f1b", virtual), ("zero_bubble", virtual)]
+                legal += [("interleaved_1f1b", virtual)] + ([("zero_bubble", virtual)] if dp == 1 else [])
     return legal
 
 
@@ -161,21 +165,33 @@ def explain_degree(facts: WorkloadFacts, knob: str, value: Any, nproc: int) -> s
     reason = reason_against(facts, **degrees, ranks_per_node=max(nproc, value))
     if reason is not None:
         return f"{knob}={value}: {reason[1]} ({reason[2]})"
-    if nproc % value:
-        return f"{knob}={value} does not divide the {nproc} ranks of --nproc"
+    if value > nproc:
+        return f"{knob}={value} needs {value} ranks; --nproc is {nproc}"
     return None
 
 
 def coherent_with_pipeline(values: Mapping[str, Any], global_batch: int) -> bool:
-    """Whether the other knobs go with the pipeline: one pass per step, and no compilation of the whole model.
-
-    A stage leaves the model's forward where its blocks end, which a graph of the whole model cannot.
-    """
+    """Whether the other knobs go with the pipeline: one pass per step, and what `reason_against_knobs` says."""
     if values.get("pp", 1) == 1:
         return True
     dp = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
     accumulation = global_batch // dp // values["micro_batch"]
-    return accumulation == values.get("pp_microbatches", 1) and values.get("compile", "off") != "model"
+    return accumulation == values.get("pp_microbatches", 1) and reason_against_knobs(values) is None
+
+
+def reason_against_knobs(values: Mapping[str, Any]) -> str | None:
+    """Why other knobs do not go with a pipeline; None if they do."""
+    compiled, schedule = values.get("compile", "off"), values.get("pp_schedule", "1f1b")
+    if compiled == "model":
+        return "a stage leaves the model's forward where its blocks end; a graph of the whole model cannot"
+    if schedule != "zero_bubble":
+        return None
+    if values.get("dp_replicate", 1) * values.get("dp_shard", 1) > 1:
+        return "zero_bubble computes gradients past the hooks that DDP and FSDP2 reduce them in"
+    graph_twice = compiled != "off" or values.get("loss", "full") != "full"
+    if graph_twice or values.get("checkpointing", "none") != "none":
+        return "zero_bubble goes through a graph twice; compiled, fused and checkpointed graphs allow it once"
+    return None
 
 
 def _divisors(number: int) -> list[int]:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile, Record
+from autoplan.strategies.degrees import ParallelFacts
 from autoplan.strategies.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class WorkloadFacts(Record):
     micro_batch_dependent: tuple[Dependence, ...]
     fixed_micro_batch: int | None
     choices: tuple[KnobChoices, ...]
+    parallel: ParallelFacts | None = Field(default=None, description="what its model allows of tp and pp")
 
     def knob(self, name: str) -> KnobChoices:
         """The choices of one knob; KeyError for a knob without."""
@@ -219,6 +221,7 @@ def _facts(
 ) -> WorkloadFacts:
     from autoplan.strategies.attention import attention_dropout
     from autoplan.strategies.optimizer import trainable
+    from autoplan.strategies.parallel_facts import find_parallel_facts
 
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -258,6 +261,7 @@ def _facts(
         ),
         fixed_micro_batch=workload.fixed_micro_batch,
         choices=tuple(KnobChoices.model_validate(choice.model_dump()) for choice in choices),
+        parallel=find_parallel_facts(model, structure, workload),
     )
 
 

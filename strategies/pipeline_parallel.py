@@ -33,6 +33,7 @@ from autoplan.strategies.base import Build, Choices
 from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch
 from autoplan.strategies.checkpointing import replace_module
 from autoplan.strategies.data_parallel import wrap_data_parallel
+from autoplan.strategies.degrees import reason_against_knobs
 from autoplan.strategies.mesh import AXES, axis_rank, local_tensor
 from autoplan.strategies.pipeline_trace import PipelineTrace, trace_pipeline
 from autoplan.strategies.stages import cut_stages
@@ -109,13 +110,13 @@ def _check_schedule(build: Build, num_blocks: int, stages: int) -> None:
         problem = f"{config.pp_microbatches} micro-batches per pass leave some of {config.pp} stages idle throughout"
     elif config.pp_microbatches % max(1, config.pp_microbatches // config.pp) and config.virtual_stages > 1:
         problem = f"interleaved schedules go in rounds of about {config.pp}: {config.pp_microbatches} does not divide"
-    elif config.compile == "model":
-        problem = "a stage leaves the model's forward where its blocks end; a graph of the whole model cannot"
+    else:
+        problem = reason_against_knobs(config.model_dump())
     if problem is not None:
         raise ConfigError(
             f"{config.describe()}: {problem}",
             hint="pp_microbatches is at least pp and divides accumulation; interleaved_1f1b and zero_bubble take "
-            "virtual_stages of 2 or more; compile=block goes with every schedule but zero_bubble.",
+            "virtual_stages of 2 or more; zero_bubble takes one data-parallel rank and nothing compiled or recomputed.",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.errors import DeviceError, WorkloadError
+from autoplan.errors import ConfigError, DeviceError, WorkloadError
 from autoplan.planner.plan import LeftOutFamily, Prediction
 from autoplan.planner.record import write_atomically
 from autoplan.planner.search.options import SearchObserver, SearchOptions
@@ -223,23 +223,18 @@ def _with_fixed_micro_batch(spec: WorkloadSpec, fixed: Mapping[str, Any]) -> Wor
 def ways_to_share(
     options: SearchOptions, facts: WorkloadFacts, device: str
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
-    """The legal degrees for up to --nproc ranks, and what was left out."""
+    """The legal degrees for up to --nproc ranks, and what was left out.
+
+    Raises:
+        ConfigError: a fixed degree that is not legal, and why.
+    """
+    from autoplan.strategies.degrees import explain_degree, legal_degrees
+
+    for knob, value in options.fixed.items():
+        reason = explain_degree(facts, knob, value, options.nproc)
+        if reason is not None:
+            raise ConfigError(reason, hint=f"Leave {knob} to the search, or fix it to a legal degree.")
     if options.nproc <= 1:
         return ({},), ()
-    from autoplan.strategies import mesh
-
-    legal = getattr(mesh, "legal_degrees", None)
-    if legal is None:
-        return ({},), ()
-    return _collect(legal, facts, options.nproc, device)
-
-
-def _collect(
-    legal: Any, facts: WorkloadFacts, nproc: int, device: str
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
-    ways: list[Mapping[str, Any]] = [{}]
-    left_out: list[LeftOutFamily] = []
-    offered, dropped = legal(facts, nproc)
-    ways += [dict(way) for way in offered if way]
-    left_out += [LeftOutFamily.model_validate(family) for family in dropped]
-    return ways, left_out
+    ways, dropped = legal_degrees(facts, options.nproc, device=device)
+    return [{}, *ways], [LeftOutFamily.model_validate(family) for family in dropped]
