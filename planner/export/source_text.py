@@ -1,0 +1,52 @@
+"""Takes definitions out of autoplan's own source files, so that an exported script runs the very code measured."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import autoplan.strategies
+
+_ROOM = Path(autoplan.strategies.__file__).parent
+
+
+def take(file: str, *names: str) -> str:
+    """The source of top-level definitions of a file of strategies/, in the order named, two blank lines apart.
+
+    Args:
+        file: Its path within strategies/, like `loss_kernels.py`.
+        names: Functions, classes or constants.
+    """
+    found = _definitions(file)
+    missing = [name for name in names if name not in found]
+    assert not missing, f"strategies/{file} no longer defines {', '.join(missing)}: mend the exporter"
+    return "\n\n\n".join(found[name] for name in names)
+
+
+@functools.cache
+def _definitions(file: str) -> dict[str, str]:
+    """Every top-level definition of a file: name to source, decorators and comments above included."""
+    text = (_ROOM / file).read_text()
+    lines = text.splitlines()
+    found = {}
+    for node in ast.parse(text).body:
+        for name in _names(node):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+            while first and lines[first - 1].startswith("#"):
+                first -= 1
+            body = "\n".join(lines[first : node.end_lineno])
+            found[name] = re.sub(r"  # type: ignore\S*(  # .*)?$", "", body, flags=re.MULTILINE)
+    return found
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
