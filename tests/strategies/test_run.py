@@ -1,0 +1,252 @@
+"""TrainingRun: state across configs, bit-for-bit resuming, clipping, schedule, frozen parameters, refusals."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autoplan.errors import ConfigError, WorkloadError
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.datasets import batches_from_dataset
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.workload import LossSum
+from tests.strategies.tiny import GPT2, classifier, language, sgd
+
+NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+PLAIN = TrainingConfig(micro_batch=2)
+
+
+def warm_up(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
+
+
+def steps(run, first, last):
+    return [run.step(run.workload.make_batch(run.local_batch, index)).loss for index in range(first, last)]
+
+
+@pytest.mark.parametrize("knobs", [{}, {"precision": "fp16"}, {"checkpointing": "full", "loss": "fused"}], ids=str)
+def test_resuming_is_bit_for_bit(knobs, tmp_path):
+    """With dropout on: the random state is part of what is saved."""
+    workload = language(GPT2)
+    workload.build_schedule = warm_up
+    config = PLAIN.model_copy(update=knobs)
+    run = prepare(workload, config)
+    steps(run, 0, 2)
+    torch.save(run.state_dict(), tmp_path / "state.pt")
+    expected = steps(run, 2, 4)
+    resumed = prepare(workload, config)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    assert resumed.steps == 2
+    assert [loss.item() for loss in steps(resumed, 2, 4)] == [loss.item() for loss in expected]
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    assert resumed.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+    if run.scaler is not None:
+        assert resumed.scaler.state_dict() == run.scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"checkpointing": "full"},
+        {"checkpointing": "selective", "loss": "fused", "optimizer_step": "fused"},
+        {"precision": "fp16", "optimizer_step": "foreach", "micro_batch": 4},
+        pytest.param({"compile": "block", "checkpointing": "every_2"}, marks=pytest.mark.slow),
+        pytest.param({"compile": "model"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_state_loads_under_another_config(other):
+    workload = language(NO_DROPOUT)
+    workload.build_schedule = warm_up
+    plain = prepare(workload, PLAIN)
+    steps(plain, 0, 2)
+    state = copy.deepcopy(plain.state_dict())
+    assert set(state["model"]) == set(workload.build_model().state_dict())
+
+    changed = prepare(workload, PLAIN.model_copy(update=other))
+    changed.load_state_dict(copy.deepcopy(state))
+    back = prepare(workload, PLAIN)
+    back.load_state_dict(copy.deepcopy(changed.state_dict()))
+    assert set(changed.state_dict()["model"]) == set(state["model"])
+    assert [loss.item() for loss in steps(back, 2, 4)] == [loss.item() for loss in steps(plain, 2, 4)]
+    losses = steps(changed, 2, 4)
+    assert torch.allclose(torch.stack(losses), torch.stack(steps(prepare_from(workload, state), 2, 4)), rtol=1e-3)
+
+
+def prepare_from(workload, state):
+    run = prepare(workload, PLAIN)
+    run.load_state_dict(copy.deepcopy(state))
+    return run
+
+
+def test_frozen_parameters_stay_and_stay_out_of_the_optimizer():
+    workload = language(NO_DROPOUT)
+    build = workload.build_model
+
+    def frozen():
+        model = build()
+        for parameter in model.transformer.h[0].parameters():
+            parameter.requires_grad_(False)
+        return model
+
+    workload.build_model = frozen
+    run = prepare(workload, PLAIN.model_copy(update={"checkpointing": "full", "optimizer_step": "foreach"}))
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    steps(run, 0, 2)
+    held = {id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in run.model.named_parameters():
+        clean = name.replace("_checkpoint_wrapped_module.", "")
+        frozen_block = clean.startswith("transformer.h.0.")
+        assert (id(parameter) in held) is not frozen_block
+        assert torch.equal(parameter, before[clean]) is frozen_block, name
+
+
+def test_clipping_and_schedule_are_those_of_a_plain_loop():
+    workload = language(NO_DROPOUT, max_grad_norm=0.05)
+    workload.build_schedule = warm_up
+    run = prepare(workload, TrainingConfig(micro_batch=1))
+    torch.manual_seed(workload.seed)
+    model = workload.build_model().train()
+    optimizer = workload.build_optimizer(model.parameters())
+    schedule = warm_up(optimizer)
+    for index in range(3):
+        batch = workload.make_batch(4, index)
+        total, count = workload.loss(model, batch)
+        (total / count).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        result = run.step(batch)
+        assert torch.isclose(result.grad_norm, norm, rtol=1e-4)
+        assert torch.isclose(result.loss, total / count, rtol=1e-5)
+        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+    for mine, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("counted_ahead", [True, False])
+def test_padded_batches_are_divided_by_the_count_of_the_whole_batch(counted_ahead):
+    workload = language(NO_DROPOUT, max_grad_norm=None)
+    batch = workload.make_batch(4, 0)
+    batch["labels"][2:, :28] = -100
+    if not counted_ahead:
+        workload.count = None
+    whole = prepare(workload, TrainingConfig(micro_batch=4)).step(batch)
+    parts_run = prepare(workload, TrainingConfig(micro_batch=1))
+    seen = []
+    parts_run.observe_gradients(lambda: seen.extend(p.grad.clone() for p in parts_run.parameters))
+    parts = parts_run.step(batch)
+    assert torch.isclose(whole.loss, parts.loss, rtol=1e-5)
+    model = prepare(workload, TrainingConfig(micro_batch=4)).model
+    total, count = workload.loss(model, batch)
+    (total / count).backward()
+    for mine, parameter in zip(seen, model.parameters(), strict=True):
+        assert torch.allclose(mine, parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_a_skipped_fp16_step_moves_neither_schedule_nor_parameters():
+    workload = language(NO_DROPOUT)
+    workload.build_schedule = warm_up
+    run = prepare(workload, PLAIN.model_copy(update={"precision": "fp16"}))
+    run.scaler._init_scale = 2.0**60
+    run.scaler._scale = None
+    before = copy.deepcopy(run.model.state_dict())
+    result = run.step(workload.make_batch(4, 0))
+    assert result.skipped
+    assert run.schedule.last_epoch == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.model.state_dict().items())
+
+
+def test_micro_batches_of_batch_norm_are_refused_unless_fixed():
+    with pytest.raises(WorkloadError, match="BatchNorm2d") as raised:
+        prepare(classifier(norm=True), PLAIN)
+    assert "--fix micro_batch" in str(raised.value)
+    with pytest.raises(WorkloadError, match="fixed to 4"):
+        prepare(classifier(norm=True, fixed_micro_batch=4), PLAIN)
+    run = prepare(classifier(norm=True, fixed_micro_batch=4), TrainingConfig(micro_batch=4))
+    assert torch.isfinite(run.step(run.workload.make_batch(8, 0)).loss)
+
+
+def test_a_real_dataset_with_padding():
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, 131, (length,), generator=generator) for length in (5, 30, 9, 17, 3, 24, 12, 8)]
+
+    def collate(samples):
+        width = max(len(sample) for sample in samples)
+        ids = torch.stack([nn.functional.pad(sample, (0, width - len(sample))) for sample in samples])
+        labels = torch.stack([nn.functional.pad(sample, (0, width - len(sample)), value=-100) for sample in samples])
+        return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+    workload = language(NO_DROPOUT)
+    workload.make_batch = batches_from_dataset(texts, collate)
+    assert workload.make_batch(2, 0)["input_ids"].shape == (2, 30)
+    losses = [
+        prepare(workload, TrainingConfig(micro_batch=size, loss=loss)).step(workload.make_batch(4, 0)).loss.item()
+        for size, loss in ((1, "full"), (4, "full"), (2, "fused"))
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    with pytest.raises(WorkloadError, match="empty"):
+        batches_from_dataset([])
+
+
+def test_wrong_batches_and_losses():
+    run = prepare(language(), PLAIN)
+    with pytest.raises(WorkloadError, match="takes 4"):
+        run.step(run.workload.make_batch(3, 0))
+    workload = classifier()
+    workload.loss = lambda model, batch: model(batch["image"]).sum()
+    with pytest.raises(WorkloadError, match="a sum and a count"):
+        prepare(workload, PLAIN).step(workload.make_batch(8, 0))
+
+
+def test_a_loss_that_gives_a_mean_is_told_apart_by_the_contract():
+    from tests.contracts.parity_contract import check_parity
+
+    workload = classifier()
+    honest = workload.loss
+
+    def mean(model, batch):
+        total, count = honest(model, batch)
+        return LossSum(total / count, 1)
+
+    workload.loss = mean
+    parity = check_parity(workload, PLAIN)
+    assert not parity.passed and "not the sum" in parity.note
+
+
+@pytest.mark.parametrize(
+    ("knobs", "workload", "says"),
+    [
+        ({"micro_batch": 3}, language, "global batch"),
+        ({"precision": "tf32"}, language, "CUDA"),
+        ({"loss": "fused"}, classifier, "head"),
+        ({"attention": "eager"}, classifier, "transformers"),
+        ({"compile": "model", "compile_mode": "reduce-overhead"}, language, "CUDA"),
+    ],
+    ids=str,
+)
+def test_configs_that_do_not_apply(knobs, workload, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        prepare(workload(), TrainingConfig.model_validate({"micro_batch": 2} | knobs))
+    assert raised.value.hint
+
+
+def test_nothing_to_train_and_no_optimizer():
+    workload = classifier()
+    build = workload.build_model
+    workload.build_model = lambda: build().requires_grad_(False)
+    with pytest.raises(WorkloadError, match="frozen"):
+        prepare(workload, PLAIN)
+    workload = classifier()
+    workload.build_optimizer = lambda parameters: None
+    with pytest.raises(WorkloadError, match="NoneType"):
+        prepare(workload, PLAIN)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    first, second = (prepare(language(), PLAIN).model.state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert sgd([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
