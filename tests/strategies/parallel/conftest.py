@@ -1,0 +1,37 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.processes import Zygote
+from autoplan.strategies.config import TrainingConfig
+from tests.strategies.parallel.world import run_step
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    modules = (
+        "torch",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen3.modeling_qwen3",
+    )
+    with Zygote(preload=modules) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def plain(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One step of one plain process, per model, computed once."""
+    kept: dict[str, Any] = {}
+
+    def reference(model: str) -> Any:
+        if model not in kept:
+            folder: Path = tmp_path_factory.mktemp("plain")
+            kept[model] = run_step(zygote, model, TrainingConfig(micro_batch=8), folder)
+        return kept[model]
+
+    return reference
