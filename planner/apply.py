@@ -1,9 +1,9 @@
 """Applies a plan: builds the training run that was measured, on the user's own model, data and optimizer.
 
-    run = plan.prepare(model, optimizer)          # a causal language model of transformers: its own loss
-    run = plan.prepare(make_model, make_optimizer, loss, schedule=make_schedule, max_grad_norm=1.0)
-    for batch in loader:                          # run.local_batch samples each
-        result = run.step(batch)
+run = plan.prepare(model, optimizer)          # a causal language model of transformers: its own loss
+run = plan.prepare(make_model, make_optimizer, loss, schedule=make_schedule, max_grad_norm=1.0)
+for batch in loader:                          # run.local_batch samples each
+    result = run.step(batch)
 """
 
 from __future__ import annotations

@@ -264,9 +264,7 @@ class Recorder:
             owner = name.rpartition(".")[0]
             squares[owner] = squares.get(owner, 0.0) + norm_of(parameter - self._start[name]) ** 2
         modules = {
-            owner: ModuleMeasure(
-                gradient_norm=self._gradient_squares.get(owner, 0.0) ** 0.5, update_norm=square**0.5
-            )
+            owner: ModuleMeasure(gradient_norm=self._gradient_squares.get(owner, 0.0) ** 0.5, update_norm=square**0.5)
             for owner, square in squares.items()
         }
         length = workload.sequence_length

@@ -19,7 +19,7 @@ from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.sources import make_spec, spec_from_objects
 from autoplan.strategies.structure import find_structure
 from tests.recorded import make_hardware
-from tests.strategies.tiny import GPT2, LLAMA, classifier, language
+from tests.strategies.tiny import LLAMA, classifier, language
 
 PLAIN = TrainingConfig(micro_batch=2)
 
