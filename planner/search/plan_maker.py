@@ -110,9 +110,7 @@ def _alternatives(session: Session, winner: Entry, entries: Sequence[Entry]) -> 
         else:
             why = f"{_percent_slower(ratio.median)} slower"
         found.append(
-            Alternative(
-                config=entry.config, measurement=measurement_of(session, entry), speed_ratio=ratio, why=why
-            )
+            Alternative(config=entry.config, measurement=measurement_of(session, entry), speed_ratio=ratio, why=why)
         )
     return found[:MAX_ALTERNATIVES]
 
@@ -143,23 +141,37 @@ def _choices(session: Session, winner: Entry, entries: Sequence[Entry]) -> list[
 
 
 def _reason(session: Session, winner: Entry, entries: Sequence[Entry], knob: str) -> str:
-    """Fixed, the only one, measured against the best with another value, or the cost model's word."""
+    """Fixed, the only one, measured against the trial that differs least, or the cost model's word."""
     value = getattr(winner.config, knob)
     if knob in session.options.fixed:
         return "fixed by you"
     if len(session.ground.space.values.get(knob, ())) <= 1:
         return _only_reason(session, knob)
+    predicted = _predicted_reason(session, winner.config, knob)
     others = [entry for entry in entries if getattr(entry.config, knob) != value]
-    if others:
-        other = others[0]
-        ratio = winner.step_time.median / other.step_time.median
-        rival = f"the best measured with {knob}={getattr(other.config, knob)} (trial {other.first.number})"
-        if ratio < 0.98:
-            return f"{1 / ratio:.2f} times as fast as {rival}"
-        if ratio <= 1.02:
-            return f"as fast as {rival}; " + _tie_reason(winner, other).partition("; ")[2]
+    if not others:
+        return f"not measured otherwise; {predicted}"
+    other = min(others, key=lambda entry: (len(_differences(entry.config, winner.config)), entry.step_time.median))
+    rest = [name for name in _differences(other.config, winner.config) if name != knob]
+    ratio = winner.step_time.median / other.step_time.median
+    rival = f"{knob}={getattr(other.config, knob)} (trial {other.first.number})"
+    if rest:
+        return f"{_compare(ratio)} {rival}, which differs in {', '.join(rest)} too; taken alone, {predicted}"
+    if ratio > 1.02:
         return f"{rival} was faster in its single run, but did not hold as a finalist or failed parity"
-    return _predicted_reason(session, winner.config, knob)
+    if ratio >= 0.98:
+        return f"as fast as {rival}; " + _tie_reason(winner, other).partition("; ")[2]
+    return f"measured: {_compare(ratio)} {rival}"
+
+
+def _differences(a: TrainingConfig, b: TrainingConfig) -> list[str]:
+    return [knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)]
+
+
+def _compare(ratio: float) -> str:
+    if ratio < 0.98:
+        return f"{1 / ratio:.2f} times as fast as"
+    return "as fast as" if ratio <= 1.02 else f"{1 / ratio:.2f} times as fast (one run) as"
 
 
 def _only_reason(session: Session, knob: str) -> str:
@@ -170,7 +182,7 @@ def _only_reason(session: Session, knob: str) -> str:
 
 
 def _predicted_reason(session: Session, config: TrainingConfig, knob: str) -> str:
-    """No other value was measured: what the cost model expects of the nearest ones."""
+    """What the calibrated cost model expects of the other values, all else equal."""
     mine = session.predict(config)
     near: list[str] = []
     for value in session.ground.space.values.get(knob, ()):
@@ -183,8 +195,8 @@ def _predicted_reason(session: Session, config: TrainingConfig, knob: str) -> st
         change = prediction.step_time_s / mine.step_time_s - 1
         near.append(f"{knob}={value} {abs(change):.0%} {'slower' if change > 0 else 'faster'}")
     if not near:
-        return "no other value is legal together with the rest of the plan, or they are predicted not to fit"
-    return "not measured otherwise; the calibrated cost model expects " + ", ".join(near[:4])
+        return "no other value is legal with the rest of the plan and predicted to fit"
+    return "the calibrated cost model expects " + ", ".join(near[:4])
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -205,4 +217,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-

@@ -20,10 +20,11 @@ from autoplan.planner.search.options import (
 from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.sampler import Picker
 from autoplan.planner.search.selection import best_trial
-from autoplan.planner.search.session import BudgetOver, Session
+from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import PRELOAD, Groundwork, lay_groundwork, pick_device
 from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_hand_setting, run_trials
 from autoplan.planner.search.study import SearchStudy
+from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store import Store, default_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
@@ -218,9 +219,17 @@ def _open_session(
     budget_s: float,
 ) -> Session:
     """Takes in what earlier runs left: their trials calibrate the cost model and are not repeated."""
+    cost = TrialCost(
+        ground.candidates,
+        global_batch=ground.spec.global_batch,
+        num_blocks=ground.facts.num_blocks,
+        device=ground.device,
+        time_box_s=time_box_s(budget_s),
+    )
     picker = Picker(
         ground.candidates,
         ground.estimator,
+        cost,
         memory_limit_bytes=ground.memory_limit_bytes,
         kind=options.sampler,
         seed=options.seed,

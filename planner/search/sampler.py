@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autoplan.planner.plan import Prediction
 from autoplan.planner.search.options import Sampler
 from autoplan.planner.search.study import to_params
-from autoplan.planner.search.surrogate import Surrogate, expected_improvement
+from autoplan.planner.search.surrogate import Array, Belief, Prior, Surrogate, expected_improvement
+from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
@@ -45,6 +46,7 @@ class Picker:
     Args:
         candidates: The legal configurations that may fit.
         estimator: The cost model, calibrated by the trials.
+        cost: What trials cost in seconds.
         memory_limit_bytes: Of one trial.
         kind: Ours, or Optuna's TPE or random sampler restricted to legal candidates.
         seed: Of all drawing.
@@ -54,6 +56,7 @@ class Picker:
         self,
         candidates: Sequence[TrainingConfig],
         estimator: Estimator,
+        cost: TrialCost,
         *,
         memory_limit_bytes: float,
         kind: Sampler,
@@ -61,6 +64,7 @@ class Picker:
     ) -> None:
         self.surrogate = Surrogate(candidates, memory_limit_bytes)
         self.estimator = estimator
+        self.cost = cost
         self.kind = kind
         self.seed = seed
         self.trials: list[Trial] = []
@@ -73,6 +77,7 @@ class Picker:
         """Takes in a finished trial."""
         self.trials.append(trial)
         self.estimator.observe(trial)
+        self.cost.told(trial)
         if self._mirror is not None:
             self._add_to_mirror(trial)
 
@@ -83,67 +88,60 @@ class Picker:
             NoCandidateError: nothing left that could win, or that fits in the time left.
         """
         tried = {trial.config for trial in self.trials if trial.outcome is not Outcome.INTERRUPTED}
-        open_ = [i for i, config in enumerate(self.surrogate.candidates) if config not in tried]
-        if not open_:
+        candidates = self.surrogate.candidates
+        open_ = np.array([config not in tried for config in candidates])
+        if not open_.any():
             raise NoCandidateError("every candidate was tried", out_of_time=False)
+        prior = Prior.of(self.estimator.table(candidates))
+        trial_prior = Prior.of(self.estimator.table([trial.config for trial in self.trials])) if self.trials else prior
+        belief = self.surrogate.believe(prior, self.trials, trial_prior)
+        costs = self.cost.all_s(np.exp(belief.log_time))
         if self.kind == "ours":
-            return self._pick_ours(open_)
-        affordable = [i for i in open_ if self.cost_s(self.surrogate.candidates[i]) <= self.time_left_s]
-        if not affordable:
+            return candidates[self._pick_ours(belief, open_, costs)]
+        affordable = open_ & (costs <= self.time_left_s)
+        if not affordable.any():
             raise NoCandidateError("no untried candidate fits in the time left", out_of_time=True)
-        if self.kind == "random":
-            return self.surrogate.candidates[self._random.choice(affordable)]
-        return self._pick_tpe({self.surrogate.candidates[i] for i in affordable})
+        legal = [candidates[i] for i in np.flatnonzero(affordable)]
+        return self._random.choice(legal) if self.kind == "random" else self._pick_tpe(legal)
 
-    def cost_s(self, config: TrainingConfig) -> float:
-        """Expected seconds of a trial of this configuration."""
-        return self.estimator.trial_cost_s(config)
-
-    def _pick_ours(self, open_: list[int]) -> TrainingConfig:
+    def _pick_ours(self, belief: Belief, open_: NDArray[np.bool_], costs: Array) -> int:
         """The most expected improvement per square root of its cost: the dear ones wait, but are not starved."""
-        predictions = self.estimator.estimate(self.surrogate.candidates)
-        belief = self.surrogate.believe(predictions, self.trials, self._trial_predictions())
+        chance = belief.fits * belief.works
         best = self.best_log_time()
         if best is None:  # nothing measured yet: the fastest prediction that fits for sure
-            gain = belief.fits * belief.works * np.exp(-(belief.log_time - belief.log_time.min()))
-            hopeful = np.array(open_)
+            gain = chance * np.exp(belief.log_time.min() - belief.log_time)
+            hopeful = open_
         else:
             gain = expected_improvement(belief, best)
             optimistic = belief.log_time - OPTIMISM_Z * belief.log_time_sd
-            chance = belief.fits * belief.works
-            could_win = (optimistic < best - 0.01) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
-            hopeful = np.array([i for i in open_ if could_win[i]])
-        if not len(hopeful):
+            hopeful = open_ & (optimistic < best - 0.01) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
+        if not hopeful.any():
             raise NoCandidateError(
                 "no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
                 "than the best",
                 out_of_time=False,
             )
-        for index in self._by_score(hopeful, gain):
-            config = self.surrogate.candidates[index]
-            if self.cost_s(config) <= self.time_left_s:
-                return config
-        raise NoCandidateError("no candidate that could win fits in the time left", out_of_time=True)
+        affordable = hopeful & (costs <= self.time_left_s)
+        if not affordable.any():
+            raise NoCandidateError("no candidate that could win fits in the time left", out_of_time=True)
+        score = np.where(affordable, gain / np.sqrt(np.maximum(costs, 1.0)), -1.0)
+        return int(np.argmax(score))
 
-    def _by_score(self, indices: Any, gain: Any) -> list[int]:
-        """Indices by gain over the root of the cost; the cost is asked for the best few hundred gains only."""
-        short = sorted(indices, key=lambda i: -gain[i])[:300]
-        scores = {i: gain[i] / math.sqrt(max(1.0, self.cost_s(self.surrogate.candidates[i]))) for i in short}
-        rest = [i for i in indices if i not in scores]
-        return sorted(short, key=lambda i: -scores[i]) + sorted(rest, key=lambda i: -gain[i])
+    def cost_s(self, config: TrainingConfig) -> float:
+        """Expected seconds of a trial of this configuration."""
+        return self.cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
 
     def best_log_time(self) -> float | None:
         """The logarithm of the best measured step time; None: nothing was measured."""
         times = [t.step_time_s.median for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None]
         return math.log(min(times)) if times else None
 
-    def _trial_predictions(self) -> list[Prediction]:
-        return self.estimator.estimate([trial.config for trial in self.trials]) if self.trials else []
-
     # Optuna's own samplers: they draw in a study in memory, and illegal points are drawn again at no trial's cost.
 
-    def _pick_tpe(self, allowed: set[TrainingConfig]) -> TrainingConfig:
+    def _pick_tpe(self, legal: Sequence[TrainingConfig]) -> TrainingConfig:
         import optuna
+
+        allowed = frozenset(legal)
 
         if self._mirror is None:
             self._start_mirror()
@@ -153,8 +151,7 @@ class Picker:
             self._mirror.tell(asked, state=optuna.trial.TrialState.FAIL)
             if config in allowed:
                 return config
-        ordered = [config for config in self.surrogate.candidates if config in allowed]
-        return self._random.choice(ordered)
+        return self._random.choice(legal)
 
     def _start_mirror(self) -> None:
         import optuna

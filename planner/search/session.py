@@ -65,7 +65,7 @@ class Session:
     @property
     def time_box_s(self) -> float:
         """Seconds of warm-up and measuring per trial."""
-        return min(max(TIME_BOX_SHARE * self.budget_s, TIME_BOX_LEAST_S), TIME_BOX_MOST_S)
+        return time_box_s(self.budget_s)
 
     @property
     def parity_reserve_s(self) -> float:
@@ -179,3 +179,6 @@ class Session:
         return self.left_s - reserve_s + OVERRUN * self.budget_s
 
 
+def time_box_s(budget_s: float) -> float:
+    """Seconds of warm-up and measuring per trial: a share of the budget, so that a search makes a few dozen."""
+    return min(max(TIME_BOX_SHARE * budget_s, TIME_BOX_LEAST_S), TIME_BOX_MOST_S)

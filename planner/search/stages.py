@@ -83,7 +83,7 @@ def run_hand_setting(session: Session) -> Trial | None:
     for config in hand_settings(session):
         if config in tried:
             continue
-        if session.ground.estimator.trial_cost_s(config) > session.search_left_s:
+        if session.picker.cost_s(config) > session.search_left_s:
             return None
         trial = session.measure("reference", config, deadline_s=session.hard_deadline_s(session.parity_reserve_s))
         if trial.outcome is Outcome.OK:
@@ -136,7 +136,7 @@ def run_trials(session: Session) -> str:
             session.note(str(end))
             return "time" if end.out_of_time else "nothing_left"
         best = session.best
-        expected_s = session.ground.estimator.trial_cost_s(config)
+        expected_s = session.picker.cost_s(config)
         reserve_s = session.parity_reserve_s + 0.5 * session.finalist_reserve_s
         session.measure(
             "search",

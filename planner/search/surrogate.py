@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.plan import Prediction
 from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.strategies.config import KNOBS, TrainingConfig
+
+if TYPE_CHECKING:
+    from autoplan.planner.cost.estimate import CostTable
 
 Array = NDArray[np.float64]
 
@@ -27,8 +30,9 @@ KNOB_DISTANCE = 0.3
 NUMBERS = ("micro_batch", "threads", "dp_replicate", "dp_shard", "tp", "pp", "pp_microbatches", "virtual_stages")
 """Knobs whose distance is the logarithm of the ratio (one per doubling), not equal or not."""
 
-MIN_WIDTH = 0.03
-"""Least prior standard deviation of a logarithm: no prediction is better than 3 %."""
+MIN_TIME_WIDTH, MIN_MEMORY_WIDTH = 0.08, 0.03
+"""Least prior standard deviations of the logarithms: however well calibrated, a prediction of the time of a
+configuration that was not tried is off by some 8 %, so that the near ones are tried while there is time."""
 
 NOISE = 0.02
 """Standard deviation of a measured logarithm: the width at which a trial stops measuring."""
@@ -52,6 +56,28 @@ class Belief:
     works: Array
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """The cost model's word on some configurations: means and standard deviations of natural logarithms.
+
+    Time in seconds, memory in bytes.
+    """
+
+    log_time: Array
+    log_time_sd: Array
+    log_memory: Array
+    log_memory_sd: Array
+
+    @classmethod
+    def of(cls, table: CostTable) -> Prior:
+        """From the estimator's columns, whose bounds hold 90 %."""
+        time, time_sd = _log_normal(table.step_time_s, table.step_time_low_s, table.step_time_high_s, MIN_TIME_WIDTH)
+        memory, memory_sd = _log_normal(
+            table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes, MIN_MEMORY_WIDTH
+        )
+        return cls(log_time=time, log_time_sd=time_sd, log_memory=memory, log_memory_sd=memory_sd)
+
+
 class Surrogate:
     """Beliefs over a fixed list of candidates.
 
@@ -65,57 +91,30 @@ class Surrogate:
         self.memory_limit_bytes = memory_limit_bytes
         self._codes = encode(self.candidates)
 
-    def believe(
-        self,
-        predictions: Sequence[Prediction],
-        trials: Sequence[Trial],
-        trial_predictions: Sequence[Prediction],
-    ) -> Belief:
+    def believe(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Belief:
         """What is believed now.
 
         Args:
-            predictions: One per candidate, from the cost model as it is calibrated now.
+            prior: The cost model's word on the candidates, as it is calibrated now.
             trials: The finished trials.
-            trial_predictions: One per trial, from the same cost model.
+            trial_prior: The same model's word on the trials' configurations.
         """
-        time_mean, time_sd = _log_normal(
-            [(p.step_time_s, p.step_time_low_s, p.step_time_high_s) for p in predictions]
-        )
-        memory_mean, memory_sd = _log_normal(
-            [(p.peak_memory_bytes, p.peak_memory_low_bytes, p.peak_memory_high_bytes) for p in predictions]
-        )
         timed = [i for i, trial in enumerate(trials) if trial.step_time_s is not None]
         weighed = [i for i, trial in enumerate(trials) if self._seen_memory(trial) is not None]
-        time_mean, time_sd = self._condition(
-            time_mean,
-            time_sd,
-            [trials[i].config for i in timed],
-            np.array([math.log(trials[i].step_time_s.median) for i in timed]),  # type: ignore[union-attr]
-            *_log_normal(
-                [
-                    (p.step_time_s, p.step_time_low_s, p.step_time_high_s)
-                    for p in (trial_predictions[i] for i in timed)
-                ]
-            ),
-        )
-        memory_mean, memory_sd = self._condition(
-            memory_mean,
-            memory_sd,
-            [trials[i].config for i in weighed],
-            np.array([math.log(self._seen_memory(trials[i]) or 1.0) for i in weighed]),
-            *_log_normal(
-                [
-                    (p.peak_memory_bytes, p.peak_memory_low_bytes, p.peak_memory_high_bytes)
-                    for p in (trial_predictions[i] for i in weighed)
-                ]
-            ),
-        )
-        room = (math.log(max(self.memory_limit_bytes, 1.0)) - memory_mean) / memory_sd
+        codes = encode([trial.config for trial in trials])
+        times = np.array([math.log(trials[i].step_time_s.median) for i in timed])  # type: ignore[union-attr]
+        log_time, log_time_sd = self._condition(
+            prior.log_time, prior.log_time_sd, codes[timed], times, trial_prior.log_time[timed],
+            trial_prior.log_time_sd[timed],
+        )  # fmt: skip
+        peaks = np.array([math.log(self._seen_memory(trials[i]) or 1.0) for i in weighed])
+        log_memory, log_memory_sd = self._condition(
+            prior.log_memory, prior.log_memory_sd, codes[weighed], peaks, trial_prior.log_memory[weighed],
+            trial_prior.log_memory_sd[weighed],
+        )  # fmt: skip
+        room = (math.log(max(self.memory_limit_bytes, 1.0)) - log_memory) / log_memory_sd
         return Belief(
-            log_time=time_mean,
-            log_time_sd=time_sd,
-            fits=normal_cdf(room),
-            works=self._works(trials),
+            log_time=log_time, log_time_sd=log_time_sd, fits=normal_cdf(room), works=self._works(trials, codes)
         )
 
     def _seen_memory(self, trial: Trial) -> float | None:
@@ -127,34 +126,27 @@ class Surrogate:
         return None
 
     def _condition(
-        self,
-        mean: Array,
-        sd: Array,
-        configs: Sequence[TrainingConfig],
-        seen: Array,
-        seen_mean: Array,
-        seen_sd: Array,
+        self, mean: Array, sd: Array, codes: Array, seen: Array, seen_mean: Array, seen_sd: Array
     ) -> tuple[Array, Array]:
         """The posterior mean and standard deviation of each candidate, given what was seen at some configurations."""
-        if not configs:
+        if not len(codes):
             return mean, sd
-        codes = encode(configs)
         among = similarity(codes, codes) * np.outer(seen_sd, seen_sd)
         among[np.diag_indices_from(among)] += NOISE**2
         across = similarity(self._codes, codes) * np.outer(sd, seen_sd)
         solved = np.linalg.solve(among, across.T)
         new_mean = mean + solved.T @ (seen - seen_mean)
         variance = sd**2 - np.einsum("ij,ji->i", across, solved)
-        return new_mean, np.sqrt(np.maximum(variance, (0.25 * MIN_WIDTH) ** 2))
+        return new_mean, np.sqrt(np.maximum(variance, (0.5 * NOISE) ** 2))
 
-    def _works(self, trials: Sequence[Trial]) -> Array:
+    def _works(self, trials: Sequence[Trial], codes: Array) -> Array:
         """By neighbours: one success is assumed beforehand; memory and time are judged elsewhere."""
         failed = (Outcome.CRASHED, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.TIMEOUT)
-        told = [trial for trial in trials if trial.outcome in (Outcome.OK, Outcome.PRUNED, *failed)]
+        told = [i for i, trial in enumerate(trials) if trial.outcome in (Outcome.OK, Outcome.PRUNED, *failed)]
         if not told:
             return np.ones(len(self.candidates))
-        near = similarity(self._codes, encode([trial.config for trial in told])) ** 3
-        bad = np.array([float(trial.outcome in failed) for trial in told])
+        near = similarity(self._codes, codes[told]) ** 3
+        bad = np.array([float(trials[i].outcome in failed) for i in told])
         good_weight = 1.0 + near @ (1 - bad)
         return good_weight / (good_weight + 3.0 * (near @ bad))
 
@@ -178,8 +170,10 @@ def similarity(a: Array, b: Array) -> Array:
     """exp(-KNOB_DISTANCE x distance): the distance counts knobs that differ, doublings for numbers (at most 3)."""
     distance = np.zeros((len(a), len(b)))
     for column, knob in enumerate(KNOBS):
+        if np.ptp(np.concatenate([a[:, column], b[:, column]])) == 0:
+            continue
         difference = np.abs(a[:, column][:, None] - b[:, column][None, :])
-        distance += np.minimum(difference, 3.0) if knob in NUMBERS else np.minimum(difference, 1.0)
+        distance += np.minimum(difference, 3.0 if knob in NUMBERS else 1.0)
     return np.exp(-KNOB_DISTANCE * distance)
 
 
@@ -193,12 +187,13 @@ def expected_improvement(belief: Belief, best_log_time: float) -> Array:
 
 def normal_cdf(z: Array) -> Array:
     """The standard normal distribution function."""
-    return 0.5 * (1.0 + np.array([math.erf(value) for value in z / math.sqrt(2.0)]))
+    return 0.5 * (1.0 + _erf(z / math.sqrt(2.0)))
 
 
-def _log_normal(bounds: Sequence[tuple[float, float, float]]) -> tuple[Array, Array]:
-    """Mean and standard deviation of the logarithm from (middle, low, high) with low and high at 90 %."""
-    if not bounds:
-        return np.zeros(0), np.zeros(0)
-    table = np.log(np.maximum(np.array(bounds, dtype=float), 1e-12))
-    return table[:, 0], np.maximum((table[:, 2] - table[:, 1]) / (2 * Z_90), MIN_WIDTH)
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+def _log_normal(middle: Array, low: Array, high: Array, least_sd: float) -> tuple[Array, Array]:
+    """Mean and standard deviation (at least `least_sd`) of the logarithm from a middle and bounds that hold 90 %."""
+    width = np.log(np.maximum(high, 1e-12)) - np.log(np.maximum(low, 1e-12))
+    return np.log(np.maximum(middle, 1e-12)), np.maximum(width / (2 * Z_90), least_sd)

@@ -194,9 +194,7 @@ def ratio_interval(candidate: Sequence[Interval], reference: Sequence[Interval])
     half = _T_95[min(freedom, len(_T_95)) - 1] * math.sqrt(variance / rounds)
     if rounds == 1:
         half = math.hypot(half, _log_half_width(candidate[0]), _log_half_width(reference[0]))
-    return Interval(
-        median=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), samples=rounds
-    )
+    return Interval(median=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), samples=rounds)
 
 
 def _log_half_width(interval: Interval) -> float:

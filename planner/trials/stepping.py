@@ -89,17 +89,21 @@ class StepTimer:
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
-        dear = max(first["all"]) * micro_steps > 0.25 * self.request.time_box_s
-        if dear and len(first["all"]) > 1:
+        if self._is_dear(first["all"], micro_steps) and len(first["all"]) > 1 and not compiles:
             self._give_up_if_losing(first["all"][1:], 0.75 * COLD_FACTOR)
         second = self._short_step(micro_steps)
         for kind, values in second.items():
             if kind != "all":
                 self.parts.setdefault(kind, []).extend(values)
+        dear = self._is_dear(second["all"], micro_steps)
         if dear and self.team.world_size == 1 and len(first["all"]) > 1:
             kind = "micro_step" if "micro_step" in self.parts else "micro_step_sync"
             self.parts[kind] = first["all"][1:] + self.parts[kind]
         self._give_up_if_losing(second["all"], WARM_FACTOR if dear else COLD_FACTOR)
+
+    def _is_dear(self, micro_steps_s: list[float], micro_steps: int) -> bool:
+        """Whether a short step takes a good part of the time box, going by its quickest micro-step."""
+        return min(micro_steps_s) * micro_steps > 0.25 * self.request.time_box_s
 
     def _give_up_if_losing(self, micro_steps_s: list[float], factor: float) -> None:
         best = self.request.best_high_s
