@@ -157,8 +157,6 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
     from autoplan.report import facts, terminal
 
     narration, console = output.console(), output.console(stderr=False)
-    for note in result.notes:
-        terminal.say(narration, "note", note)
     if result.status == "dry_run":
         show_dry_run(result)
         return
