@@ -100,7 +100,7 @@ def left_out(plan: Plan) -> Rows:
 def left_out_rows(families: Sequence[LeftOutFamily]) -> Rows:
     """What was never tried: which limit, by how much."""
     rows: list[tuple[str, ...]] = [(f.family, f.limit, f.by, str(f.configurations)) for f in families]
-    return Rows(("ruled out", "limit", "by how much", "configurations"), rows)
+    return Rows(("ruled out", "limit", "by how much", "how many"), rows)
 
 
 def candidate_rows(candidates: Sequence[Candidate]) -> Rows:

@@ -1,0 +1,209 @@
+"""The command line: what each command prints where, and how each end becomes an exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from autoplan.cli import app
+from autoplan.planner.plan import Plan
+from tests.recorded import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Ended]:
+    """Runs a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["autoplan", *map(str, arguments)])
+        code = app.run()
+        printed = capsys.readouterr()
+        return Ended(code, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    return make_plan().save(tmp_path / "plan.json")
+
+
+COMMANDS = ("probe", "search", "show", "explain", "verify", "run", "export", "report", "schema")
+
+
+def test_help_names_every_command_and_the_exit_codes(cli) -> None:
+    ended = cli("--help")
+    assert ended.code == 0 and all(f"  {command} " in ended.out for command in COMMANDS)
+    assert "130 interrupted" in ended.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_and_json(cli, command: str) -> None:
+    ended = cli(command, "--help")
+    assert ended.code == 0
+    assert "--json" in ended.out or command == "schema"
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['autoplan', '--help']\n"
+        "from autoplan.cli.app import run\n"
+        "run()\n"
+        "print(sorted({'torch', 'optuna', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_version(cli) -> None:
+    assert cli("--version").out.startswith("autoplan 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serch",), "Did you mean 'search'"),
+        (("search", "--modle", "gpt2"), "--model"),
+        (("search",), "Missing option '--model'"),
+        (("search", "--model", "gpt3"), "Did you mean gpt2"),
+        (("search", "--model", "gpt2", "--budget", "soon"), "90s, 10m"),
+        (("search", "--model", "gpt2", "--budget", "0s"), "above zero"),
+        (("search", "--model", "gpt2", "--global-batch", "0"), "at least 1"),
+        (("search", "--model", "gpt2", "--global-batch", "-4"), "at least 1"),
+        (("search", "--model", "gpt2", "--global-batch", "2.5"), "--global-batch"),
+        (("search", "--model", "gpt2", "--seq-len", "4096"), "1024 positions"),
+        (("search", "--model", "gpt2", "--fix", "precison=bf16"), "Did you mean precision"),
+        (("search", "--model", "gpt2", "--fix", "precision=int3"), "fp32, tf32"),
+        (("search", "--model", "gpt2", "--fix", "precision"), "knob=value"),
+        (("search", "--model", "gpt2", "--fix", "tp=1", "--fix", "tp=2"), "given twice"),
+        (("search", "--model", "gpt2", "--memory-limit", "lots"), "8GiB"),
+        (("search", "--model", "gpt2", "--memory-limit", "120%"), "at most 100"),
+        (("search", "--model", "gpt2", "--device", "tpu"), "cuda or cpu"),
+        (("search", "--model", "gpt2", "--sampler", "grid"), "tpe or random"),
+        (("search", "--model", "gpt2", "--max-trials", "0"), "at least 1"),
+        (("search", "--model", "missing.py:make"), "missing.py"),
+        (("show", "nowhere.json"), "cannot be read"),
+        (("explain", "--knob", "x", "nowhere.json"), "cannot be read"),
+        (("run", "--steps", "0"), "at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_ends_with_2_and_says_what_to_do(cli, arguments: tuple[str, ...], words: str) -> None:
+    ended = cli(*arguments)
+    assert ended.code == 2 and words in ended.err and ended.out == ""
+    assert "Traceback" not in ended.err
+
+
+def test_errors_are_documents_too(cli) -> None:
+    ended = cli("search", "--model", "gpt3", "--json")
+    assert ended.code == 2
+    error = ended.document["error"]
+    assert ended.document["schema_version"] == 1 and error["code"] == "workload" and "gpt2" in error["hint"]
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a CUDA device")
+def test_cuda_without_a_device_ends_with_4(cli) -> None:
+    ended = cli("search", "--model", "gpt2", "--device", "cuda")
+    assert ended.code == 4 and "cpu" in ended.err
+
+
+def test_a_bug_of_ours_ends_with_1_and_says_where_the_traceback_is(cli, plan_file, monkeypatch, tmp_path) -> None:
+    import platformdirs
+
+    monkeypatch.setattr(platformdirs, "user_log_path", lambda *a, **k: tmp_path)
+    monkeypatch.setattr(Plan, "load", lambda path: 1 / 0)
+    ended = cli("show", plan_file)
+    (written,) = tmp_path.glob("traceback-*.txt")
+    assert ended.code == 1 and "bug in autoplan" in ended.err and str(written) in ended.err
+    assert "ZeroDivisionError" in written.read_text()
+
+
+def test_interrupting_ends_with_130(cli, plan_file, monkeypatch) -> None:
+    def interrupt(path: object) -> Plan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plan, "load", interrupt)
+    assert cli("show", plan_file).code == 130
+
+
+def test_show(cli, plan_file) -> None:
+    ended = cli("show", plan_file, "--trials")
+    for words in ("410 (401 to 418)", "3.20 (3.10 to 3.30)", "31.0 %", "checkpointing", "4 x 4 = 16", "3.1 GiB over"):
+        assert words in ended.out, words
+    assert "other hardware" in ended.err and "\x1b" not in ended.out + ended.err
+    assert "out_of_memory" in ended.out
+
+
+def test_show_json_holds_the_plan(cli, plan_file) -> None:
+    document = cli("show", plan_file, "--json").document
+    assert Plan.model_validate(document["plan"]) == make_plan() and document["schema_version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "not JSON"),
+        (lambda text: text.replace('"schema_version": 1,', '"schema_version": 99,', 1), "Update autoplan"),
+        (lambda text: text.replace('"accumulation"', '"acumulation"', 1), "not a plan"),
+        (lambda text: "[]", "not a plan"),
+    ],
+    ids=["truncated", "newer", "misspelt", "no plan"],
+)
+def test_plan_files_that_cannot_be_read(cli, plan_file, change, words: str) -> None:
+    plan_file.write_text(change(plan_file.read_text()))
+    ended = cli("show", plan_file)
+    assert ended.code == 2 and words in ended.err
+
+
+def test_explain(cli, plan_file) -> None:
+    told = cli("explain", plan_file)
+    assert "matmuls measured 3.9 times" in told.out and "Trials that did not run" in told.out
+    document = cli("explain", plan_file, "--knob", "precision", "--json").document
+    (knob,) = document["knobs"]
+    assert knob["value"] == "bf16" and {tried["value"] for tried in knob["tried"]} == {"bf16", "fp32"}
+
+
+def test_export_prints_the_files(cli, plan_file, tmp_path) -> None:
+    ended = cli("export", plan_file, "--to", "yaml", "--out", "short.yaml")
+    assert (ended.code, ended.out) == (0, "short.yaml\n") and (tmp_path / "short.yaml").exists()
+    document = cli("export", plan_file, "--to", "json", "--json").document
+    assert document["files"] == ["plan-json.json"]
+    assert cli("export", plan_file, "--to", "toml").code == 2
+
+
+def test_an_export_that_cannot_carry_the_plan_ends_with_6(cli, tmp_path) -> None:
+    from autoplan.strategies.config import TrainingConfig
+
+    path = make_plan(TrainingConfig(micro_batch=2, tp=2)).save(tmp_path / "tp.json")
+    assert cli("export", path, "--to", "pytorch").code == 6
+
+
+def test_report(cli, plan_file, tmp_path) -> None:
+    ended = cli("report", plan_file, "--out", "page.html")
+    assert ended.out == "page.html\n" and "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_schema_is_the_plans(cli) -> None:
+    schema = cli("schema").document
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert set(schema["properties"]) == set(Plan.model_fields)

@@ -1,0 +1,204 @@
+"""What people look at: units, tables, progress on a terminal and off it, the page of HTML."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from autoplan.errors import UsageError
+from autoplan.planner.plan import Choice, LeftOutFamily
+from autoplan.planner.search.options import BudgetState
+from autoplan.planner.trials.outcome import Outcome
+from autoplan.report import facts, terminal
+from autoplan.report.html import render_page
+from autoplan.report.progress import LiveProgress, PlainProgress
+from autoplan.report.screen import is_plain, make_console
+from autoplan.report.svg import draw_rates, draw_tradeoff
+from autoplan.strategies.config import TrainingConfig
+from autoplan.units import (
+    format_bytes,
+    format_clock,
+    format_number,
+    format_seconds,
+    parse_duration_s,
+    parse_memory_bytes,
+)
+from tests.recorded import make_plan, make_trial
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("45", 45), (2.5, 2.5), ("1.5m", 90)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "ten", "10x", "-5s", "0", "10m foo", "nan", float("inf"), "1h-3m"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(UsageError, match="--budget"):
+        parse_duration_s(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("512MiB", 2**29), (1024, 1024), ("80%", 0.8), ("1.5g", 15 * 10**8)],
+)
+def test_sizes(text: str, size: float) -> None:
+    assert parse_memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "big", "8 parsecs", "0", "-1GiB", "0%", "101%", "x%"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="--memory-limit"):
+        parse_memory_bytes(text)
+
+
+def test_figures_in_words() -> None:
+    assert format_bytes(3 * 2**30) == "3.00 GiB" and format_bytes(None) == "unknown" and format_bytes(12) == "12 B"
+    assert [format_seconds(s) for s in (5e-6, 0.0123, 4.567, 200, 7500)] == [
+        "5.00 µs",
+        "12.3 ms",
+        "4.57 s",
+        "3 min 20 s",
+        "2 h 05 min",
+    ]
+    assert [format_clock(s) for s in (-1, 65, 3729)] == ["0:00", "1:05", "1:02:09"]
+    assert [format_number(n) for n in (12345.6, 87.54, 1.234, 0.01234, 0)] == ["12,346", "87.5", "1.23", "0.0123", "0"]
+
+
+def test_the_table_keeps_the_global_batch_in_view() -> None:
+    rows = dict(row[:2] for row in facts.configuration(make_plan()).rows)
+    assert rows["accumulation"] == "4" and rows["precision"] == "bf16"
+    names = [row[0] for row in facts.configuration(make_plan()).rows]
+    assert len(names) == len(set(names))
+
+
+def test_mfu_of_the_baseline_stands_on_the_same_peak() -> None:
+    plan = make_plan()
+    share = facts.baseline_mfu(plan)
+    assert share == pytest.approx(0.31 * 2.5 / 8.0)
+
+
+def shown(width: int | None = None) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=width is not None, width=width, no_color=True)
+    terminal.show_plan(console, make_plan())
+    terminal.show_trials(console, make_plan().evidence, "tokens")
+    return stream.getvalue()
+
+
+def test_off_a_terminal_every_row_is_one_plain_line() -> None:
+    text = shown()
+    assert "\x1b" not in text and "─" not in text
+    assert any(line.split()[:2] == ["precision", "bf16"] and "3.9 times" in line for line in text.splitlines())
+
+
+def test_on_a_narrow_terminal_nothing_is_cut() -> None:
+    text = re.sub(r"\x1b\[\d+m", "", shown(60))
+    assert max(len(line) for line in text.splitlines()) <= 60
+    assert "…" not in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_color_and_pipes_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert is_plain(io.StringIO()) and not is_plain(Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert is_plain(Terminal())
+    stream = Terminal()
+    make_console(stream).print("[bold]word[/bold]")
+    assert stream.getvalue() == "word\n"
+
+
+def drive(progress: PlainProgress) -> None:
+    """The events of a short search."""
+    plan = make_plan()
+    budget = BudgetState(budget_s=600, spent_s=60, reserved_s=100, trials_done=1, max_trials=None)
+    progress.on_phase("probe")
+    progress.on_hardware(plan.hardware, 8 * 2**30)
+    progress.on_space(120, (LeftOutFamily(family="f", limit="l", by="b", configurations=30),))
+    progress.on_trial_started(0, "baseline", plan.baseline.config, plan.prediction, budget)
+    progress.on_progress("warmup", {}, budget)
+    progress.on_trial_finished(plan.baseline, plan.baseline, budget)
+    lost = make_trial(1, TrainingConfig(micro_batch=16), None, outcome=Outcome.CRASHED, reason="SIGSEGV in build")
+    progress.on_trial_started(1, "search", lost.config, None, budget)
+    progress.on_trial_finished(lost, plan.baseline, budget)
+    progress.on_note("[not markup]")
+
+
+def test_progress_as_plain_lines() -> None:
+    stream = io.StringIO()
+    drive(PlainProgress(make_console(stream)))
+    text = stream.getvalue()
+    for words in ("120 configurations", "30 ruled out", "9:00 left", "128 tokens/s", "the best so far", "SIGSEGV"):
+        assert words in text, words
+    assert "note: [not markup]" in text and "\x1b" not in text
+
+
+def test_progress_on_a_terminal() -> None:
+    stream = Terminal()
+    with LiveProgress(Console(file=stream, force_terminal=True, width=100)) as live:
+        drive(live)
+        screen = Console(file=io.StringIO(), width=100)
+        screen.print(live.render())
+        text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "left" in text and "best so far: 128 tokens/s" in text
+    assert "SIGSEGV" in stream.getvalue()
+
+
+class Page(HTMLParser):
+    """Collects the tags, and what a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "img", "iframe"):
+            self.loads.append(tag)
+        self.loads += [name for name, _ in attributes if name in ("src", "href") or name.startswith("on")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_stands_alone_and_says_all() -> None:
+    page = Page()
+    page.feed(render_page(make_plan()))
+    assert not page.open and not page.loads
+    for words in ("3.20 x", "Every trial", "Ruled out, never tried", "matmuls measured 3.9 times", "Test CPU <3 GHz>"):
+        assert words in page.text, words
+
+
+def test_the_page_escapes_what_it_shows() -> None:
+    plan = make_plan(choices=(Choice(knob="precision", value="bf16", reason="<script>alert(1)</script>"),))
+    text = render_page(plan)
+    assert "<script" not in text and "&lt;script&gt;" in text
+
+
+def test_the_drawings_are_well_formed() -> None:
+    plan = make_plan()
+    trials = (*plan.evidence, make_trial(4, TrainingConfig(micro_batch=1), 9.0))
+    plan = make_plan(evidence=trials)
+    bars = ElementTree.fromstring(draw_rates(plan))
+    assert len(bars.findall("rect")) == 4 and "out of memory" in "".join(bars.itertext())
+    dots = ElementTree.fromstring(draw_tradeoff(plan))
+    assert len(dots.findall("circle")) == 4
+    assert draw_rates(make_plan(evidence=())) == "" and draw_tradeoff(make_plan(evidence=())) == ""
