@@ -53,7 +53,8 @@ def build_mesh(config: TrainingConfig, device_type: str) -> DeviceMesh | None:
     if config.world_size == 1:
         return None
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        # gloo beside NCCL carries objects and CPU tensors
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
     shape = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 
@@ -113,6 +114,7 @@ class GlobalNormClipper:
     """
 
     def __init__(self, mesh: DeviceMesh, weights: Mapping[int, float] | None = None) -> None:
+        self._device = mesh.device_type
         self._stage_ranks = mesh.size() // axis_size(mesh, "pp")
         self._weights = weights if weights is not None else {}  # by reference: a pipeline adds to it later
 
@@ -141,13 +143,14 @@ class GlobalNormClipper:
             ]
             square = (norms.square() * torch.tensor(shares, device=norms.device)).sum()
         else:  # a stage whose parameters are all frozen
-            square = torch.zeros((), device=_group_device())
+            square = torch.zeros((), device=self._device)
         dist.all_reduce(square)
         return square.sqrt()
 
 
-def _group_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def rank_seed(seed: int, mesh: DeviceMesh | None) -> int:
+    """The seed of what is random while training (dropout): another one on each rank, the workload's own on one."""
+    return seed if mesh is None else seed + 1 + dist.get_rank()
 
 
 def gather_full(named: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from autoplan.strategies.compilation import CompilationStrategy, CompileModeStra
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.data_parallel import DataParallelStrategy
 from autoplan.strategies.loss import LossStrategy
-from autoplan.strategies.mesh import build_mesh
+from autoplan.strategies.mesh import build_mesh, rank_seed
 from autoplan.strategies.micro_batch import MicroBatchStrategy
 from autoplan.strategies.optimizer import OptimizerStrategy
 from autoplan.strategies.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
@@ -89,5 +89,7 @@ def prepare(
     for strategy in STRATEGIES:
         strategy.apply(build)
     assert build.optimizer is not None
+    if mesh is not None:
+        torch.manual_seed(rank_seed(workload.seed, mesh))
     schedule = workload.build_schedule(build.optimizer) if workload.build_schedule is not None else None
     return TrainingRun(build, schedule)

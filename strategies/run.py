@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.base import Build
 from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch, split_batch
-from autoplan.strategies.mesh import local_tensor
+from autoplan.strategies.mesh import local_tensor, rank_seed
+from autoplan.strategies.state import collect_state, restore_state
 
 
 class StepResult(NamedTuple):
@@ -182,9 +182,10 @@ class TrainingRun:
         """Everything a resumed run needs: model, optimizer, scaler, schedule, step count and random state.
 
         Parameter names are the model's own, whatever wraps it, so that a state saved under one plan loads under
-        another. The optimizer's state goes by parameter name.
+        another. The optimizer's state goes by parameter name. On several ranks it is this rank's part, as
+        torch.distributed.checkpoint saves and loads it; all ranks call it.
         """
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        model_state, optimizer_state = collect_state(self.model, self.optimizer)
         return {
             "model": model_state,
             "optimizer": optimizer_state,
@@ -198,15 +199,19 @@ class TrainingRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what state_dict() gave, under this or another config of the same workload."""
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        """Restores what state_dict() gave, under this or another config of the same workload.
+
+        On several ranks each continues with a random state of its own, made of the seed, the step and the rank.
+        """
+        restore_state(self.model, self.optimizer, state["model"], state["optimizer"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None and state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.steps = int(state["steps"])
+        if self.mesh is not None:
+            torch.manual_seed(rank_seed(self.workload.seed, self.mesh) + 1_000_003 * self.steps)
+            return
         torch.set_rng_state(state["random"]["cpu"].cpu())
         if self.device.type == "cuda" and state["random"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.device)

@@ -1,0 +1,113 @@
+"""The state of model and optimizer in a form that loads under any way to share the work.
+
+Names are the plain model's. Tensors are whole, or DTensors whose shards are contiguous pieces, which is what
+torch.distributed.checkpoint can write; a fused query-key-value weight is put into such pieces on the way out and back
+into this rank's columns on the way in. The optimizer's state is flat (`state.NAME.exp_avg`, `param_groups.NAME.lr`),
+so that each pipeline stage writes and reads its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# How an optimizer's step runs, which is the plan's to say, not the state's.
+_STEP_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's state and the optimizer's, to be written; all ranks call it."""
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    tied = _tied_names(model)
+    named = {_with_names(key, tied): _to_contiguous(value) for key, value in optimizer_state.items()}
+    return {name: _to_contiguous(value) for name, value in model_state.items()}, named
+
+
+def restore_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_state: Mapping[str, Any],
+    optimizer_state: Mapping[str, Any],
+) -> None:
+    """Puts a state back that collect_state gave, under the same or another config; all ranks call it."""
+    layouts = {name: value.placements for name, value in model.state_dict().items() if isinstance(value, DTensor)}
+    plain_layouts = {_plain(name): placements for name, placements in layouts.items()}
+    back = {early: late for late, early in _tied_names(model).items() if not _holds(model, early)}
+    flags = [{flag: group[flag] for flag in _STEP_FLAGS if flag in group} for group in optimizer.param_groups]
+    own = {_with_names(key, back): value for key, value in optimizer_state.items()}
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict={name: _to_layout(value, plain_layouts.get(name)) for name, value in model_state.items()},
+        optim_state_dict={key: _to_layout(value, plain_layouts.get(_parameter(key))) for key, value in own.items()},
+        options=_OPTIONS,
+    )
+    for group, kept in zip(optimizer.param_groups, flags, strict=True):
+        group.update(kept)
+
+
+def _plain(name: str) -> str:
+    from autoplan.strategies.structure import clean_name
+
+    return clean_name(name)
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Of a pipeline: the last stage's name of a tied parameter, to the first stage's."""
+    return dict(getattr(model, "tied_over_stages", {}))
+
+
+def _holds(model: nn.Module, name: str) -> bool:
+    return any(_plain(own) == name for own, _ in model.named_parameters())
+
+
+def _with_names(key: str, names: Mapping[str, str]) -> str:
+    """An optimizer key with the parameter in it called otherwise."""
+    parameter = _parameter(key)
+    if parameter in names:
+        start = key.index(parameter)
+        return key[:start] + names[parameter] + key[start + len(parameter) :]
+    return key
+
+
+def _parameter(key: str) -> str:
+    """The parameter's name in `state.NAME.exp_avg` or `param_groups.NAME.lr`."""
+    return key.partition(".")[2].rpartition(".")[0]
+
+
+def _is_fused(placement: Placement, mesh_axis: str | None) -> bool:
+    # FSDP2 uses the same class on its own axis for the order of its shards, which checkpoints understand.
+    return isinstance(placement, _StridedShard) and mesh_axis == "tp"
+
+
+def _to_contiguous(value: Any) -> Any:
+    """A tensor whose shards on the tp axis are contiguous."""
+    if not isinstance(value, DTensor):
+        return value
+    axes = value.device_mesh.mesh_dim_names or (None,) * value.device_mesh.ndim
+    wanted = [
+        Shard(placement.dim) if _is_fused(placement, axis) else placement  # type: ignore[attr-defined]
+        for placement, axis in zip(value.placements, axes, strict=True)
+    ]
+    return _relaid(value, wanted)
+
+
+def _to_layout(value: Any, placements: tuple[Placement, ...] | None) -> Any:
+    """A tensor in the layout that the model holds it in."""
+    if not isinstance(value, DTensor) or placements is None:
+        return value
+    return _relaid(value, placements)
+
+
+def _relaid(value: DTensor, placements: Any) -> DTensor:
+    if tuple(value.placements) == tuple(placements):
+        return value
+    # Through the whole tensor: redistributing from a strided shard is not something that torch documents.
+    return distribute_tensor(value.full_tensor(), value.device_mesh, list(placements), src_data_rank=None)
