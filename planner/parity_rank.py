@@ -1,8 +1,8 @@
 """The parity check as its ranks run it: one plain fp32 process, and the candidate as `prepare` builds it.
 
 Both take the same few steps on the same small batches with dropout off, and write down, per module that owns
-parameters, the norm of the gradient before clipping and the norm of the change of the parameters, and a sample of
-the gradient's elements. `planner/parity.py` compares.
+parameters or buffers, the norm of the gradient before clipping and of the change of its state, and a sample of the
+gradient's elements. `planner/parity.py` compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoplan.strategies.optimizer import trainable
 from autoplan.strategies.precision import set_matmul_tf32
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.sources import load_workload
-from autoplan.strategies.structure import disable_dropout
+from autoplan.strategies.structure import clean_name, disable_dropout
 from autoplan.strategies.workload import IGNORE_INDEX, Workload
 
 if TYPE_CHECKING:
@@ -226,8 +226,8 @@ class Recorder:
         self._recorded = False
 
     def start(self, model: nn.Module) -> None:
-        """Keeps a copy of the parameters."""
-        self._start = self._full(dict(named_parameters(model)))
+        """Keeps a copy of the parameters and buffers."""
+        self._start = self._full(self._state(model))
 
     def gradients_of(self, model: nn.Module) -> Callable[[], None]:
         """A function that records the gradients as they are when it is first called."""
@@ -260,9 +260,9 @@ class Recorder:
     ) -> ParityMeasurement:
         """The norms per owning module."""
         squares: dict[str, float] = {}
-        for name, parameter in self._full(dict(named_parameters(model))).items():
+        for name, tensor in self._full(self._state(model)).items():
             owner = name.rpartition(".")[0]
-            squares[owner] = squares.get(owner, 0.0) + norm_of(parameter - self._start[name]) ** 2
+            squares[owner] = squares.get(owner, 0.0) + norm_of(tensor.float() - self._start[name].float()) ** 2
         modules = {
             owner: ModuleMeasure(gradient_norm=self._gradient_squares.get(owner, 0.0) ** 0.5, update_norm=square**0.5)
             for owner, square in squares.items()
@@ -289,6 +289,18 @@ class Recorder:
 
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, **self.samples())
+
+    def _state(self, model: nn.Module) -> dict[str, Any]:
+        """Parameters, and on one rank the buffers that are saved: running statistics are what is trained too.
+
+        Over ranks each sees its own micro-batches, so running statistics are not those of one process.
+        """
+        state: dict[str, Any] = dict(named_parameters(model))
+        if self.mesh is None:
+            saved = set(map(clean_name, model.state_dict().keys()))
+            buffers = ((clean_name(name), buffer) for name, buffer in model.named_buffers())
+            state |= {name: buffer for name, buffer in buffers if name in saved}
+        return state
 
     def _full(self, named: dict[str, Any]) -> dict[str, torch.Tensor]:
         return gather_full(named, self.mesh)

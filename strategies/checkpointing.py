@@ -1,13 +1,15 @@
 """The checkpointing knob: which activations are dropped in the forward and recomputed in the backward.
 
 Nothing changes in the numerics: the recomputation sees the same inputs and, for dropout, the same random state.
-torch's non-reentrant checkpoint is used, the form that composes with compile, FSDP2 and frozen inputs.
+BatchNorm would count a micro-batch twice into its running statistics; the recomputation leaves them alone. torch's
+non-reentrant checkpoint is used, the form that composes with compile, FSDP2 and frozen inputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,17 +77,58 @@ class CheckpointingStrategy:
                 f"checkpointing={value} does not apply: the model has no repeated blocks to wrap",
                 hint="Use checkpointing=none.",
             )
-        context = selective_context if value == "selective" else None
+        compiled = build.config.compile != "off"
         for stack in build.structure.stacks:
             for index, (name, block) in enumerate(stack):
                 if index % _EVERY.get(value, 1) == 0:
-                    replace_module(build.model, name, wrap(block, context))
+                    wrapped = wrap(block, selective=value == "selective", compiled=compiled)
+                    replace_module(build.model, name, wrapped)
 
 
-def wrap(block: nn.Module, context: Callable[[], Any] | None) -> nn.Module:
-    """A block whose forward is recomputed in the backward."""
-    options: dict[str, Any] = {} if context is None else {"context_fn": context}
+def wrap(block: nn.Module, *, selective: bool, compiled: bool) -> nn.Module:
+    """A block whose forward is recomputed in the backward.
+
+    Args:
+        block: Any module.
+        selective: Keep the results of matmuls and attention.
+        compiled: torch.compile traces it; it updates running statistics once by itself, and it takes no contexts
+            but the selective policy's.
+    """
+    options: dict[str, Any] = {}
+    normalised = [] if compiled else [part for part in block.modules() if _keeps_statistics(part)]
+    if normalised:
+        options["context_fn"] = functools.partial(_contexts_with_statistics, normalised, selective)
+    elif selective:
+        options["context_fn"] = selective_context
     return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **options)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+
+
+def _contexts_with_statistics(normalised: list[Any], selective: bool) -> Any:
+    forward, recompute = selective_context() if selective else (contextlib.nullcontext(), contextlib.nullcontext())
+    return forward, _statistics_kept(normalised, recompute)
+
+
+@contextlib.contextmanager
+def _statistics_kept(normalised: list[Any], inner: Any) -> Iterator[None]:
+    """A momentum of 0 leaves the running statistics as they are; the count of batches is put back."""
+    before = [
+        (module, module.momentum, None if module.num_batches_tracked is None else module.num_batches_tracked.clone())
+        for module in normalised
+    ]
+    for module in normalised:
+        module.momentum = 0.0
+    try:
+        with inner:
+            yield
+    finally:
+        for module, momentum, count in before:
+            module.momentum = momentum
+            if count is not None:
+                module.num_batches_tracked.copy_(count)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -94,6 +94,22 @@ def test_checkpointing_wraps_the_chosen_blocks(value, wrapped):
     assert found == wrapped
 
 
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_recomputation_leaves_running_statistics_alone(value):
+    config = TrainingConfig(micro_batch=4)
+    plain, recomputed = (
+        prepare(classifier(norm=True, fixed_micro_batch=4), config.model_copy(update={"checkpointing": choice}))
+        for choice in ("none", value)
+    )
+    for run in (plain, recomputed):
+        run.step(run.workload.make_batch(8, 0))
+    buffers = dict(plain.model.named_buffers())
+    assert buffers
+    for name, buffer in recomputed.state_dict()["model"].items():
+        if name in buffers:
+            assert torch.allclose(buffer, buffers[name]), name
+
+
 class CountMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()
