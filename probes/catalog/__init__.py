@@ -49,6 +49,7 @@ class ChipSheet(Record):
     peak_flops_per_s: dict[str, Figure] = Field(description="dense: float32, tf32, bfloat16, float16, float8")
     power_w: Figure | None = None
     last_level_cache_bytes: Figure | None = None
+    multiprocessors: Figure | None = None
     nvlink: str | None = Field(default=None, description="a name in the link catalogue")
     nvlink_links: int = 0
     pcie: str | None = Field(default=None, description="a name in the link catalogue")
