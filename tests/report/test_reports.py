@@ -32,7 +32,8 @@ from tests.recorded import make_plan, make_trial
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("45", 45), (2.5, 2.5), ("1.5m", 90)]
+    ("text", "seconds"),
+    [("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("45", 45), (2.5, 2.5), ("1.5m", 90)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration_s(text) == seconds
