@@ -24,7 +24,7 @@ def interval(median: float, spread: float = 0.02) -> Interval:
     return Interval(median=median, low=median * (1 - spread), high=median * (1 + spread), samples=9)
 
 
-def make_hardware(*, cores: int = 2) -> HardwareProfile:
+def make_hardware(*, cores: int = 2, gpu: bool = False) -> HardwareProfile:
     def known(value: float, unit: str) -> Reading:
         return Reading.driver(value, unit, "a test")
 
@@ -59,7 +59,16 @@ def make_hardware(*, cores: int = 2) -> HardwareProfile:
             "bfloat16": Reading(value=4.0e11, unit="flop/s", provenance="measured"),
         },
     )
-    return HardwareProfile(created="2026-11-21T08:00:00+00:00", seconds_spent=9.0, host=host, devices=(device,))
+    card = Device(
+        index=0,
+        type="cuda",
+        name="Test GPU",
+        uuid="GPU-0",
+        memory_total_bytes=known(80 * 2**30, "bytes"),
+        memory_available_bytes=known(79 * 2**30, "bytes"),
+    )
+    devices = (card, device) if gpu else (device,)
+    return HardwareProfile(created="2026-11-21T08:00:00+00:00", seconds_spent=9.0, host=host, devices=devices)
 
 
 def make_trial(
@@ -133,7 +142,7 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
         "config": config,
         "accumulation": config.accumulation(global_batch),
         "device": "cpu",
-        "hardware": make_hardware(),
+        "hardware": make_hardware(gpu=given.get("device") == "cuda"),
         "prediction": Prediction(
             step_time_s=2.4,
             step_time_low_s=2.0,
