@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -207,8 +208,12 @@ def describe(value: Any, depth: int = 6) -> Any:
         return [describe(part, depth - 1) for part in parts]
     if isinstance(value, dict):
         return {str(key): describe(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        return sorted((describe(item, depth - 1) for item in value), key=repr)
+    if isinstance(value, list | tuple):
         return [describe(item, depth - 1) for item in value]
+    if isinstance(value, types.ModuleType):  # a package that a closure imported
+        return [value.__name__, str(getattr(value, "__version__", ""))]
     if isinstance(value, nn.Module):
         shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in value.state_dict().items()}
         frozen = [name for name, parameter in value.named_parameters() if not parameter.requires_grad]
@@ -218,7 +223,7 @@ def describe(value: Any, depth: int = 6) -> Any:
     if callable(value) and hasattr(value, "__code__"):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
         closure = [describe(cell, depth - 1) for cell in cells]
-        return [_source(value), closure, describe(value.__defaults__, depth - 1)]
+        return [_source(value), closure, describe(value.__defaults__, depth - 1), _named_values(value, depth - 1)]
     if inspect.ismethod(value):
         return [describe(value.__func__, depth - 1), describe(value.__self__, depth - 1)]
     if isinstance(value, type):
@@ -228,6 +233,18 @@ def describe(value: Any, depth: int = 6) -> Any:
         return [type(value).__qualname__, describe(to_dict(), depth - 1)]
     attributes = getattr(value, "__dict__", {})
     return [type(value).__qualname__, describe(attributes, depth - 1)]
+
+
+def _named_values(function: Any, depth: int) -> Any:
+    """The module's own constants and functions that a function names: `width = 64` at the top of a script counts."""
+    home = getattr(function, "__globals__", {})
+    found = {}
+    for name in sorted(set(function.__code__.co_names) & set(home)):
+        value = home[name]
+        own = getattr(value, "__module__", None) == function.__module__
+        if isinstance(value, bool | int | float | str | list | tuple | dict) or (own and callable(value)):
+            found[name] = describe(value, depth - 1) if depth > 0 else type(value).__qualname__
+    return found
 
 
 def _fields(workload: Workload) -> tuple[dataclasses.Field[Any], ...]:

@@ -1,0 +1,168 @@
+"""The library call: what it takes, what it refuses, and that it works from an unguarded script and a closure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from autoplan import api
+from autoplan.errors import ConfigError, NoFeasiblePlanError, PlanError, UsageError
+from autoplan.planner.search.options import Bound, SearchObserver
+from autoplan.strategies.sources import make_spec
+from tests.recorded import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = '''
+import torch
+from torch import nn
+
+import autoplan
+from autoplan.strategies.workload import LossSum
+
+width = 24
+
+
+def build():
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def make_batch(count, index):
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(count, width, generator=generator)
+    return {"x": x, "y": (x[:, 0] > 0).long()}
+
+
+def loss(model, batch):
+    return LossSum(nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+
+
+plan = autoplan.search(
+    model=build, make_batch=make_batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+    global_batch=16, budget="60s", max_trials=2, fix={"compile": "off"}, device="cpu", quiet=True,
+)
+run = plan.prepare(build, lambda p: torch.optim.AdamW(p, lr=0.01), loss)
+losses = [float(run.step(make_batch(run.local_batch, n)).loss) for n in range(30)]
+print("LEARNED", losses[-1] < losses[0] - 0.1, plan.parity.passed)
+'''
+
+
+@pytest.mark.slow
+def test_a_search_from_an_unguarded_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    home = {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=os.environ | home, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "LEARNED True True", done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    from autoplan.strategies.workload import LossSum
+
+    width = 8
+    with pytest.raises(NoFeasiblePlanError) as error:
+        autoplan.search(
+            model=lambda: nn.Linear(width, 1),
+            make_batch=lambda count, index: torch.randn(count, width),
+            loss=lambda model, batch: LossSum(model(batch).square().sum(), len(batch)),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            global_batch=4,
+            budget="60s",
+            device="cpu",
+            memory_limit="1MiB",
+            store=tmp_path,
+            quiet=True,
+        )
+    assert error.value.exit_code == 3 and error.value.hint
+
+
+def test_options_are_checked_and_typed() -> None:
+    spec = make_spec(model="gpt2", sequence_length=128)
+    options = api.make_options(
+        spec,
+        budget="90s",
+        fix={"micro_batch": "4", "precision": "bf16"},
+        bound={"threads": (1, 2), "attention": ["own", "sdpa"], "tp": "1..2"},
+        memory_limit="2GiB",
+    )
+    assert options.budget_s == 90 and options.memory_limit_bytes == 2 * 2**30
+    assert options.fixed == {"micro_batch": 4, "precision": "bf16"}
+    assert options.spec.options["fixed_micro_batch"] == 4
+    assert options.bounds["threads"] == Bound(low=1, high=2) and options.bounds["attention"].values == ("own", "sdpa")
+    assert options.bounds["tp"] == Bound(low=1, high=2)
+
+
+def test_a_share_of_memory_is_of_all_there_is() -> None:
+    spec = make_spec(model="gpt2")
+    whole = api.make_options(spec, memory_limit="100%", device="cpu").memory_limit_bytes
+    half = api.make_options(spec, memory_limit="50%", device="cpu").memory_limit_bytes
+    assert whole and half and abs(whole - 2 * half) <= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"fix": {"precison": "bf16"}}, ConfigError),
+        ({"fix": {"precision": "int2"}}, ConfigError),
+        ({"bound": {"precision": ["fp32", "int2"]}}, ConfigError),
+        ({"bound": {"nothing": (1, 2)}}, ConfigError),
+        ({"budget": "soon"}, UsageError),
+        ({"nproc": 0}, UsageError),
+        ({"max_trials": 1.5}, UsageError),
+        ({"device": "tpu"}, UsageError),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(given: dict, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as error:
+        api.make_options(make_spec(model="gpt2"), **given)
+    assert error.value.hint  # type: ignore[attr-defined]
+
+
+def test_a_named_workload_and_parts_together_are_refused() -> None:
+    with pytest.raises(UsageError, match="make_batch"):
+        autoplan.search("gpt2", make_batch=lambda count, index: None)
+
+
+def test_an_observer_is_told_instead_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoplan.planner.search import run as search_run
+
+    given = {}
+
+    def run_search(options, *, observer=None):
+        given["observer"] = observer
+
+    monkeypatch.setattr(search_run, "run_search", run_search)
+    mine = SearchObserver()
+    options = api.make_options(make_spec(model="gpt2"))
+    api.run(options, observer=mine)
+    assert given["observer"] is mine
+    api.run(options, quiet=True)
+    assert given["observer"] is None
+    api.run(options)
+    assert given["observer"] is not None
+
+
+def test_a_plan_of_other_hardware_loads_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_plan().save(tmp_path / "plan.json")
+    assert autoplan.load_plan(path) == make_plan()
+    assert "other hardware" in capsys.readouterr().err
+    with pytest.raises(PlanError):
+        autoplan.load_plan(tmp_path / "none.json")
+
+
+def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:
+    path = make_plan().save(tmp_path / "plan.json")
+    for given in (path, make_plan()):
+        (written,) = autoplan.export(given, "json", tmp_path / "out.json").paths
+        assert written.exists()
