@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET_S = 12.0
 # Above this share of busy cores (load over cores) or of GPU utilisation, rates are not this machine's best.
 BUSY_SHARE = 0.5
+# All collectives together; a sweep over two ranks takes about half of it.
+COLLECTIVES_S = 5.0
+# More ranks than this on one CPU share cores that the collective itself needs.
+MOST_CPU_RANKS = 4
 # torch.utils.benchmark calls an interquartile range over 25 % of the median severe
 SEVERE_SPREAD = 0.25
 # A tenth of the cores gone moves a rate by about as much: more than what the search tells apart.
@@ -62,6 +66,7 @@ def run_probes(
     fresh: bool = False,
     cache_dir: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
+    collective_ranks: int | None = None,
 ) -> HardwareProfile:
     """Everything the probes can find out about this machine, from the cache where it was measured before.
 
@@ -72,6 +77,8 @@ def run_probes(
         fresh: Measure again even if the cache has this machine.
         cache_dir: None takes the user's cache folder.
         on_progress: Called with a few words whenever something else is being measured.
+        collective_ranks: Over how many ranks collectives are measured; None: all GPUs, or the CPU's cores up to
+            MOST_CPU_RANKS; 1: not at all.
 
     Raises:
         UsageError: `device` is neither "cuda" nor "cpu".
@@ -81,10 +88,17 @@ def run_probes(
     profile = read_host_profile()
     kind = pick_device(profile, device)
     path = cache_path(profile.fingerprint, kind, cache_dir)
+    ranks = collective_ranks or default_ranks(profile, kind)
     if not fresh:
         cached, problem = load_cached(path)
         if cached is not None and _is_good_enough(cached, profile, budget_s):
-            return _refresh(profile, cached.profile, path)
+            kept = _refresh(profile, cached.profile, path)
+            if ranks <= most_ranks(kept):
+                return kept
+            with _own_or_given(zygote) as running:
+                kept = with_collectives(running, kept, kind, ranks, on_progress)
+            save_cached(path, cached.model_copy(update={"profile": kept}))
+            return kept
         if problem is not None:
             profile = _with_notes(profile, [problem])
     with _own_or_given(zygote) as running:
@@ -92,6 +106,7 @@ def run_probes(
         # a slow start of the interpreter must not leave nothing for the measuring
         measure_s = max(budget_s - spent, 0.4 * budget_s)
         measured, notes = _measure(running, profile, kind, measure_s, on_progress)
+        profile = with_collectives(running, profile, kind, ranks, on_progress)
     profile = profile.model_copy(
         update={
             "devices": tuple(_merge(d, measured) for d in profile.devices),
@@ -102,6 +117,36 @@ def run_probes(
     others = max(m.others_cpu_share for m in measured)
     problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
+
+
+def default_ranks(profile: HardwareProfile, kind: str) -> int:
+    """Over how many ranks collectives are measured: all GPUs, or the usable cores up to MOST_CPU_RANKS."""
+    if kind == "cuda":
+        return sum(device.type == "cuda" for device in profile.devices)
+    return min(profile.host.cores_usable, MOST_CPU_RANKS)
+
+
+def most_ranks(profile: HardwareProfile) -> int:
+    """The largest group that a profile has a collective of; 1 for none."""
+    return max((reading.group_size for reading in profile.collectives), default=1)
+
+
+def with_collectives(
+    zygote: Zygote,
+    profile: HardwareProfile,
+    kind: str,
+    ranks: int,
+    on_progress: Callable[[str], None] | None = None,
+) -> HardwareProfile:
+    """The profile with collectives measured over up to that many ranks."""
+    if ranks < 2:
+        return profile
+    from autoplan.probes.collectives import probe_collectives
+
+    if on_progress is not None:
+        on_progress(f"collectives over {ranks} ranks")
+    readings, notes = probe_collectives(zygote, device=kind, ranks=ranks, budget_s=COLLECTIVES_S, links=profile.links)
+    return _with_notes(profile.model_copy(update={"collectives": readings or profile.collectives}), list(notes))
 
 
 def probe_shapes(

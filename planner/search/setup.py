@@ -100,7 +100,7 @@ def lay_groundwork(
 
     now = read_host_profile()
     device = pick_device(now, options.device)
-    hardware = _probe(now, device, zygote, observer, saved)
+    hardware = _probe(now, device, zygote, observer, saved, ranks=max(1, options.nproc))
     memory_limit, host_limit = limits(now, device, options.memory_limit_bytes)
     observer.on_hardware(hardware, memory_limit)
 
@@ -150,6 +150,7 @@ def _probe(
     zygote: Zygote,
     observer: SearchObserver,
     saved: Path | None,
+    ranks: int,
 ) -> HardwareProfile:
     """The profile this study began with, if it is of this machine, else a new one."""
     from autoplan.probes.run import run_probes
@@ -163,7 +164,12 @@ def _probe(
             observer.on_phase("probe", "as measured when this search began")
             return earlier
     observer.on_phase("probe", f"measuring this machine's {'GPU' if device == 'cuda' else 'CPU'}")
-    hardware = run_probes(zygote, device=device, on_progress=lambda text: observer.on_phase("probe", text))
+    hardware = run_probes(
+        zygote,
+        device=device,
+        on_progress=lambda text: observer.on_phase("probe", text),
+        collective_ranks=ranks,
+    )
     if saved is not None:
         write_atomically(saved, hardware.model_dump_json(indent=1))
     return hardware
