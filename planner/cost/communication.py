@@ -17,7 +17,8 @@ from autoplan.probes.profile import HardwareProfile
 # Where no probe measured it. Share of a link's rate that NCCL's rings reach on large messages: 230-240 GB/s of 300 on
 # A100 NVLink, 360-450 of 450 on H100, 80-90 % on InfiniBand (nccl-tests results as NVIDIA publishes them).
 ASSUMED_LINK_EFFICIENCY = 0.8
-ASSUMED_INTRA_LATENCY_S = 8e-6
+# per step of a ring: an all-reduce of few bytes over 8 GPUs takes some 30 us in nccl-tests, 14 steps
+ASSUMED_INTRA_LATENCY_S = 2.2e-6
 ASSUMED_INTER_LATENCY_S = 15e-6
 # gloo on loopback, where its probe did not run
 ASSUMED_GLOO_BYTES_PER_S = 1.0e9
@@ -28,11 +29,11 @@ ASSUMED_GLOO_LATENCY_S = 2e-4
 class Links:
     """What joins the ranks: bandwidths per rank in one direction, latencies per step of a ring."""
 
-    intra_bytes_per_s: float
-    inter_bytes_per_s: float
+    intra_bytes_per_s: float | Floats
+    inter_bytes_per_s: float | Floats
     intra_latency_s: float = ASSUMED_INTRA_LATENCY_S
     inter_latency_s: float = ASSUMED_INTER_LATENCY_S
-    ranks_per_node: int = 8
+    ranks_per_node: float | Floats = 8
     assumed: tuple[str, ...] = field(default=())
 
     def all_reduce_s(self, payload: Floats, ranks: Floats, local: Floats) -> Floats:
@@ -119,7 +120,7 @@ def exchange(
     *,
     parameters: Floats,
     boundary_bytes: Floats,
-    num_blocks: int,
+    num_blocks: float | Floats,
     block_all_reduces: Floats,
     gather_bytes: Floats,
     gradient_bytes: Floats,
@@ -139,7 +140,7 @@ def exchange(
         reduce_every_micro_step: ZeRO-2 and -3 scatter gradients at each micro-step (no accumulation of whole ones).
     """
     c = candidates
-    node = float(links.ranks_per_node)
+    node = np.asarray(links.ranks_per_node, dtype=np.float64)
     local_tp = np.minimum(c.tp, node)
     tensor = block_all_reduces * np.ceil(num_blocks / c.pp) * links.all_reduce_s(boundary_bytes, c.tp, local_tp)
     ranks = c.dp_shard

@@ -1,0 +1,91 @@
+"""Layouts: transformers on clusters as columns, one row per way to train one model on one cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.planner.cost.candidates import Floats, Ints
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+CHECKPOINTING = ("none", "selective", "full")
+ATTENTION = ("flash", "eager")
+OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw_8bit": 2.0, "sgd_momentum": 4.0, "sgd": 0.0, "lion": 4.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layouts:
+    """Columns of one length; codes index SHARDINGS, SCHEDULES, COMPILES, PRECISIONS, CHECKPOINTING, ATTENTION.
+
+    Attributes:
+        attention_width, kv_width: Width of queries; of keys.
+        peak_flops_per_s: Dense, in the row's precision; memory_*: of the chip; processors: multiprocessors (SMs).
+        intra_bytes_per_s, inter_bytes_per_s: Per GPU, one direction.
+        matmul_efficiency: What large matrix products reach of the peak before any calibration.
+    """
+
+    layers: Floats
+    hidden: Floats
+    heads: Floats
+    attention_width: Floats
+    kv_width: Floats
+    ffn: Floats
+    vocab: Floats
+    gated_mlp: NDArray[np.bool_]
+    tied: NDArray[np.bool_]
+    parameters: Floats
+    block_parameters: Floats
+    seq_len: Floats
+    peak_flops_per_s: Floats
+    memory_bytes_per_s: Floats
+    memory_bytes: Floats
+    processors: Floats
+    matmul_efficiency: Floats
+    gpus_per_node: Floats
+    intra_bytes_per_s: Floats
+    inter_bytes_per_s: Floats
+    tp: Floats
+    sequence_parallel: NDArray[np.bool_]
+    pp: Floats
+    virtual_stages: Floats
+    schedule: Ints
+    dp_replicate: Floats
+    dp_shard: Floats
+    sharding: Ints
+    micro_batch: Floats
+    global_batch: Floats
+    precision: Ints
+    checkpointing: Ints
+    compiled: Ints
+    attention: Ints
+    optimizer_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def dp(self) -> Floats:
+        """Data-parallel degree."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_gpus(self) -> Floats:
+        """All ranks."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def accumulation(self) -> Floats:
+        """Micro-batches per optimizer step on a rank."""
+        return self.global_batch / (self.micro_batch * self.dp)
+
+    @property
+    def passes(self) -> Floats:
+        """Pipeline passes per step: all micro-batches go in one."""
+        return np.ones(len(self))
+
+    def take(self, index: Any) -> Layouts:
+        """The rows at an index (mask or positions)."""
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
