@@ -79,9 +79,12 @@ def run_parity(
         config: The candidate.
         device: cuda or cpu.
         directory: For the files of the check.
-        deadline_s: For the whole check; past it the check counts as failed.
+        deadline_s: For the whole check.
         cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
         ranks: Of the candidate; None: its world size.
+
+    Raises:
+        TaskFailedError: the deadline passed; that says nothing about the configuration.
     """
     started = time.monotonic()
     reference = _reference(zygote, spec, config, device, cache_dir or directory, deadline_s)
@@ -272,6 +275,8 @@ def _run(
             total_deadline_s=deadline_s,
         )
     )
+    if report.ended in (Ended.DEADLINE, Ended.CANCELLED):
+        report.check()
     if report.ended is not Ended.FINISHED:
         return report, []
     (folder / "measurements.json").write_text(json.dumps(list(report.results)))

@@ -6,7 +6,7 @@ import pytest
 
 from autoplan.planner import parity
 from autoplan.planner.parity import run_parity
-from autoplan.processes import Zygote
+from autoplan.processes import TaskFailedError, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.sources import make_spec
 from tests.strategies.tiny import GPT2
@@ -67,13 +67,12 @@ def test_a_candidate_that_does_not_run_has_not_passed(check):
     verdict = check(precision="tf32")
     assert not verdict.passed
     assert "did not finish" in verdict.note and "CUDA" in verdict.note
-
-
-def test_a_check_past_its_deadline_has_not_passed(check):
-    verdict = check(deadline_s=0.05)
-    assert not verdict.passed
-    assert "deadline" in verdict.note
     assert verdict.model_validate_json(verdict.model_dump_json()) == verdict
+
+
+def test_a_check_past_its_deadline_is_no_verdict(check):
+    with pytest.raises(TaskFailedError, match="deadline"):
+        check(deadline_s=0.05)
 
 
 def test_comparing_loads_no_torch():
