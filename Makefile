@@ -1,19 +1,24 @@
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
+# make quick:  the same without the slow tests
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: search test quick lint types bench accuracy clean
+# Tests run small tensors: one thread each is quicker than a pool, and kinder to whoever shares the machine.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: search test quick lint types accuracy clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
 
-test: $(VENV)/.installed-test lint types
-	$(BIN)/python -m pytest
+test: lint types
+	$(TEST_ENV) $(BIN)/python -m pytest --durations=15
 
-quick: $(VENV)/.installed-test lint types
-	$(BIN)/python -m pytest -m "not slow"
+quick: lint types
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -21,13 +26,16 @@ lint: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
+accuracy: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.accuracy
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP) -e .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(PIP) -e '.[test]'
 	touch $@
 
 clean:

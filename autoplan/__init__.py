@@ -21,6 +21,7 @@ _HOME_OF = {
     "export": "autoplan.api",
     "Plan": "autoplan.planner.plan",
     "Workload": "autoplan.strategies.workload",
+    "LossSum": "autoplan.strategies.workload",
     "TrainingConfig": "autoplan.strategies.config",
     "TrainingRun": "autoplan.strategies.run",
     "HardwareProfile": "autoplan.probes.profile",
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workload import Workload
+    from autoplan.strategies.workload import LossSum, Workload
 
 
 def __getattr__(name: str) -> Any:
