@@ -7,9 +7,8 @@ gradient's elements. `planner/parity.py` compares.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from autoplan.planner.parity_records import (
     ParityRequest,
 )
 from autoplan.planner.trials.worker import MEETING_TIMEOUT_S, pick_device
+from autoplan.strategies.additivity import check_additivity, shorten
 from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch, split_batch
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.mesh import build_mesh, gather_full, named_parameters
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 SAMPLED_ELEMENTS = 1 << 16  # of each parameter's gradient, evenly spread
 MOST_STEPS = 3  # a schedule may start at a rate of 0: steps are taken until parameters have changed
 _MASKED_SHARE = 0.7  # of the last sample's labels: counts then differ between micro-batches
-_ADDITIVE_TOLERANCE = 1e-3
-_ADDITIVE_LENGTH = 32
 _MOST_SKIPPED_STEPS = 16  # the loss scale begins at 2**16 and halves
 
 
@@ -82,7 +80,7 @@ def make_small(workload: Workload, request: ParityRequest) -> tuple[Workload, Tr
     return dataclasses.replace(workload, build_model=build_model, global_batch=global_batch), config
 
 
-def parity_batch(workload: Workload, index: int, length: int = CHECK_SEQUENCE_LENGTH) -> tuple[Batch, bool]:
+def parity_batch(workload: Workload, index: int) -> tuple[Batch, bool]:
     """A global batch of the check: short sequences, and the labels of later samples masked.
 
     Both are done to batches that are dicts of (samples, sequence length) tensors with `labels`, as language models
@@ -95,8 +93,7 @@ def parity_batch(workload: Workload, index: int, length: int = CHECK_SEQUENCE_LE
     labels = batch.get("labels") if isinstance(batch, dict) else None
     if workload.count is None or not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         return batch, False
-    if all(isinstance(value, torch.Tensor) and value.shape == labels.shape for value in batch.values()):
-        batch = {name: value[:, :length] for name, value in batch.items()}
+    batch = shorten(batch, CHECK_SEQUENCE_LENGTH)
     size = batch_size(batch)
     masked = batch["labels"].clone()
     for sample in range(1, size):
@@ -180,39 +177,6 @@ def run_plain(
     phase("additivity")
     additive, deterministic = check_additivity(workload, model, device)
     return measurement.model_copy(update={"additive": additive, "deterministic": deterministic})
-
-
-def check_additivity(workload: Workload, model: nn.Module, device: torch.device) -> tuple[bool, bool]:
-    """Whether the summed loss of two samples is the sum of their losses, with dropout off, in train mode.
-
-    It is not for BatchNorm, contrastive and mixture-of-experts auxiliary losses. Buffers are put back.
-
-    Returns:
-        Whether it adds up, and whether the same two samples give the same loss twice.
-    """
-    whole, _ = parity_batch(workload, 0, length=_ADDITIVE_LENGTH)
-    if batch_size(whole) < 2:
-        whole = workload.make_batch(2, 0)
-    batch = move_batch(slice_batch(whole, 0, 2), device)
-    with torch.no_grad(), _buffers_kept(model):
-        both = float(workload.loss(model, batch).total)
-        again = float(workload.loss(model, batch).total)
-        deterministic = abs(both - again) <= 1e-5 * max(abs(both), 1e-12)
-        try:
-            alone = sum(float(workload.loss(model, slice_batch(batch, i, i + 1)).total) for i in range(2))
-        except ValueError:  # BatchNorm over a single value refuses it
-            return False, deterministic
-    return abs(both - alone) <= _ADDITIVE_TOLERANCE * max(abs(both), 1e-12), deterministic
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        yield
-    finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(kept[name])
 
 
 class Recorder:

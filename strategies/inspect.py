@@ -1,11 +1,13 @@
 """Looks at a workload without running it: the facts that the space, the cost model and the screen need.
 
-The model is built on the meta device, so that nothing is allocated. Runs in a rank (it loads torch); the records load
+The model is built on the meta device, so that nothing is allocated; only the loss of a user's own function is run once,
+on two samples. Runs in a rank (it loads torch); the records load
 none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.strategies.base import Choices
-    from autoplan.strategies.structure import Structure
+    from autoplan.strategies.structure import MicroBatchDependent, Structure
     from autoplan.strategies.workload import Workload
+
+
+LARGEST_RUN_PARAMETERS = 200_000_000
+"""Models up to this size are run once, on two short samples, to look at their loss."""
 
 
 class LeftOutValue(Record):
@@ -138,6 +144,8 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
     model = build_on_meta(workload)
     check_batch(workload)
     structure = find_structure(model)
+    if spec.kind in ("function", "object") and not structure.micro_batch_dependent:
+        structure = dataclasses.replace(structure, micro_batch_dependent=find_dependent_loss(workload, model, device))
     choices = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
     spec = spec.model_copy(
         update={
@@ -191,6 +199,39 @@ def _build_on_cpu(workload: Workload) -> nn.Module:
             f"build_model of {workload.name} raised {type(error).__name__}: {error}",
             hint="Call it by itself in Python to see where.",
         ) from error
+
+
+def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tuple[MicroBatchDependent, ...]:
+    """Runs the loss of a user's own function on two samples, to see whether it is a sum over samples.
+
+    A model that is too large for that is left to the parity check, which looks too.
+
+    Raises:
+        WorkloadError: the loss fails or returns the wrong thing.
+    """
+    import torch
+
+    from autoplan.strategies.additivity import check_additivity
+    from autoplan.strategies.structure import MicroBatchDependent, disable_dropout
+
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
+        return ()
+    torch.manual_seed(workload.seed)
+    real = _build_on_cpu(workload).to(device).train()
+    disable_dropout(real)
+    try:
+        additive, deterministic = check_additivity(workload, real, torch.device(device))
+    except torch.OutOfMemoryError:  # the trials find a micro-batch that fits
+        return ()
+    except Exception as error:
+        raise WorkloadError(
+            f"the loss of {workload.name} failed on a batch of two samples: {type(error).__name__}: {error}",
+            hint="loss(model, batch) returns LossSum(sum of the losses, number of items); try it on make_batch(2, 0).",
+        ) from error
+    if additive or not deterministic:
+        return ()
+    why = "of two samples is not the sum of their losses (a contrastive or an auxiliary loss, or a mean)"
+    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),)
 
 
 def check_batch(workload: Workload) -> None:

@@ -1,4 +1,4 @@
-"""run_parity: reference and candidate in ranks of their own, one and more; and verdicts on checks that do not finish."""
+"""run_parity: reference and candidate in ranks of their own, one and more; and checks that do not finish."""
 
 import json
 

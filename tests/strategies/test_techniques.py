@@ -269,3 +269,29 @@ def test_the_users_errors_come_back_as_such():
     answer = run_inspect_rank(None, spec_from_objects(workload), make_hardware(), "cpu")
     with pytest.raises(WorkloadError, match="gave 1 samples"):
         read_inspection(answer.model_dump(mode="json"))
+
+
+def test_losses_that_are_no_sum_over_samples_are_found_before_the_search():
+    from autoplan.strategies.workload import LossSum
+
+    def contrastive(model, batch):
+        features = model(batch["image"])
+        return LossSum(F.cross_entropy(features @ features.t(), torch.arange(len(features)), reduction="sum"), 1)
+
+    workload = classifier()
+    assert not inspect_workload(spec_from_objects(workload), make_hardware(), "cpu").micro_batch_dependent
+    workload.loss = contrastive
+    facts = inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
+    assert facts.knob("micro_batch").values == ()
+    assert "not the sum" in facts.micro_batch_dependent[0].why
+    fixed = spec_from_objects(workload).model_copy(update={"options": {"fixed_micro_batch": 4}})
+    assert inspect_workload(fixed, make_hardware(), "cpu").knob("micro_batch").values == (4,)
+
+
+def test_a_loss_that_fails_is_the_users_error():
+    from autoplan.errors import WorkloadError
+
+    workload = classifier()
+    workload.loss = lambda model, batch: model(batch["pixels"])
+    with pytest.raises(WorkloadError, match="KeyError.*pixels"):
+        inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
