@@ -75,12 +75,17 @@ def configuration(plan: Plan) -> Rows:
     """Each knob that the plan sets, and why; then those it leaves as they are, with a reason if there is one."""
     reasons = {choice.knob: choice.reason for choice in plan.choices}
     chosen = plan.config.knobs_off_default()
-    rows: list[tuple[str, ...]] = [(knob, str(value), reasons.get(knob, "")) for knob, value in chosen.items()]
+    rows: list[tuple[str, ...]] = [(knob, value_words(value), reasons.get(knob, "")) for knob, value in chosen.items()]
     rows.insert(1, ("accumulation", str(plan.accumulation), accumulation_reason(plan)))
     values = plan.config.model_dump()
     kept = [knob for knob in reasons if knob in values and knob not in chosen]
-    rows += [(knob, str(values[knob]), reasons[knob]) for knob in kept]
+    rows += [(knob, value_words(values[knob]), reasons[knob]) for knob in kept]
     return Rows(("knob", "value", "why"), rows)
+
+
+def value_words(value: object) -> str:
+    """A knob's value; None is what torch does by itself."""
+    return "torch's own" if value is None else str(value)
 
 
 def accumulation_reason(plan: Plan) -> str:

@@ -20,7 +20,7 @@ def colour(plan: Plan, trial: Trial) -> str:
     """The plan's own trials, the baseline, the rest."""
     if trial.config == plan.config:
         return "var(--best)"
-    return "var(--plain)" if trial.purpose == "baseline" else "var(--other)"
+    return "var(--plain)" if trial.config == plan.baseline.config else "var(--other)"
 
 
 def draw_rates(plan: Plan) -> str:
@@ -36,7 +36,7 @@ def draw_rates(plan: Plan) -> str:
     for number, trial in enumerate(trials):
         middle = 5 + row * number + row / 2
         name = f"{trial.number}: {trial.config.describe()}"
-        parts.append(_text(left - 10, middle + 4, _short(name, 52), anchor="end", title=name))
+        parts.append(_text(left - 10, middle + 4, _short(name, 44), anchor="end", title=name))
         if trial.tokens_per_s is None or trial.outcome is not Outcome.OK:
             parts.append(_text(left, middle + 4, trial.outcome.value.replace("_", " "), css="soft", title=trial.reason))
             continue
