@@ -104,8 +104,8 @@ def _summary(options: SearchOptions) -> dict[str, Any]:
     spec = options.spec
     return {
         "model": spec.name,
-        "sequence_length": spec.sequence_length,
-        "global_batch": spec.global_batch,
+        "sequence_length": None if "sequence_length" in spec.open_fields else spec.sequence_length,
+        "global_batch": None if "global_batch" in spec.open_fields else spec.global_batch,
         "device": options.device or "auto",
         "fixed": dict(options.fixed),
         "bounds": {knob: bound.describe() for knob, bound in options.bounds.items()},

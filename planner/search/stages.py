@@ -141,7 +141,7 @@ def run_trials(session: Session) -> str:
         session.measure(
             "search",
             config,
-            deadline_s=min(session.hard_deadline_s(reserve_s), 4 * expected_s + 60.0),
+            deadline_s=min(session.hard_deadline_s(reserve_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)),
             best_high_s=best.step_time_s.high if best is not None and best.step_time_s is not None else None,
         )
 
@@ -165,11 +165,10 @@ def run_finalists(session: Session) -> None:
         if rounds_done >= MAX_ROUNDS:
             return
         todo = [entry for entry in line_up if len(entry.finalist_runs) == rounds_done]
-        while len(todo) > 1 and not _affordable(session, todo):
-            if len(field) < 2:
-                break
-            dropped = field.pop()
-            todo = [entry for entry in todo if entry.config != dropped.config]
+        while len(field) > 1 and not _affordable(session, todo):
+            dearest = max(field, key=repeat_cost_s)  # they are about equally fast: what is left is better known
+            field.remove(dearest)
+            todo = [entry for entry in todo if entry.config != dearest.config]
         if not _affordable(session, todo):
             session.note(
                 f"the finalists were measured in {rounds_done} round(s); the budget had no room for another"
@@ -200,8 +199,12 @@ def _line_up(session: Session, field: Sequence[Entry]) -> list[Entry]:
 
 
 def _affordable(session: Session, entries: Sequence[Entry]) -> bool:
-    cost_s = sum(entry.first.seconds_spent for entry in entries)
-    return cost_s <= session.left_s - session.parity_reserve_s
+    return sum(map(repeat_cost_s, entries)) <= session.left_s - session.parity_reserve_s
+
+
+def repeat_cost_s(entry: Entry) -> float:
+    """Expected seconds of measuring a configuration again: compiling is quicker with a warm cache (half is assumed)."""
+    return entry.first.seconds_spent - 0.5 * entry.first.phase_seconds.get("compile", 0.0)
 
 
 # Parity.

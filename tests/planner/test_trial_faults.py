@@ -39,7 +39,7 @@ def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
     values: dict[str, object] = {
         "number": number,
         "purpose": "search",
-        "config": TrainingConfig(micro_batch=12),
+        "config": TrainingConfig(micro_batch=128),
         "prediction": None,
         "time_box_s": 1.0,
         "deadline_s": 60.0,
@@ -50,9 +50,9 @@ def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
 @pytest.mark.parametrize(
     ("micro_batch", "outcome", "detail", "words"),
     [
-        (1, Outcome.CRASHED, None, "planted"),
-        (2, Outcome.CRASHED, "SIGKILL", "signal 9"),
-        (4, Outcome.CRASHED, "SIGSEGV", "signal 11"),
+        (12, Outcome.CRASHED, None, "planted"),
+        (192, Outcome.CRASHED, "SIGKILL", "signal 9"),
+        (384, Outcome.CRASHED, "SIGSEGV", "signal 11"),
         (8, Outcome.TIMEOUT, "warmup", "deadline of 2 s"),
         (16, Outcome.CRASHED, "exit status 3", "exit status 3"),
         (96, Outcome.CRASHED, "exit status 3", "exit status 3"),
@@ -83,7 +83,7 @@ def test_a_good_trial_says_all_it_measured(runner: TrialRunner):
     assert trial.step_time_s is not None
     assert trial.tokens_per_s is not None
     assert trial.step_time_s.low <= trial.step_time_s.median <= trial.step_time_s.high
-    assert trial.tokens_per_s.median == pytest.approx(192 / trial.step_time_s.median)
+    assert trial.tokens_per_s.median == pytest.approx(384 / trial.step_time_s.median)
     assert trial.method == "whole_steps"
     assert 50 << 20 < (trial.peak_memory_bytes or 0) < 1 << 30
     assert trial.loss is not None
