@@ -61,12 +61,11 @@ class PrecisionStrategy:
 
 
 def set_matmul_tf32(enabled: bool) -> None:
-    """Lets fp32 matmuls and convolutions on CUDA round their inputs to TF32, or not; for the whole process."""
-    if not torch.cuda.is_available():
-        return
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if enabled else "ieee"
-        torch.backends.cudnn.conv.fp32_precision = "tf32" if enabled else "ieee"  # type: ignore[attr-defined]
-    else:
-        torch.backends.cuda.matmul.allow_tf32 = enabled
+    """Lets fp32 matmuls and convolutions on CUDA round their inputs to TF32, or not; for the whole process.
+
+    Set through the older of torch's two interfaces: it sets the newer one (`fp32_precision`) along, while after the
+    newer one alone the getters raise, and torch.compile calls them (torch 2.13, measured).
+    """
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if enabled else "highest")
         torch.backends.cudnn.allow_tf32 = enabled

@@ -50,7 +50,8 @@ def make_spec(
     check_count("the sequence length", sequence_length, "--seq-len 1024")
     chosen = {key: value for key, value in (options or {}).items() if value is not None or key == "max_grad_norm"}
     if ".py:" in model:
-        return _function_spec(model, sequence_length, global_batch, chosen)
+        given = {key: value for key, value in chosen.items() if value is not None}
+        return _function_spec(model, sequence_length, global_batch, given)
     unknown = sorted(set(chosen) - set(LANGUAGE_OPTIONS))
     if unknown:
         raise WorkloadError(
@@ -261,10 +262,6 @@ def _load_function(spec: WorkloadSpec) -> Workload:
             f"{spec.reference} takes no {', '.join(untaken)}",
             hint=f"It takes {', '.join(taken) or 'nothing'}; add a parameter of that name to the function.",
         )
-    if "sequence_length" in given and "sequence_length" not in taken and "sequence_length" not in spec.open_fields:
-        workload_length_fixed = True
-    else:
-        workload_length_fixed = False
     try:
         workload = function(**{key: value for key, value in given.items() if key in taken})
     except WorkloadError:
@@ -279,7 +276,7 @@ def _load_function(spec: WorkloadSpec) -> Workload:
             f"{spec.reference} returned {type(workload).__name__}; it returns an autoplan.Workload",
             hint="End the function with: return autoplan.Workload(name=..., build_model=..., make_batch=..., ...)",
         )
-    if workload_length_fixed and workload.sequence_length != spec.sequence_length:
+    if spec.sequence_length is not None and workload.sequence_length != spec.sequence_length:
         raise WorkloadError(
             f"{spec.reference} makes sequences of {workload.sequence_length}, and {spec.sequence_length} was asked for",
             hint="Leave out --seq-len, or give the function a parameter sequence_length.",

@@ -214,6 +214,16 @@ def test_functions_that_do_not_give_a_workload(function_file, function, says):
         load_workload(make_spec(model=f"{function_file}:{function}"))
 
 
+def test_a_length_that_the_function_does_not_take(function_file):
+    with pytest.raises(WorkloadError, match="sequences of None"):
+        load_workload(make_spec(model=f"{function_file}:workload", sequence_length=16))
+
+
+def test_an_option_that_the_function_does_not_take(function_file):
+    with pytest.raises(WorkloadError, match="takes no depth"):
+        load_workload(make_spec(model=f"{function_file}:workload", options={"depth": 3}))
+
+
 def test_missing_function_names_the_near_ones(function_file):
     with pytest.raises(WorkloadError, match="workload"):
         make_spec(model=f"{function_file}:worklaod")

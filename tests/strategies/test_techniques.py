@@ -227,6 +227,21 @@ def test_threads_are_set_for_the_process():
     assert torch.get_num_threads() == 2
 
 
+def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):
+    from autoplan.strategies.precision import set_matmul_tf32
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        for enabled in (True, False):
+            set_matmul_tf32(enabled)
+            assert torch.backends.cuda.matmul.allow_tf32 is enabled
+            assert torch.backends.cudnn.allow_tf32 is enabled
+            assert torch.get_float32_matmul_precision() == ("high" if enabled else "highest")
+            assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if enabled else "ieee")
+    finally:
+        set_matmul_tf32(False)
+
+
 def test_scaled_logits_leave_the_fused_loss_out():
     workload = language()
     model = workload.build_model()
