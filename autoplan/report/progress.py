@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -60,7 +60,7 @@ class PlainProgress(SearchObserver):
     def on_trial_started(
         self,
         number: int,
-        purpose: Literal["baseline", "search", "finalist"],
+        purpose: str,
         config: TrainingConfig,
         prediction: Prediction | None,
         budget: BudgetState,
@@ -133,7 +133,7 @@ class LiveProgress(PlainProgress):
     def on_trial_started(
         self,
         number: int,
-        purpose: Literal["baseline", "search", "finalist"],
+        purpose: str,
         config: TrainingConfig,
         prediction: Prediction | None,
         budget: BudgetState,
