@@ -20,6 +20,8 @@ ASSUMED_LINK_EFFICIENCY = 0.8
 # per step of a ring: an all-reduce of few bytes over 8 GPUs takes some 30 us in nccl-tests, 14 steps
 ASSUMED_INTRA_LATENCY_S = 2.2e-6
 ASSUMED_INTER_LATENCY_S = 15e-6
+# per step of a ring between nodes; all-gather and reduce-scatter have no trees in NCCL, so every node is a step
+ASSUMED_RING_LATENCY_S = 6e-6
 # gloo on loopback, where its probe did not run
 ASSUMED_GLOO_BYTES_PER_S = 1.0e9
 ASSUMED_GLOO_LATENCY_S = 2e-4
@@ -53,6 +55,12 @@ class Links:
         waiting = np.where(ranks > 1, (local - 1) * self.intra_latency_s, 0.0)
         waiting = waiting + np.log2(np.maximum(nodes, 1.0)) * self.inter_latency_s
         return np.asarray(np.where(ranks > 1, moving + waiting, 0.0))
+
+    def ring_latency_s(self, ranks: Floats, local: Floats) -> Floats:
+        """Seconds that the smallest all-gather or reduce-scatter takes: one step of a ring per rank and node."""
+        local = np.minimum(local, ranks)
+        nodes = ranks / np.maximum(local, 1)
+        return np.asarray((local - 1) * self.intra_latency_s + (nodes - 1) * ASSUMED_RING_LATENCY_S)
 
     def send_s(self, payload: Floats, crosses_nodes: Floats) -> Floats:
         """Seconds of one message between two ranks."""
@@ -150,11 +158,13 @@ def exchange(
     zero3 = c.sharding == SHARDINGS.index("zero3")
     sharded = c.sharding > 0
     whole = parameters * gather_bytes
-    once = links.gather_s(whole, ranks, local_shard)
+    units = np.ceil(num_blocks / c.pp)
+    waiting = units * links.ring_latency_s(ranks, local_shard)  # FSDP gathers and scatters block by block
+    once = links.gather_s(whole, ranks, local_shard) + np.where(zero3, waiting, 0.0)
     # forward and backward gather; with parameters kept after the forward once per optimizer step
     gather = np.where(zero3, 2 * once, 0.0)
     reduced = parameters * gradient_bytes
-    scatter = links.gather_s(reduced, ranks, local_shard)
+    scatter = links.gather_s(reduced, ranks, local_shard) + np.where(zero3, waiting, 0.0)
     shards = np.where(sharded, scatter, links.all_reduce_s(reduced, ranks, local_shard))
     replicas = links.all_reduce_s(reduced / np.where(sharded, ranks, 1.0), c.dp_replicate, local_replicas)
     gradient = shards + replicas

@@ -124,8 +124,8 @@ class Estimator:
             parts[:, here], bubble[here], flops[here] = self._time(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
             if plain.key.loss == "fused":  # its chunks are never larger than the whole, which the line can't know
-                whole = (self.variant(v.key.model_copy(update={"loss": "full"})) for v in (plain, full))
-                unfused = traced_memory(*whole, self.profile, some)
+                keys = [v.key.model_copy(update={"loss": "full"}) for v in (plain, full)]
+                unfused = traced_memory(self.variant(keys[0]), self.variant(keys[1]), self.profile, some)
                 held.activations = np.minimum(held.activations, unfused.live - held.live + held.activations)
             for row, name in enumerate(("parameters", "optimizer", "gradients", "activations", "gathered")):
                 memory[row, here] = getattr(held, name)

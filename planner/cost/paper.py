@@ -276,9 +276,9 @@ def _head(rows: Layouts, tokens: Floats, width: Floats, f: Factors) -> dict[str,
 
 def _communication(rows: Layouts, width: Floats, full: Floats) -> Any:
     links = Links(
-        intra_bytes_per_s=LINK_EFFICIENCY * rows.intra_bytes_per_s,  # type: ignore[arg-type]
-        inter_bytes_per_s=LINK_EFFICIENCY * rows.inter_bytes_per_s,  # type: ignore[arg-type]
-        ranks_per_node=rows.gpus_per_node,  # type: ignore[arg-type]
+        intra_bytes_per_s=LINK_EFFICIENCY * rows.intra_bytes_per_s,
+        inter_bytes_per_s=LINK_EFFICIENCY * rows.inter_bytes_per_s,
+        ranks_per_node=rows.gpus_per_node,
     )
     sharded = rows.sharding == SHARDINGS.index("zero3")
     return exchange(
@@ -286,7 +286,7 @@ def _communication(rows: Layouts, width: Floats, full: Floats) -> Any:
         links,
         parameters=rows.parameters / (rows.tp * rows.pp),
         boundary_bytes=width * rows.micro_batch * rows.seq_len * rows.hidden,
-        num_blocks=rows.layers,  # type: ignore[arg-type]
+        num_blocks=rows.layers,
         block_all_reduces=4.0 + 2.0 * full,
         gather_bytes=width,
         gradient_bytes=np.where(sharded, width, np.where(width == 2, 4.0, width)),

@@ -44,10 +44,38 @@ OUTPUT = (
     "reason",
 )
 INPUT = (
-    "id model layers hidden heads kv_heads ffn vocab gated_mlp tied_embeddings seq_len chip num_gpus gpus_per_node "
-    "intra_gbytes_per_s inter_gbits_per_s_per_gpu tp sequence_parallel pp virtual_stages schedule dp_replicate dp_shard "
-    "sharding micro_batch global_batch precision checkpointing compile attention optimizer"
-).split()
+    "id",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "gated_mlp",
+    "tied_embeddings",
+    "seq_len",
+    "chip",
+    "num_gpus",
+    "gpus_per_node",
+    "intra_gbytes_per_s",
+    "inter_gbits_per_s_per_gpu",
+    "tp",
+    "sequence_parallel",
+    "pp",
+    "virtual_stages",
+    "schedule",
+    "dp_replicate",
+    "dp_shard",
+    "sharding",
+    "micro_batch",
+    "global_batch",
+    "precision",
+    "checkpointing",
+    "compile",
+    "attention",
+    "optimizer",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +254,7 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
             )
         inter = 1e3
     return {
-        **_dimensions(model),
+        **dimension_columns(model),
         "seq_len": sequence,
         **_figures(chip, peak),
         "gpus_per_node": float(per_node),
@@ -269,7 +297,8 @@ def _model(row: Mapping[str, Any]) -> Transformer:
     )
 
 
-def _dimensions(model: Transformer) -> dict[str, Any]:
+def dimension_columns(model: Transformer) -> dict[str, Any]:
+    """The columns of Layouts that a model fills."""
     return {
         "layers": float(model.layers),
         "hidden": float(model.hidden),

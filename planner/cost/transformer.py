@@ -66,7 +66,7 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
     """
     kind = str(config.get("model_type"))
     if kind == "gpt2":
-        hidden = config["n_embd"] if "n_embd" in config else 768
+        hidden = config.get("n_embd", 768)
         layers, heads = config.get("n_layer", 12), config.get("n_head", 12)
         length = config.get("n_positions", 1024)
         return Transformer(

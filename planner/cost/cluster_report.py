@@ -1,0 +1,91 @@
+"""What `autoplan estimate` answers for a cluster, as one document."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from autoplan.errors import NoFeasiblePlanError
+from autoplan.planner.cost.layout_search import (
+    Question,
+    scaling,
+    search_layouts,
+    show_layout,
+    smallest_cluster,
+    why_others_lose,
+)
+from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD
+from autoplan.planner.cost.reckon import reckon
+from autoplan.planner.cost.rows import Z_90
+
+
+def estimate_cluster(
+    question: Question, *, model_name: str, tokens: float | None, assumed: tuple[str, ...], top: int
+) -> dict[str, Any]:
+    """Best layouts, time to train, cost, smallest cluster, scaling, why the others lose, and the account by hand.
+
+    Raises:
+        NoFeasiblePlanError: no layout fits, and by how much.
+        ConfigError: no layout is legal.
+    """
+    started = time.perf_counter()
+    answer = search_layouts(question)
+    priced_s = time.perf_counter() - started
+    spread = math.exp(Z_90 * (UNCALIBRATED_SD if question.factors is None else CALIBRATED_SD))
+    smallest = smallest_cluster(question)
+    if answer.best is None:
+        i = int(np.argmin(answer.table.peak_memory_bytes))
+        need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
+        more = f"At least {smallest['num_gpus']} of these GPUs are needed. " if smallest else ""
+        raise NoFeasiblePlanError(
+            f"{model_name} fits no layout of {question.cluster.num_gpus} x {question.cluster.chip}: the leanest takes "
+            f"{need:.1f} of {have:.0f} GiB on a GPU",
+            hint=more
+            + "More GPUs, larger ones, a lighter optimizer (--fix optimizer=adamw_8bit) or shorter sequences.",
+        )
+    best = show_layout(answer, answer.best, spread=spread)
+    document: dict[str, Any] = {
+        "status": "ok",
+        "model": {"name": model_name, "parameters": question.model.parameters, **question.model.model_dump()},
+        "cluster": question.cluster.model_dump() | {"num_gpus": question.cluster.num_gpus},
+        "seq_len": question.seq_len,
+        "global_batch": question.global_batch,
+        "assumed": list(assumed),
+        "configurations_priced": len(answer.layouts),
+        "configurations_that_fit": len(answer.order),
+        "pricing_s": priced_s,
+        "best": [show_layout(answer, int(i), spread=spread) for i in answer.order[:top]],
+        "training": _training(question, best, tokens),
+        "smallest_cluster": smallest,
+        "scaling": scaling(question),
+        "why_others_lose": why_others_lose(answer),
+        "account": reckon(
+            question.model,
+            question.cluster,
+            seq_len=question.seq_len,
+            global_batch=question.global_batch,
+            tokens=tokens,
+        ),
+    }
+    document["total_s"] = time.perf_counter() - started
+    return document
+
+
+def _training(question: Question, best: dict[str, Any], tokens: float | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    seconds = tokens / best["tokens_per_s"]
+    gpu_hours = seconds / 3600 * question.cluster.num_gpus
+    price = question.cluster.price_per_gpu_hour
+    return {
+        "tokens": tokens,
+        "steps": math.ceil(tokens / (question.global_batch * question.seq_len)),
+        "days": seconds / 86400,
+        "days_low": tokens / (question.global_batch * question.seq_len) * best["step_time_low_s"] / 86400,
+        "days_high": tokens / (question.global_batch * question.seq_len) * best["step_time_high_s"] / 86400,
+        "gpu_hours": gpu_hours,
+        "cost": None if price is None else gpu_hours * price,
+    }
