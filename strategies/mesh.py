@@ -148,6 +148,16 @@ class GlobalNormClipper:
         return square.sqrt()
 
 
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """fp16: where the gradients of any rank held inf or NaN, every rank skips the step and lowers the scale.
+
+    Shards and stages differ in what they hold; a rank that stepped alone would leave the others' model.
+    """
+    # What torch's own ShardedGradScaler reads too: there is no public way.
+    for found in scaler._found_inf_per_device(optimizer).values():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
 def rank_seed(seed: int, mesh: DeviceMesh | None) -> int:
     """The seed of what is random while training (dropout): another one on each rank, the workload's own on one."""
     return seed if mesh is None else seed + 1 + dist.get_rank()

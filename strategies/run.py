@@ -11,7 +11,7 @@ from torch import nn
 from autoplan.errors import WorkloadError
 from autoplan.strategies.base import Build
 from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch, split_batch
-from autoplan.strategies.mesh import local_tensor, rank_seed
+from autoplan.strategies.mesh import agree_on_overflow, local_tensor, rank_seed
 from autoplan.strategies.state import collect_state, restore_state
 
 
@@ -152,6 +152,8 @@ class TrainingRun:
         count = self._build.sum_over_ranks(count)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+            if self.mesh is not None:
+                agree_on_overflow(self.scaler, self.optimizer)
         if self.workload.count is None:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], divisor / count)

@@ -110,11 +110,16 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
     children = dict(parent.named_children())
     drops = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
     norms = [name for name, child in children.items() if _is_norm(child)]
+    entry = prefix + drops[0] if len(drops) == 1 else blocks[0]
+    for name, module in model.named_modules():
+        within = any(name.startswith(block + ".") for block in blocks)
+        if isinstance(module, nn.Dropout) and module.p > 0 and name != entry and not within:
+            return f"{name} drops out of hidden states that every rank holds whole; each would drop others"
     unit, unit_of = _unit(model, styles)
     return TensorPlan(
         styles=styles,
         regions=regions,
-        entry=prefix + drops[0] if len(drops) == 1 else blocks[0],
+        entry=entry,
         exit=prefix + norms[-1] if len(norms) == 1 else blocks[-1],
         head=None if structure.head is None else structure.head[0],
         vocabulary_tables=_vocabulary_tables(structure),

@@ -1,0 +1,157 @@
+"""What ranks have to agree on besides gradients: random states, skipped steps, and refusals with their reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autoplan.errors import ConfigError
+from autoplan.processes import RankContext, Task, Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.mesh import local_tensor, named_parameters
+from autoplan.strategies.prepare import prepare
+from tests.strategies.parallel.world import build_gpt2, make_workload, run_ranks
+
+
+def build_gpt2_with_dropout() -> Any:
+    model = build_gpt2()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    return model
+
+
+def train_with_dropout(context: RankContext, config: TrainingConfig) -> dict[str, Any]:
+    """Two steps; the sums of what this rank holds of the norms, and one random number drawn after."""
+    context.init_process_group("gloo", 60.0)
+    workload = make_workload("gpt2", build_model=build_gpt2_with_dropout)
+    run = prepare(workload, config, device="cpu")
+    first = float(torch.rand(()))
+    for index in range(2):
+        run.step(run.local_share(workload.make_batch(workload.global_batch, index)))
+    sums = {
+        name: float(local_tensor(parameter.detach()).double().sum())
+        for name, parameter in named_parameters(run.model)
+        if ".ln_" in name or "wpe" in name
+    }
+    return {"sums": sums, "first": first}
+
+
+@pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp_replicate": 2}])
+def test_with_dropout_ranks_draw_differently_and_hold_the_same(zygote: Zygote, knobs: dict[str, Any]) -> None:
+    config = TrainingConfig(micro_batch=2, **knobs)
+    report = run_ranks(zygote, train_with_dropout, 2, (config,))
+    one, other = (rank.result for rank in report.ranks)
+    assert one["first"] != other["first"]
+    assert one["sums"] == other["sums"] and one["sums"]
+
+
+def overflow_on_one_rank(context: RankContext, config: TrainingConfig) -> dict[str, Any]:
+    context.init_process_group("gloo", 60.0)
+    workload = make_workload("gpt2")
+    run = prepare(workload, config, device="cpu")
+    before = {name: local_tensor(value.detach()).clone() for name, value in named_parameters(run.model)}
+    parts = run.forward_backward(run.local_share(workload.make_batch(workload.global_batch, 0)))
+    if context.rank == 1:
+        gradient = next(value.grad for _, value in named_parameters(run.model) if value.grad is not None)
+        local_tensor(gradient).view(-1)[0] = float("inf")
+    result = run.optimizer_step(*parts)
+    same = all(torch.equal(local_tensor(value.detach()), before[name]) for name, value in named_parameters(run.model))
+    assert run.scaler is not None
+    return {"skipped": result.skipped, "same": same, "scale": run.scaler.get_scale()}
+
+
+@pytest.mark.parametrize("knobs", [{"pp": 2, "pp_microbatches": 4}, {"dp_shard": 2}, {"tp": 2}])
+def test_an_overflow_on_one_rank_is_skipped_by_all(zygote: Zygote, knobs: dict[str, Any]) -> None:
+    config = TrainingConfig(micro_batch=2, precision="fp16", **knobs)
+    report = run_ranks(zygote, overflow_on_one_rank, 2, (config,))
+    results = [rank.result for rank in report.ranks]
+    assert results[0] == results[1]
+    assert results[0]["skipped"] and results[0]["same"]
+
+
+def refuse(context: RankContext, config: TrainingConfig, model: str, options: dict[str, Any]) -> str:
+    if context.world_size > 1:
+        context.init_process_group("gloo", 60.0)
+    try:
+        prepare(make_workload(model, **options), config, device="cpu")
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def build_encoder() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ranks", "words"),
+    [
+        ({"dp_replicate": 8, "micro_batch": 1}, 2, ("for 8 rank(s)", "2 run(s)", "torchrun")),
+        ({"pp": 2, "pp_microbatches": 4, "compile": "model"}, 2, ("graph of the whole model",)),
+        ({"pp": 2, "pp_microbatches": 3}, 2, ("pp_microbatches=3", "does not divide")),
+        ({"pp": 2, "pp_microbatches": 1}, 2, ("idle",)),
+        ({"pp": 2, "pp_microbatches": 4, "virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, 2, ("4 blocks",)),
+        (
+            {
+                "pp": 2,
+                "pp_microbatches": 4,
+                "virtual_stages": 2,
+                "pp_schedule": "zero_bubble",
+                "checkpointing": "full",
+            },
+            2,
+            ("zero_bubble goes through a graph twice",),
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(
+    zygote: Zygote, knobs: dict[str, Any], ranks: int, words: tuple[str, ...]
+) -> None:
+    config = TrainingConfig(**({"micro_batch": 2} | knobs))
+    report = run_ranks(zygote, refuse, ranks, (config, "gpt2", {}))
+    for rank in report.ranks:
+        assert all(word in rank.result for word in words), rank.result
+
+
+def test_tp_needs_a_plan_and_a_degree_that_divides(zygote: Zygote) -> None:
+    report = run_ranks(zygote, refuse, 3, (TrainingConfig(micro_batch=2, tp=3), "gpt2", {}))
+    assert "4 attention heads" in report.ranks[0].result and "tp can be 1, 2, 4" in report.ranks[0].result
+    report = run_ranks(
+        zygote, refuse, 2, (TrainingConfig(micro_batch=2, tp=2), "gpt2", {"build_model": build_encoder, "head": None})
+    )
+    assert "has no tensor-parallel plan" in report.ranks[0].result
+
+
+def die(context: RankContext) -> None:
+    import os
+    import signal
+    import time
+
+    import torch.distributed as dist
+
+    context.init_process_group("gloo", 60.0)
+    dist.barrier()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))  # waits for a rank that is gone
+    time.sleep(60)
+
+
+def test_one_killed_rank_ends_the_task(zygote: Zygote) -> None:
+    import time
+
+    import psutil
+
+    start = time.monotonic()
+    report = zygote.run(Task(target=die, ranks=2, deadlines_s={"*": 50.0}, env={"OMP_NUM_THREADS": "1"}))
+    assert time.monotonic() - start < 40  # well before the deadline, on a machine that others load
+    failure = report.first_failure
+    assert failure is not None and failure.rank == 1 and failure.signal == 9
+    assert not any(psutil.pid_exists(rank.pid) for rank in report.ranks if rank.pid)
