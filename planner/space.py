@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.planner.plan import LeftOutFamily, Prediction
+from autoplan.planner.plan import LeftOutFamily
 from autoplan.planner.search.options import Bound
 from autoplan.probes.profile import Device, Record
 from autoplan.strategies.config import (
@@ -25,6 +27,7 @@ from autoplan.strategies.config import (
 from autoplan.strategies.degrees import coherent_with_pipeline
 
 if TYPE_CHECKING:
+    from autoplan.planner.cost.estimate import CostTable
     from autoplan.strategies.inspect import KnobChoices
 
 DEGREES = (
@@ -38,6 +41,10 @@ DEGREES = (
     "virtual_stages",
 )
 """The knobs that say how ranks share the work; they come as whole combinations, not one by one."""
+
+RANK_COUNTS = ("dp_replicate", "dp_shard", "tp", "pp")
+
+MAX_CANDIDATES = 20_000
 
 CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -251,9 +258,7 @@ def _combine(
             base = plain.model_copy(update={"micro_batch": micro_batch, **combination})
             shared = base.model_dump()
             together = (
-                rows
-                if base.pp == 1
-                else [row for row in rows if coherent_with_pipeline(shared | row, global_batch)]
+                rows if base.pp == 1 else [row for row in rows if coherent_with_pipeline(shared | row, global_batch)]
             )
             candidates += [base.model_copy(update=row) for row in together]
     return candidates
@@ -284,37 +289,61 @@ def _family(drop: Dropped, candidates: int, values: Mapping[str, Sequence[Any]])
     )
 
 
-def drop_what_cannot_fit(
-    candidates: Sequence[TrainingConfig], predictions: Sequence[Prediction], memory_limit_bytes: int
-) -> tuple[list[tuple[TrainingConfig, Prediction]], list[LeftOutFamily]]:
-    """Splits the candidates into those that may fit and, by family, those that are predicted not to.
+def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device: str) -> float:
+    """What one rank may take: on CPU the limit is for all ranks together, on CUDA for each device."""
+    return memory_limit_bytes / config.world_size if device == "cpu" else memory_limit_bytes
 
-    A candidate is left out where even the low end of its predicted peak is above the limit.
+
+def keep_what_may_win(
+    candidates: Sequence[TrainingConfig], table: CostTable, memory_limit_bytes: int, device: str
+) -> tuple[list[int], list[LeftOutFamily]]:
+    """Indices of the candidates worth a trial, in their order, and the families that are not, with by how much.
+
+    Left out is what cannot fit (even the low end of its predicted peak is above the limit) and, beyond
+    MAX_CANDIDATES, what is predicted to be slowest.
     """
-    kept: list[tuple[TrainingConfig, Prediction]] = []
-    over: dict[str, list[Prediction]] = {}
-    for config, prediction in zip(candidates, predictions, strict=True):
-        if prediction.verdict != "does_not_fit":
-            kept.append((config, prediction))
-            continue
-        names = [f"micro_batch={config.micro_batch}", f"checkpointing={config.checkpointing}", f"loss={config.loss}"]
-        names += [f"{knob}={getattr(config, knob)}" for knob in ("dp_shard", "tp", "pp") if getattr(config, knob) > 1]
-        over.setdefault(" ".join(names), []).append(prediction)
-    families = []
-    for family, members in over.items():
-        least = min(members, key=lambda prediction: prediction.peak_memory_bytes)
-        excess = least.peak_memory_bytes - memory_limit_bytes
-        families.append(
+    shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
+    too_big = table.peak_memory_low_bytes > shares
+    families: dict[str, list[int]] = {}
+    for index in np.flatnonzero(too_big).tolist():
+        families.setdefault(_memory_family(candidates[index]), []).append(index)
+    left_out = []
+    for family, members in families.items():
+        least = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
+        peak, low, high = (
+            float(column[least]) / 2**30
+            for column in (table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes)
+        )
+        share = float(shares[least]) / 2**30
+        left_out.append(
             LeftOutFamily(
                 family=family,
-                limit=f"memory: {memory_limit_bytes / 2**30:.2f} GiB for one trial",
-                by=f"predicted at least {least.peak_memory_bytes / 2**30:.2f} GiB "
-                f"({least.peak_memory_low_bytes / 2**30:.2f} to {least.peak_memory_high_bytes / 2**30:.2f}), "
-                f"{excess / 2**30:.2f} GiB too much",
+                limit=f"memory: {share:.2f} GiB for one rank",
+                by=f"predicted at least {peak:.2f} GiB ({low:.2f} to {high:.2f}), {peak - share:.2f} GiB too much",
                 configurations=len(members),
             )
         )
-    return kept, families
+    kept = np.flatnonzero(~too_big)
+    if len(kept) > MAX_CANDIDATES:
+        order = kept[np.argsort(table.step_time_low_s[kept], kind="stable")]
+        slow = order[MAX_CANDIDATES:]
+        factor = float(table.step_time_low_s[slow[0]] / table.step_time_s[order[0]])
+        left_out.append(
+            LeftOutFamily(
+                family=f"all but the {MAX_CANDIDATES} that are predicted to be fastest",
+                limit="the number of candidates that are kept in view",
+                by=f"at their most optimistic at least {factor:.2f} times the step time of the fastest prediction",
+                configurations=len(slow),
+            )
+        )
+        kept = np.sort(order[:MAX_CANDIDATES])
+    return [int(index) for index in kept], left_out
+
+
+def _memory_family(config: TrainingConfig) -> str:
+    names = [f"micro_batch={config.micro_batch}", f"checkpointing={config.checkpointing}", f"loss={config.loss}"]
+    names += [f"{knob}={getattr(config, knob)}" for knob in RANK_COUNTS if getattr(config, knob) > 1]
+    return " ".join(names)
 
 
 def parse_bound(text: str) -> tuple[str, Bound]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from autoplan.errors import PlanError, UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.search.options import (
@@ -124,7 +126,7 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
         ground = lay_groundwork(options, zygote, observer)
     candidates = [
         Candidate(config=config, prediction=prediction)
-        for config, prediction in zip(ground.candidates, ground.predictions, strict=True)
+        for config, prediction in zip(ground.candidates, ground.estimator.estimate(ground.candidates), strict=True)
     ]
     candidates.sort(key=lambda candidate: candidate.prediction.step_time_s if candidate.prediction else 0.0)
     return SearchResult(
@@ -231,6 +233,7 @@ def _open_session(
         ground.estimator,
         cost,
         memory_limit_bytes=ground.memory_limit_bytes,
+        device=ground.device,
         kind=options.sampler,
         seed=options.seed,
     )
@@ -304,16 +307,17 @@ def _run_stages(session: Session) -> SearchResult:
 
 def _nothing_fits(store: Store, ground: Groundwork, budget_s: float) -> SearchResult:
     """No candidate is predicted to fit: say by how much, and what would have to change."""
-    everything = ground.estimator.estimate(ground.space.candidates)
-    least = min(everything, key=lambda prediction: prediction.peak_memory_bytes)
-    config = ground.space.candidates[everything.index(least)]
-    limit = ground.memory_limit_bytes
+    candidates = ground.space.candidates
+    table = ground.estimator.table(candidates)
+    ranks = np.array([config.world_size if ground.device == "cpu" else 1 for config in candidates])
+    least = int(np.argmin(table.peak_memory_bytes * ranks))
+    peak, high = (float(c[least] * ranks[least]) for c in (table.peak_memory_bytes, table.peak_memory_high_bytes))
     reason = (
-        f"nothing fits: the smallest of {len(everything)} configurations, {config.describe()}, is predicted to take "
-        f"{least.peak_memory_bytes / 2**30:.2f} GiB; a trial may take {limit / 2**30:.2f} GiB"
+        f"nothing fits: the smallest of {len(candidates)} configurations, {candidates[least].describe()}, is predicted "
+        f"to take {peak / 2**30:.2f} GiB; a trial may take {ground.memory_limit_bytes / 2**30:.2f} GiB"
     )
     hint = (
-        f"Raise --memory-limit to at least {least.peak_memory_high_bytes / 2**30:.2f} GiB if the machine has it, "
+        f"Raise --memory-limit to at least {high / 2**30:.2f} GiB if the machine has it, "
         "or shorten --seq-len, or use a smaller model or more devices."
     )
     return _finish(None, store, ground, budget_s, "no_feasible_plan", reason, hint)

@@ -48,6 +48,7 @@ class Picker:
         estimator: The cost model, calibrated by the trials.
         cost: What trials cost in seconds.
         memory_limit_bytes: Of one trial.
+        device: cuda or cpu.
         kind: Ours, or Optuna's TPE or random sampler restricted to legal candidates.
         seed: Of all drawing.
     """
@@ -59,10 +60,11 @@ class Picker:
         cost: TrialCost,
         *,
         memory_limit_bytes: float,
+        device: str,
         kind: Sampler,
         seed: int,
     ) -> None:
-        self.surrogate = Surrogate(candidates, memory_limit_bytes)
+        self.surrogate = Surrogate(candidates, memory_limit_bytes, device)
         self.estimator = estimator
         self.cost = cost
         self.kind = kind

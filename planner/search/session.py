@@ -156,7 +156,7 @@ class Session:
             raise
         self.store.add_trial(trial)
         if asked is not None:
-            self.study.tell(asked, trial, self.ground.memory_limit_bytes)
+            self.study.tell(asked, trial)
             self.picker.told(trial)
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())

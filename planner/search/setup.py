@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import ConfigError, DeviceError, WorkloadError
-from autoplan.planner.plan import LeftOutFamily, Prediction
+from autoplan.planner.plan import LeftOutFamily
 from autoplan.planner.record import write_atomically
 from autoplan.planner.search.options import SearchObserver, SearchOptions
-from autoplan.planner.space import Space, drop_what_cannot_fit, generate
+from autoplan.planner.space import Space, generate, keep_what_may_win
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Task, Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -48,8 +48,7 @@ class Groundwork:
         facts: The workload's facts.
         space: All legal candidates.
         estimator: The cost model.
-        candidates: Those that may fit, in the space's order.
-        predictions: One per candidate.
+        candidates: Those worth a trial, in the space's order.
         left_out: Families never tried, by any limit.
     """
 
@@ -62,7 +61,6 @@ class Groundwork:
     space: Space
     estimator: Estimator
     candidates: tuple[TrainingConfig, ...]
-    predictions: tuple[Prediction, ...]
     left_out: tuple[LeftOutFamily, ...]
 
 
@@ -125,9 +123,9 @@ def lay_groundwork(
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
     )
-    predictions = estimator.estimate(space.candidates)
-    kept, too_big = drop_what_cannot_fit(space.candidates, predictions, memory_limit)
-    left_out = (*space.left_out, *too_big)
+    table = estimator.table(space.candidates)
+    kept, dropped = keep_what_may_win(space.candidates, table, memory_limit, device)
+    left_out = (*space.left_out, *dropped)
     observer.on_space(len(kept), left_out)
     return Groundwork(
         spec=spec,
@@ -138,8 +136,7 @@ def lay_groundwork(
         facts=facts,
         space=space,
         estimator=estimator,
-        candidates=tuple(config for config, _ in kept),
-        predictions=tuple(prediction for _, prediction in kept),
+        candidates=tuple(space.candidates[index] for index in kept),
         left_out=left_out,
     )
 

@@ -82,11 +82,11 @@ class SearchStudy:
         trial.set_user_attr(OWNER, ProcessIdentity.current().model_dump())
         return trial
 
-    def tell(self, asked: optuna.trial.Trial, trial: Trial, memory_limit_bytes: float) -> None:
+    def tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
         """Tells how it ended: reason and memory first, since a finished trial cannot be changed."""
         for key, value in _attributes(trial).items():
             asked.set_user_attr(key, value)
-        asked.set_constraint("memory", _memory_violation(trial, memory_limit_bytes))
+        asked.set_constraint("memory", _memory_violation(trial))
         state, value = _state(trial)
         self._study.tell(asked, value, state=state)
 
@@ -137,7 +137,6 @@ class SearchStudy:
             if any(params[k] not in d.choices for k, d in self.distributions.items()):
                 continue  # tried before its family was left out
             state, value = _state(trial)
-            limit = trial.peak_memory.limit_bytes or 0
             self._study.add_trial(
                 optuna.trial.create_trial(
                     state=state,
@@ -145,7 +144,7 @@ class SearchStudy:
                     params=params,
                     distributions=dict(self.distributions),
                     user_attrs={NUMBER: trial.number, **_attributes(trial)},
-                    constraints={"memory": _memory_violation(trial, limit)},
+                    constraints={"memory": _memory_violation(trial)},
                 )
             )
 
@@ -203,8 +202,9 @@ def _state(trial: Trial) -> tuple[Any, float | None]:
     return TrialState.FAIL, None
 
 
-def _memory_violation(trial: Trial, limit_bytes: float) -> float:
+def _memory_violation(trial: Trial) -> float:
     """Bytes over the limit as a share of it; above zero is infeasible."""
+    limit_bytes = trial.peak_memory.limit_bytes or 0
     if limit_bytes <= 0:
         return 0.0
     peak = float(trial.peak_memory_bytes or 0)

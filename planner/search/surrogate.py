@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.planner.space import memory_share_bytes
 from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
@@ -83,12 +84,16 @@ class Surrogate:
 
     Args:
         candidates: The legal configurations that may fit.
-        memory_limit_bytes: The limit on the peak.
+        memory_limit_bytes: The limit on the peak: of one device, or on CPU of all ranks together.
+        device: cuda or cpu.
     """
 
-    def __init__(self, candidates: Sequence[TrainingConfig], memory_limit_bytes: float) -> None:
+    def __init__(self, candidates: Sequence[TrainingConfig], memory_limit_bytes: float, device: str) -> None:
         self.candidates = tuple(candidates)
         self.memory_limit_bytes = memory_limit_bytes
+        self.device = device
+        shares = [memory_share_bytes(config, memory_limit_bytes, device) for config in self.candidates]
+        self._log_shares = np.log(np.maximum(np.array(shares), 1.0))
         self._codes = encode(self.candidates)
 
     def believe(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Belief:
@@ -112,7 +117,7 @@ class Surrogate:
             prior.log_memory, prior.log_memory_sd, codes[weighed], peaks, trial_prior.log_memory[weighed],
             trial_prior.log_memory_sd[weighed],
         )  # fmt: skip
-        room = (math.log(max(self.memory_limit_bytes, 1.0)) - log_memory) / log_memory_sd
+        room = (self._log_shares - log_memory) / log_memory_sd
         return Belief(
             log_time=log_time, log_time_sd=log_time_sd, fits=normal_cdf(room), works=self._works(trials, codes)
         )
@@ -120,7 +125,8 @@ class Surrogate:
     def _seen_memory(self, trial: Trial) -> float | None:
         """The peak a trial showed; where it ran out of memory, a little above the limit."""
         if trial.outcome is Outcome.OUT_OF_MEMORY:
-            return max(1.05 * self.memory_limit_bytes, float(trial.peak_memory_bytes or 0))
+            share = memory_share_bytes(trial.config, self.memory_limit_bytes, self.device)
+            return max(1.05 * share, float(trial.peak_memory_bytes or 0))
         if trial.outcome is Outcome.OK and trial.peak_memory_bytes:
             return float(trial.peak_memory_bytes)
         return None

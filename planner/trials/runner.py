@@ -243,14 +243,18 @@ def _answer(rank: RankReport) -> TrialAnswer | None:
 def _peak(
     answers: list[TrialAnswer], report: ProcessReport, device: Literal["cuda", "cpu"], limit_bytes: int
 ) -> PeakMemory:
-    """The fullest rank's peaks. On CPU the limit holds for the whole tree, so its polled peak counts too."""
+    """The fullest rank's peaks, and its share of the limit.
+
+    On CPU the limit is for all ranks together; with one rank the polled peak of its process tree counts too.
+    """
     peaks = [answer.peak_memory for answer in answers if answer.peak_memory.peak_bytes is not None]
+    fullest = max(peaks, key=lambda peak: peak.peak_bytes or 0, default=PeakMemory())
     if device == "cuda":
-        fullest = max(peaks, key=lambda peak: peak.peak_bytes or 0, default=PeakMemory())
         return fullest.model_copy(update={"limit_bytes": limit_bytes})
-    resident = max((peak.peak_bytes or 0 for peak in peaks), default=0)
-    together = max(resident, report.peak_memory_bytes)
-    return PeakMemory(resident_bytes=together or None, limit_bytes=limit_bytes)
+    ranks = max(1, len(report.ranks))
+    polled = report.peak_memory_bytes if ranks == 1 else report.peak_memory_bytes // ranks
+    resident = max(fullest.peak_bytes or 0, polled)
+    return PeakMemory(resident_bytes=resident or None, limit_bytes=limit_bytes // ranks)
 
 
 def _exit_status(rank: RankReport) -> str | None:

@@ -1,11 +1,13 @@
 """The space: legal candidates only, and the reasons for the rest."""
 
+import numpy as np
 import pytest
 
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.planner.plan import Prediction
+from autoplan.planner import space as space_module
+from autoplan.planner.cost.estimate import CostTable
 from autoplan.planner.search.options import Bound
-from autoplan.planner.space import drop_what_cannot_fit, generate, parse_bound
+from autoplan.planner.space import generate, keep_what_may_win, parse_bound
 from autoplan.probes.profile import Device, OperationReading, Reading
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import KnobChoices, LeftOutValue
@@ -25,7 +27,12 @@ def device(**rates: float) -> Device:
     )
     memory = Reading(value=1e10, unit="bytes", provenance="driver")
     return Device(
-        index=0, type="cpu", name="test", memory_total_bytes=memory, memory_available_bytes=memory, operations=operations
+        index=0,
+        type="cpu",
+        name="test",
+        memory_total_bytes=memory,
+        memory_available_bytes=memory,
+        operations=operations,
     )
 
 
@@ -134,25 +141,43 @@ def test_ranks_share_the_global_batch_exactly():
         assert config.micro_batch * config.dp * config.accumulation(12) == 12
 
 
-def predict(peak: float, verdict: str) -> Prediction:
-    return Prediction(
-        step_time_s=1.0,
-        step_time_low_s=0.9,
-        step_time_high_s=1.1,
-        peak_memory_bytes=peak,
-        peak_memory_low_bytes=0.8 * peak,
-        peak_memory_high_bytes=1.2 * peak,
-        verdict=verdict,  # type: ignore[arg-type]
-        bound="compute",
-    )
+def columns(*peaks: float, times: tuple[float, ...] = ()) -> CostTable:
+    """The columns that matter here."""
+    peak = np.array(peaks)
+    step = np.array(times or [1.0] * len(peaks))
+    rest = dict.fromkeys(CostTable.__dataclass_fields__, step)
+    bounds = {
+        "peak_memory_bytes": peak,
+        "peak_memory_low_bytes": 0.8 * peak,
+        "peak_memory_high_bytes": 1.2 * peak,
+        "step_time_low_s": 0.9 * step,
+    }
+    return CostTable(**(rest | bounds))  # type: ignore[arg-type]
 
 
 def test_what_cannot_fit_is_dropped_by_family_with_by_how_much():
     configs = [TrainingConfig(micro_batch=m, precision=p) for m in (1, 8) for p in ("fp32", "bf16")]
-    predictions = [predict(2**30, "fits"), predict(2**30, "too_close"), *[predict(4 * 2**30, "does_not_fit")] * 2]
-    kept, families = drop_what_cannot_fit(configs, predictions, 2 * 2**30)
-    assert [config.micro_batch for config, _ in kept] == [1, 1]
+    table = columns(2**30, 2.4 * 2**30, 4 * 2**30, 5 * 2**30)
+    kept, families = keep_what_may_win(configs, table, 2 * 2**30, "cpu")
+    assert kept == [0, 1]  # the second may be too big, and may not
     assert [(family.configurations, "2.00 GiB too much" in family.by) for family in families] == [(2, True)]
+
+
+def test_on_cpu_the_ranks_share_the_memory_and_on_cuda_each_has_its_own():
+    configs = [TrainingConfig(micro_batch=1), TrainingConfig(micro_batch=1, dp_replicate=2)]
+    table = columns(1.9 * 2**30, 1.9 * 2**30)
+    assert keep_what_may_win(configs, table, 2 * 2**30, "cpu")[0] == [0]
+    assert keep_what_may_win(configs, table, 2 * 2**30, "cuda")[0] == [0, 1]
+
+
+def test_a_very_large_space_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(space_module, "MAX_CANDIDATES", 2)
+    configs = [TrainingConfig(micro_batch=m) for m in (1, 2, 4, 8)]
+    table = columns(1.0, 1.0, 1.0, 1.0, times=(3.0, 1.0, 4.0, 2.0))
+    kept, families = keep_what_may_win(configs, table, 2**30, "cpu")
+    assert kept == [1, 3]
+    assert families[0].configurations == 2
+    assert "2.70 times" in families[0].by
 
 
 def test_reading_bounds():
