@@ -466,7 +466,7 @@ def _record(
             run = prepare(workload, config, device=device, model=model)
             batch = workload.make_batch(samples, 0)
             recorder = Recorder()
-            recorder.watch([t for t in (*model.parameters(), *model.buffers())])
+            recorder.watch([*model.parameters(), *model.buffers()])
             at_start = recorder.alive
             _watch_gradients(recorder, run.parameters)
             _mark_parts(recorder, blocks)

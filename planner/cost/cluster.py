@@ -102,9 +102,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}", hint="Give a cluster file or 256x8xH100."
-        ) from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint="Or write 256x8xH100.") from error
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}", hint="docs/estimate.md shows a cluster file.") from error
     if not isinstance(document, dict):

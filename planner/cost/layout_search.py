@@ -273,7 +273,7 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
     step = answer.table.step_time_s
     fits = np.zeros(len(step), dtype=bool)
     fits[answer.order] = True
-    columns: tuple[tuple[str, Floats, tuple[str, ...] | None], ...] = (
+    columns: tuple[tuple[str, Any, tuple[str, ...] | None], ...] = (
         ("tp", answer.layouts.tp, None),
         ("pp", answer.layouts.pp, None),
         ("sharding", answer.layouts.sharding, SHARDINGS),
@@ -303,14 +303,15 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
 
 def scaling(question: Question) -> list[dict[str, Any]]:
     """The best step time on an eighth of the GPUs up to four times as many, the global batch kept."""
-    out = []
+    out: list[dict[str, Any]] = []
     gpus = question.cluster.num_gpus
     for count in sorted(
         {max(1, gpus * top // bottom) for top, bottom in ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1))}
     ):
         answer = _try(question, count)
         if answer is None or answer.best is None:
-            why = "no legal layout" if answer is None else "nothing fits"
+            apart = count > question.cluster.gpus_per_node and question.cluster.inter_gbits_per_s_per_gpu is None
+            why = "no link between nodes is given" if apart else "no legal layout" if answer is None else "nothing fits"
             out.append({"num_gpus": count, "step_time_s": None, "why": why})
             continue
         i = answer.best

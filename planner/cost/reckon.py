@@ -97,7 +97,7 @@ def _memory(model: Transformer, s: int, batch: int = 8) -> dict[str, Any]:
         "activations_34sbhL_bytes": kept,
         "attention_scores_5as2bL_bytes": scores,
         "activations_full_recomputation_2sbhL_bytes": inputs,
-        "formula": "arXiv 2205.05198: sbhL(34 + 5as/h) in 16 bits; flash attention drops 5as/h; full recomputation 2sbhL",
+        "formula": "arXiv 2205.05198: sbhL(34 + 5as/h) in 16 bits; flash drops 5as/h; full recomputation 2sbhL",
     }
     total = out["states_bytes"] + inputs
     out["total_with_full_recomputation_bytes"] = total
