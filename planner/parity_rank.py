@@ -191,7 +191,7 @@ class Recorder:
 
     def start(self, model: nn.Module) -> None:
         """Keeps a copy of the parameters and buffers."""
-        self._start = self._full(self._state(model))
+        self._start = {name: tensor.clone() for name, tensor in self._full(self._state(model)).items()}
 
     def gradients_of(self, model: nn.Module) -> Callable[[], None]:
         """A function that records the gradients as they are when it is first called."""
@@ -267,6 +267,9 @@ class Recorder:
         return state
 
     def _full(self, named: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU; on one rank they may be the model's own, which go on changing."""
+        if self.mesh is None:
+            return {name: tensor.detach().cpu() for name, tensor in named.items()}
         return gather_full(named, self.mesh)
 
 
