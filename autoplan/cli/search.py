@@ -169,9 +169,10 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
         terminal.say(narration, "plan", f"{place}; apply it with plan.prepare(), autoplan export or autoplan run")
         return
     if result.best is not None:
-        content = facts.trial_rows([t for t in (result.baseline, result.best) if t is not None], unit)
+        ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
+        content = facts.trial_rows([trial for trial in ends if trial is not None], unit)
         terminal.show_table(console, content, title="Best so far, not verified")
-    terminal.show_table(console, facts.left_out_rows(result.left_out), title="Ruled out, never tried")
+    terminal.show_left_out(console, result.left_out)
     sys.stderr.write(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n")
     if result.hint:
         sys.stderr.write(f"  {result.hint}\n")
@@ -185,7 +186,7 @@ def show_dry_run(result: SearchResult) -> None:
     shown = result.candidates[:SHOWN_CANDIDATES]
     title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
     terminal.show_table(console, facts.candidate_rows(shown), title=title)
-    terminal.show_table(console, facts.left_out_rows(result.left_out), title="Ruled out")
+    terminal.show_left_out(console, result.left_out)
     sys.stderr.write("dry run: nothing was run\n")
 
 

@@ -31,12 +31,17 @@ PHASES = {
 }
 
 
+SILENCE_S = 60.0  # in a log, a trial that takes long says so this often
+
+
 class PlainProgress(SearchObserver):
     """One line per event, no bars: for logs, pipes and NO_COLOR."""
 
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
         self.unit = unit
+        self._trial = ""
+        self._started = self._said = time.monotonic()
 
     def say(self, text: str) -> None:
         """Prints one line."""
@@ -67,8 +72,17 @@ class PlainProgress(SearchObserver):
     ) -> None:
         expected = f", predicted {format_seconds(prediction.step_time_s)} a step" if prediction else ""
         self.say(f"trial {number} ({purpose}): {config.describe()}{expected}; {format_clock(budget.left_s)} left")
+        self._trial = f"trial {number}"
+        self._started = self._said = time.monotonic()
+
+    def on_progress(self, phase: str, facts: dict[str, Any], budget: BudgetState) -> None:
+        now = time.monotonic()
+        if self._trial and now - self._said >= SILENCE_S:
+            self._said = now
+            self.say(f"{self._trial}: {phase}, {format_clock(now - self._started)} so far")
 
     def on_trial_finished(self, trial: Trial, best: Trial | None, budget: BudgetState) -> None:
+        self._trial = ""
         self.say(f"trial {trial.number} {self.ending(trial, best)}")
 
     def ending(self, trial: Trial, best: Trial | None) -> str:

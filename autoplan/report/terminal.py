@@ -9,12 +9,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan import LeftOutFamily, Plan
 from autoplan.planner.trials.outcome import Trial
 from autoplan.report import facts
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+SHOWN_FAMILIES = 10  # of those ruled out: a table that a screen holds
 
 
 def make_table(content: facts.Rows, *, title: str | None = None, right: Sequence[int] = ()) -> Table:
@@ -65,12 +67,23 @@ def show_plan(console: Console, plan: Plan) -> None:
     show_table(console, facts.comparison(plan), title="Baseline against plan")
     show_table(console, facts.configuration(plan), title="The plan")
     show_table(console, facts.alternatives(plan), title="Next best")
-    show_table(console, facts.left_out(plan), title="Ruled out, never tried", right=(3,))
+    show_left_out(console, plan.left_out)
     say(console, "parity", facts.parity_line(plan))
     if plan.measurement.mfu_peak_source:
         say(console, "MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns")
     for note in plan.notes:
         say(console, "note", note)
+
+
+def show_left_out(console: Console, families: Sequence[LeftOutFamily]) -> None:
+    """The largest families that were never tried, and how many more there are."""
+    largest = sorted(families, key=lambda family: -family.configurations)[:SHOWN_FAMILIES]
+    shown = [family for family in families if family in largest]
+    show_table(console, facts.left_out_rows(shown), title="Ruled out, never tried", right=(3,))
+    if len(families) > len(shown):
+        rest = sum(f.configurations for f in families) - sum(f.configurations for f in shown)
+        more = f"{len(families) - len(shown)} more families, {rest:,} configurations: autoplan explain or --json"
+        say(console, "and", more)
 
 
 def show_trials(console: Console, trials: Sequence[Trial], unit: str) -> None:

@@ -203,3 +203,28 @@ def test_the_drawings_are_well_formed() -> None:
     dots = ElementTree.fromstring(draw_tradeoff(plan))
     assert len(dots.findall("circle")) == 4
     assert draw_rates(make_plan(evidence=())) == "" and draw_tradeoff(make_plan(evidence=())) == ""
+
+
+def test_a_long_list_of_what_was_ruled_out_is_cut_and_says_so() -> None:
+    families = [LeftOutFamily(family=f"f{n}", limit="l", by="b", configurations=n) for n in range(1, 31)]
+    stream = io.StringIO()
+    terminal.show_left_out(Console(file=stream), families)
+    text = stream.getvalue()
+    assert "f30" in text and "f1 " not in text and "20 more families, 210 configurations" in text
+
+
+def test_a_long_trial_says_so_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoplan.report import progress as module
+
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = PlainProgress(make_console(stream))
+    budget = BudgetState(budget_s=600, spent_s=60, reserved_s=100, trials_done=1, max_trials=None)
+    progress.on_trial_started(3, "search", TrainingConfig(micro_batch=1), None, budget)
+    for now[0] in (30.0, 61.0, 62.0, 130.0):
+        progress.on_progress("measure", {}, budget)
+    assert [line for line in stream.getvalue().splitlines() if "so far" in line] == [
+        "trial 3: measure, 1:01 so far",
+        "trial 3: measure, 2:10 so far",
+    ]
