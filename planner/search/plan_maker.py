@@ -185,9 +185,9 @@ def _predicted_reason(session: Session, config: TrainingConfig, knob: str) -> st
     """What the calibrated cost model expects of the other values, all else equal."""
     mine = session.predict(config)
     near: list[str] = []
-    for value in session.ground.space.values.get(knob, ()):
-        if value == getattr(config, knob):
-            continue
+    values = list(session.ground.space.values.get(knob, ()))
+    place = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
+    for value in sorted(values, key=lambda value: abs(values.index(value) - place))[1:]:
         other = config.model_copy(update={knob: value})
         if other not in session.picker.legal:
             continue

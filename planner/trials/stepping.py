@@ -99,7 +99,8 @@ class StepTimer:
         if dear and self.team.world_size == 1 and len(first["all"]) > 1:
             kind = "micro_step" if "micro_step" in self.parts else "micro_step_sync"
             self.parts[kind] = first["all"][1:] + self.parts[kind]
-        self._give_up_if_losing(second["all"], WARM_FACTOR if dear else COLD_FACTOR)
+        known = dear and len(second["all"]) > 1
+        self._give_up_if_losing(second["all"], WARM_FACTOR if known else COLD_FACTOR)
 
     def _is_dear(self, micro_steps_s: list[float], micro_steps: int) -> bool:
         """Whether a short step takes a good part of the time box, going by its quickest micro-step."""
