@@ -48,7 +48,7 @@ def plan_file(tmp_path: Path) -> Path:
     return make_plan().save(tmp_path / "plan.json")
 
 
-COMMANDS = ("probe", "search", "show", "explain", "verify", "run", "export", "report", "schema")
+COMMANDS = ("probe", "estimate", "search", "show", "explain", "verify", "run", "export", "report", "schema")
 
 
 def test_help_names_every_command_and_the_exit_codes(cli) -> None:
