@@ -35,6 +35,24 @@ _FREE = {
 _ATTENTION_WORDS = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 
 
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A tensor without its values, so that the operation can be run again on its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to run an operation again: the overload and its arguments, tensors as TensorShape."""
+
+    function: Any
+    arguments: Any
+    options: Any
+
+
 @dataclass(kw_only=True, slots=True)
 class Operation:
     """One operation as it ran. Sizes m, n, k, batch are those of matrix products; zero elsewhere."""
@@ -46,6 +64,7 @@ class Operation:
     flops: float
     bytes_moved: float
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
+    recipe: Recipe | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,8 +162,23 @@ class Recorder(TorchDispatchMode):
         dtype = "float32" if kind == "memory" else str(inputs[0].dtype).removeprefix("torch.")
         phase: Literal["forward", "backward"] = "backward" if self._in_backward else "forward"
         self.recording.operations.append(
-            Operation(name=name, kind=kind, phase=phase, dtype=dtype, flops=flops, bytes_moved=moved, sizes=sizes)
+            Operation(
+                name=name,
+                kind=kind,
+                phase=phase,
+                dtype=dtype,
+                flops=flops,
+                bytes_moved=moved,
+                sizes=sizes,
+                recipe=Recipe(func, *pytree.tree_map(_shape_of, (args, kwargs))),
+            )
         )
+
+
+def _shape_of(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return TensorShape(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 def in_backward() -> bool:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from autoplan.processes import RankContext, Zygote
 
 DEADLINE_S = 180.0
+# What timing the operations may take: the search's budget is minutes, and this spares it trials
+TIMING_BUDGET_S = 20.0
 
 
 def trace_profile(
@@ -50,12 +52,15 @@ def trace_profile(
     """
     from autoplan.processes import Task
 
-    path = cache_path(spec, device, cache_dir)
+    path = cache_path(spec, device, cache_dir, hardware)
     if not fresh:
         cached = _read_cache(path)
         if cached is not None:
             return cached
-    task = Task(target="autoplan.planner.trace:_trace_rank", args=(spec, device), deadlines_s={"*": DEADLINE_S})
+    budget_s = TIMING_BUDGET_S if hardware is not None else 0.0
+    task = Task(
+        target="autoplan.planner.trace:_trace_rank", args=(spec, device, budget_s), deadlines_s={"*": DEADLINE_S}
+    )
     report = zygote.run(task)
     failure = report.first_failure
     result = report.ranks[0].result if report.ranks else None
@@ -73,13 +78,16 @@ def trace_profile(
     return profile
 
 
-def cache_path(spec: WorkloadSpec, device: str, cache_dir: Path | None = None) -> Path:
-    """Where the profile of a workload is kept: by identity, device and the versions that could change it."""
+def cache_path(
+    spec: WorkloadSpec, device: str, cache_dir: Path | None = None, hardware: HardwareProfile | None = None
+) -> Path:
+    """Where the profile of a workload is kept: by identity, device, machine and the versions that could change it."""
     import platformdirs
 
     folder = cache_dir or Path(platformdirs.user_cache_dir("autoplan")) / "profiles"
     versions = "-".join(_version(name) for name in ("torch", "transformers"))
-    return folder / f"{spec.identity}-{device}-{versions}-v{PROFILE_VERSION}.json"
+    place = device if hardware is None else f"{device}-{hardware.fingerprint}"
+    return folder / f"{spec.identity}-{place}-{versions}-v{PROFILE_VERSION}.json"
 
 
 def _version(name: str) -> str:
@@ -106,16 +114,21 @@ def _write_cache(path: Path, profile: ModelProfile) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str) -> dict[str, Any]:
+def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, timing_budget_s: float) -> dict[str, Any]:
     context.phase("trace")
     try:
-        return json.loads(trace_workload(spec, device).model_dump_json())
+        return json.loads(trace_workload(spec, device, timing_budget_s=timing_budget_s).model_dump_json())
     except AutoplanError as error:
         return {"error": error.message, "hint": error.hint}
 
 
-def trace_workload(spec: WorkloadSpec, device: str) -> ModelProfile:
+def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 0.0) -> ModelProfile:
     """Traces a workload on this process. Imports torch; runs no kernel but those of a tiny optimizer.
+
+    Args:
+        spec: What is trained.
+        device: cpu or cuda.
+        timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
 
     Raises:
         WorkloadError: the model cannot be traced: which operation stood in the way.
@@ -124,5 +137,5 @@ def trace_workload(spec: WorkloadSpec, device: str) -> ModelProfile:
     from autoplan.strategies.sources import load_workload
 
     started = time.perf_counter()
-    profile = profile_workload(load_workload(spec), device, identity=spec.identity)
+    profile = profile_workload(load_workload(spec), device, identity=spec.identity, timing_budget_s=timing_budget_s)
     return profile.model_copy(update={"seconds_spent": time.perf_counter() - started})

@@ -23,7 +23,8 @@ from autoplan.planner.cost.profile import (
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.recorder import Operation, Recorder, Recording, in_backward
+from autoplan.planner.recorder import Operation, Recipe, Recorder, Recording, in_backward
+from autoplan.planner.replay import time_recipes
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.structure import Structure, find_structure
@@ -46,13 +47,14 @@ class _Cut:
 GroupKey = tuple[Any, ...]
 
 
-def profile_workload(workload: Workload, device: str, *, identity: str) -> ModelProfile:
+def profile_workload(workload: Workload, device: str, *, identity: str, timing_budget_s: float = 0.0) -> ModelProfile:
     """Traces every variant of a workload.
 
     Args:
         workload: What is trained.
         device: cpu or cuda. Fake tensors stand in for either.
         identity: Kept in the profile.
+        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
 
     Raises:
         WorkloadError: the program cannot run on fake tensors.
@@ -82,6 +84,13 @@ def profile_workload(workload: Workload, device: str, *, identity: str) -> Model
             variants[key.text()] = tracer.variant(key)
         except ConfigError as error:
             notes.append(f"{key.text()}: not offered: {error.message}")
+    if timing_budget_s > 0:
+        timed = time_recipes(tracer.recipes(), torch.device(device), timing_budget_s)
+        tracer.timed = timed
+        variants = {
+            name: variants[name].model_copy(update={"groups": tuple(tracer.with_time(g) for g in variant.groups)})
+            for name, variant in variants.items()
+        }
     return _assemble(workload, model, structure, depth, variants, tracer, identity, device, notes)
 
 
@@ -141,6 +150,8 @@ class _Tracer:
         self.workload = workload
         self.device = device
         self.samples = samples
+        self.timed: dict[GroupKey, float] = {}
+        self._recipes: dict[GroupKey, tuple[Recipe, int, float]] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_blocks: int | None = None
         self.block_gradient_bytes = 0.0
@@ -253,7 +264,18 @@ class _Tracer:
 
     def _at_depth(self, key: VariantKey, depth: int | None) -> _Laws:
         few, many = (self.record(key, depth, samples) for samples in self.samples)
-        return _laws_of(few, many, self.samples)
+        return _laws_of(few, many, self.samples, self._recipes)
+
+    def recipes(self) -> dict[GroupKey, tuple[Recipe, int, float]]:
+        """For each group of operations how to run one again, how many it stands for, and its FLOPs."""
+        return self._recipes
+
+    def with_time(self, group: OperationGroup) -> OperationGroup:
+        """A group with the seconds that were measured for it, where they were."""
+        seconds = self.timed.get(group_key(group))
+        if seconds is None:
+            return group
+        return group.model_copy(update={"measured_s": seconds, "measured_samples": float(self.samples[0])})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -299,16 +321,30 @@ def _minus(a: Counter[GroupKey], b: Counter[GroupKey], times: int) -> Counter[Gr
     return Counter({group: count for group, count in out.items() if count})
 
 
-def _laws_of(few: Recording, many: Recording, samples: tuple[int, int]) -> _Laws:
+def group_key(group: OperationGroup) -> GroupKey:
+    """The key that a group was made from."""
+    laws = (group.flops, group.bytes_moved, group.m, group.n, group.k, group.batch)
+    return (group.name, group.kind, group.phase, group.dtype, *((law.fixed, law.per_sample) for law in laws))
+
+
+def _laws_of(
+    few: Recording,
+    many: Recording,
+    samples: tuple[int, int],
+    recipes: dict[GroupKey, tuple[Recipe, int, float]],
+) -> _Laws:
     groups: Counter[GroupKey] = Counter()
     start, end = _common_ends(few.operations, many.operations)
     pairs = list(zip(few.operations[:start], many.operations[:start], strict=True))
     if end:
         pairs += zip(few.operations[-end:], many.operations[-end:], strict=True)
     for a, b in pairs:
-        groups[_group_key(a, b, samples)] += 1
+        key = _group_key(a, b, samples)
+        groups[key] += 1
+        if a.recipe is not None:
+            recipes.setdefault(key, (a.recipe, 1, a.flops))
     between = few.operations[start : len(few.operations) - end], many.operations[start : len(many.operations) - end]
-    groups.update(_grown_keys(*between, samples))
+    groups.update(_grown_keys(*between, samples, recipes))
     peaks = {
         part: (
             _line(few.peaks[part][0], many.peaks[part][0], samples),
@@ -333,7 +369,12 @@ def _common_ends(few: list[Operation], many: list[Operation]) -> tuple[int, int]
     return start, end
 
 
-def _grown_keys(few: list[Operation], many: list[Operation], samples: tuple[int, int]) -> Counter[GroupKey]:
+def _grown_keys(
+    few: list[Operation],
+    many: list[Operation],
+    samples: tuple[int, int],
+    recipes: dict[GroupKey, tuple[Recipe, int, float]],
+) -> Counter[GroupKey]:
     """Groups for a stretch that grows by repetition (chunks of rows): alike operations as one batch of them."""
     totals: dict[tuple[str, str, str, str], list[list[Operation]]] = {}
     for side, operations in enumerate((few, many)):
@@ -347,7 +388,11 @@ def _grown_keys(few: list[Operation], many: list[Operation], samples: tuple[int,
             *(Law(fixed=size) for size in (b or a)[0].sizes[:3]),
             _line(len(a), len(b), samples),
         ]
-        groups[(name, kind, phase, dtype, *((law.fixed, law.per_sample) for law in laws))] += 1
+        key = (name, kind, phase, dtype, *((law.fixed, law.per_sample) for law in laws))
+        groups[key] += 1
+        recipe = a[0].recipe if a else None
+        if recipe is not None:
+            recipes.setdefault(key, (recipe, len(a), a[0].flops))
     return groups
 
 

@@ -62,7 +62,8 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
         seconds = _group_seconds(group, rates, candidates) * group.count
         if group.kind == "memory":
             row = np.where(fused, PARTS.index("fused_memory"), PARTS.index("memory"))
-            seconds = seconds * FUSED_BYTES[candidates.compiled]
+            moved = _moved_seconds(group, rates, candidates) * group.count
+            seconds = np.where(fused, moved * FUSED_BYTES[candidates.compiled], seconds)
         else:
             row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
             seconds = seconds * slow
@@ -80,6 +81,14 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
     return times
 
 
+def _moved_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """Seconds to move the bytes of one operation of a group."""
+    moved = group.bytes_moved.fixed + group.bytes_moved.per_sample * candidates.micro_batch
+    share = np.where(candidates.sequence_parallel, candidates.tp, 1.0)
+    split = share if group.tensor_split == "all" else 1.0
+    return np.asarray(moved / split / rates.memory_bytes_per_s)
+
+
 def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
     """Seconds of one operation of a group."""
     samples = candidates.micro_batch
@@ -93,8 +102,7 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
         )
         return np.asarray(measured / split)
     if group.kind == "memory":
-        moved = group.bytes_moved.fixed + group.bytes_moved.per_sample * samples
-        return np.asarray(moved / split / rates.memory_bytes_per_s)
+        return _moved_seconds(group, rates, candidates)
     flops = (group.flops.fixed + group.flops.per_sample * samples) / split
     if group.kind == "attention" or group.m.at(1) == 0:
         rate = rates.attention_rate(group.dtype) if group.kind == "attention" else None
