@@ -10,7 +10,6 @@ import typer
 from autoplan import __version__
 from autoplan.cli import output
 from autoplan.cli.estimate import estimate_command
-from autoplan.cli.estimate import estimate_command
 from autoplan.cli.explain import explain_command
 from autoplan.cli.export import export_command
 from autoplan.cli.probe import probe_command
@@ -62,7 +61,6 @@ def build_app() -> typer.Typer:
         pass
 
     app.command("probe")(probe_command)
-    app.command("estimate")(estimate_command)
     app.command("estimate")(estimate_command)
     app.command("search")(search_command)
     app.command("show")(show_command)

@@ -7,9 +7,10 @@ import sys
 import time
 
 import torch
+from torch import nn
+
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workload import LossSum, Workload
-from torch import nn
 
 GLOBAL_BATCH = 384
 HELD = []
