@@ -279,7 +279,7 @@ def norm_of(tensor: torch.Tensor) -> float:
 
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """At most SAMPLED_ELEMENTS elements, evenly spread, in fp32; the stride is odd, so that it meets all columns."""
+    """A copy of at most SAMPLED_ELEMENTS elements, evenly spread, in fp32; the stride is odd, to meet all columns."""
     flat = tensor.reshape(-1).float()
     stride = (flat.numel() // SAMPLED_ELEMENTS) | 1
-    return flat[:: max(1, stride)][:SAMPLED_ELEMENTS].contiguous()
+    return flat[:: max(1, stride)][:SAMPLED_ELEMENTS].clone(memory_format=torch.contiguous_format)

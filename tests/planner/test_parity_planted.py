@@ -24,6 +24,18 @@ def test_nothing_planted_passes(config):
     assert check_parity(language(), config).passed
 
 
+def test_clipping_does_not_reach_what_was_recorded():
+    """Recorded before clipping: the whole gradient's norm is far above the norm that it is clipped to."""
+    from tests.contracts.parity_contract import candidate, reference
+
+    config = TrainingConfig(micro_batch=2)
+    for take in (reference, candidate):
+        samples = take(language(max_grad_norm=0.01), config)
+        sampled = sum(float((values**2).sum()) for values in samples.gradients.values()) ** 0.5
+        whole = sum(module.gradient_norm**2 for module in samples.measurement.modules.values()) ** 0.5
+        assert sampled == pytest.approx(whole, rel=1e-5) and whole > 0.1
+
+
 def test_wrong_scale(monkeypatch, config):
     """The 1/A of gradient accumulation is missing. Adam and clipping hide it from the update; the gradient shows it."""
     monkeypatch.setattr(TrainingRun, "_loss_scale", lambda self, divisor: self.accumulation / divisor)
