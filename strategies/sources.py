@@ -48,9 +48,11 @@ def make_spec(
     """
     check_count("the global batch", global_batch, "--global-batch 32")
     check_count("the sequence length", sequence_length, "--seq-len 1024")
-    chosen = {key: value for key, value in (options or {}).items() if value is not None or key == "max_grad_norm"}
+    chosen: dict[str, Option] = {
+        key: value for key, value in (options or {}).items() if value is not None or key == "max_grad_norm"
+    }
     if ".py:" in model:
-        given = {key: value for key, value in chosen.items() if value is not None}
+        given: dict[str, Option] = {key: value for key, value in chosen.items() if value is not None}
         return _function_spec(model, sequence_length, global_batch, given)
     unknown = sorted(set(chosen) - set(LANGUAGE_OPTIONS))
     if unknown:

@@ -110,10 +110,13 @@ def _size(module: nn.Module) -> int:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether a module has parts that hold parameters, and is no mere list of them."""
-    if isinstance(module, _CONTAINERS):
+    """Whether a module could be a block: it has parts, no mere list of them, with two weight matrices or more.
+
+    With one (a convolution with its norm and activation) it is a layer inside a block.
+    """
+    if isinstance(module, _CONTAINERS) or not any(True for _ in module.children()):
         return False
-    return any(next(child.parameters(), None) is not None for child in module.children())
+    return sum(parameter.dim() >= 2 for parameter in module.parameters()) >= 2
 
 
 def _stacks(module: nn.Module, name: str) -> Iterator[tuple[tuple[str, nn.Module], ...]]:

@@ -47,6 +47,34 @@ def test_stages_of_an_image_model():
     assert not structure.tied
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("resnet", {"ResNetBottleNeckLayer": [3, 4, 6, 3]}),
+        ("swin", {"SwinLayer": [2, 2, 6, 2]}),
+        ("convnext", {"ConvNextLayer": [3, 3, 9, 3]}),
+        ("vit", {"ViTLayer": [12]}),
+        ("mixtral", {"MixtralDecoderLayer": [2]}),
+        ("whisper", {"WhisperEncoderLayer": [4], "WhisperDecoderLayer": [4]}),
+    ],
+)
+def test_published_models(name, blocks):
+    import transformers
+
+    options = {"num_hidden_layers": 2, "num_local_experts": 4} if name == "mixtral" else {}
+    config = transformers.AutoConfig.for_model(name, **options)
+    auto = {"mixtral": "AutoModelForCausalLM", "whisper": "AutoModelForSpeechSeq2Seq"}
+    kind = getattr(transformers, auto.get(name, "AutoModelForImageClassification"))
+    with torch.device("meta"):
+        structure = find_structure(kind.from_config(config))
+    found: dict[str, list[int]] = {}
+    for stack in structure.stacks:
+        found.setdefault(type(stack[0][1]).__name__, []).append(len(stack))
+    assert found == blocks
+    assert structure.head is not None
+    assert bool(structure.micro_batch_dependent) is (name == "resnet")
+
+
 def test_batch_norm_is_found_and_frozen_batch_norm_is_not():
     model = Classifier(norm=True)
     found = find_structure(model).micro_batch_dependent
@@ -59,7 +87,7 @@ def test_experts_are_parts_of_a_block_not_blocks():
     class Expert(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up = nn.Linear(4, 8)
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
     class Block(nn.Module):
         def __init__(self):
