@@ -290,3 +290,13 @@ def test_missing_parts(missing):
     parts = {"model": Classifier(), "make_batch": image_batch, "optimizer": sgd, "loss": image_loss}
     with pytest.raises(WorkloadError, match=missing):
         spec_from_objects(**{**parts, missing: None}, global_batch=4)
+
+
+def test_an_inspected_function_loads_again_as_it_was(function_file):
+    from autoplan.strategies.inspect import inspect_workload
+    from tests.recorded import make_hardware
+
+    facts = inspect_workload(make_spec(model=f"{function_file}:workload"), make_hardware(), "cpu")
+    assert (facts.spec.global_batch, facts.spec.sequence_length, facts.spec.open_fields) == (6, None, ())
+    again = load_workload(type(facts.spec).model_validate_json(facts.spec.model_dump_json()))
+    assert (again.global_batch, again.name) == (6, "wide 4")
