@@ -79,7 +79,8 @@ class StepTimer:
     def short_steps(self) -> None:
         """Two optimizer steps of a few micro-steps: shows that it fits, and warms up; the second gives first times.
 
-        Where a micro-step is dear the first of them takes two micro-steps: gradients accumulate from the second on.
+        Where a micro-step is dear they take two micro-steps each: gradients accumulate from the second on, and a
+        third would only add a sample. On one rank all but the very first then count as samples.
         """
         micro_steps = min(self.run.accumulation, FITS_MICRO_STEPS)
         compiles = self.request.config.compile != "off"
@@ -91,14 +92,14 @@ class StepTimer:
             self._began = time.monotonic()
         if self._is_dear(first["all"], micro_steps) and len(first["all"]) > 1 and not compiles:
             self._give_up_if_losing(first["all"][1:], 0.75 * COLD_FACTOR)
-        second = self._short_step(micro_steps)
+        second = self._short_step(micro_steps, shrink_if_dear=self.team.world_size == 1)
         for kind, values in second.items():
             if kind != "all":
                 self.parts.setdefault(kind, []).extend(values)
         dear = self._is_dear(second["all"], micro_steps)
-        if dear and self.team.world_size == 1 and len(first["all"]) > 1:
-            kind = "micro_step" if "micro_step" in self.parts else "micro_step_sync"
-            self.parts[kind] = first["all"][1:] + self.parts[kind]
+        if dear and self.team.world_size == 1 and micro_steps > 1:
+            self.parts.pop("first_micro_step", None)
+            self.parts["micro_step"] = [*first["all"][1:], *second["all"]]
         known = dear and len(second["all"]) > 1
         self._give_up_if_losing(second["all"], WARM_FACTOR if known else COLD_FACTOR)
 
@@ -134,7 +135,7 @@ class StepTimer:
             times["all"].append(seconds)
             total += micro_total
             count += micro_count
-            if shrink_if_dear and number == 1 and last > 2 and seconds > 0.1 * self.request.time_box_s:
+            if shrink_if_dear and number == 1 and last > 2 and seconds > 0.15 * self.request.time_box_s:
                 last = 2
             self._beat(micro_step_s=seconds)
             if sync:

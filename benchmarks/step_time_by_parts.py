@@ -1,0 +1,99 @@
+"""A step put together from its parts against whole steps, and what a trial costs besides building and measuring.
+
+    python -m benchmarks.step_time_by_parts [--out FILE]
+
+For each configuration a pair of trials, one forced to each method, in turn, three times over; the medians of the
+medians are compared. The whole steps of `gpt2 32 x 8` take a second or so each on a small CPU. `overhead` is what of
+a trial's seconds was neither building, compiling, warming up nor measuring: asking, forking, joining, reporting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from autoplan.planner.search.setup import PRELOAD
+from autoplan.planner.trials.runner import TrialOrder, TrialRunner
+from autoplan.processes import Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.sources import make_spec
+
+WORKLOADS = Path(__file__).resolve().parent.parent / "tests" / "planner" / "data" / "faulty.py"
+CASES = (
+    (f"{WORKLOADS}:make_sound", {}, TrainingConfig(micro_batch=32)),
+    ("gpt2", {"sequence_length": 32, "global_batch": 4}, TrainingConfig(micro_batch=1)),
+    ("gpt2", {"sequence_length": 32, "global_batch": 8}, TrainingConfig(micro_batch=2, optimizer_step="fused")),
+)
+ROUNDS = 3
+WORK_PHASES = ("build", "compile", "warmup", "measure")
+
+
+def main() -> None:
+    """Measures and prints one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    out = parser.parse_args().out
+    rows, overheads, startups = [], [], []
+    with Zygote(preload=PRELOAD) as zygote, tempfile.TemporaryDirectory() as folder:
+        for model, options, config in CASES:
+            spec = make_spec(model=model, **options)
+            runner = TrialRunner(
+                zygote,
+                spec,
+                device="cpu",
+                memory_limit_bytes=8 << 30,
+                host_limit_bytes=8 << 30,
+                directory=Path(folder) / str(len(rows)),
+            )
+            seconds: dict[str, list[float]] = {"whole_steps": [], "parts": []}
+            for number in range(2 * ROUNDS):
+                method = ("whole_steps", "parts")[number % 2]
+                order = TrialOrder(
+                    number=number,
+                    purpose="search",
+                    config=config,
+                    prediction=None,
+                    time_box_s=12.0,
+                    deadline_s=300.0,
+                    method=method,  # type: ignore[arg-type]
+                )
+                began = time.monotonic()
+                trial = runner.run(order)
+                spent = time.monotonic() - began
+                if trial.step_time_s is None:
+                    raise SystemExit(f"{config.describe()} {trial.outcome}: {trial.reason}")
+                seconds[method].append(trial.step_time_s.median)
+                overheads.append(spent - sum(trial.phase_seconds.get(name, 0.0) for name in WORK_PHASES))
+                startups.append(trial.startup_s)
+            whole, parts = median(seconds["whole_steps"]), median(seconds["parts"])
+            rows.append(
+                {
+                    "workload": Path(model).name,
+                    **options,
+                    "config": config.describe(),
+                    "whole_s": whole,
+                    "parts_s": parts,
+                    "parts_over_whole": parts / whole,
+                    "runs": seconds,
+                }
+            )
+    document = {
+        "load_average": os.getloadavg()[0],
+        "cores": os.cpu_count(),
+        "rows": rows,
+        "trial_overhead_s": {"median": median(overheads), "max": max(overheads)},
+        "trial_startup_s": {"median": median(startups), "max": max(startups)},
+    }
+    text = json.dumps(document, indent=2)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
