@@ -25,7 +25,7 @@ from autoplan.strategies.sources import make_spec
 
 WORKLOADS = Path(__file__).resolve().parent.parent / "tests" / "planner" / "data" / "faulty.py"
 CASES = (
-    (f"{WORKLOADS}:make_sound", {}, TrainingConfig(micro_batch=32)),
+    (f"{WORKLOADS}:make_wide", {}, TrainingConfig(micro_batch=32)),
     ("gpt2", {"sequence_length": 32, "global_batch": 4}, TrainingConfig(micro_batch=1)),
     ("gpt2", {"sequence_length": 32, "global_batch": 8}, TrainingConfig(micro_batch=2, optimizer_step="fused")),
 )

@@ -31,7 +31,7 @@ def runner(zygote: Zygote, tmp_path: Path) -> TrialRunner:
         memory_limit_bytes=1 << 30,
         host_limit_bytes=1 << 30,
         directory=tmp_path,
-        phase_deadlines_s=dict(PHASE_DEADLINES_S) | {"warmup": 2.0},
+        phase_deadlines_s=dict(PHASE_DEADLINES_S) | {"warmup": 5.0},
     )
 
 
@@ -53,7 +53,7 @@ def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
         (12, Outcome.CRASHED, None, "planted"),
         (192, Outcome.CRASHED, "SIGKILL", "signal 9"),
         (384, Outcome.CRASHED, "SIGSEGV", "signal 11"),
-        (8, Outcome.TIMEOUT, "warmup", "deadline of 2 s"),
+        (8, Outcome.TIMEOUT, "warmup", "deadline of 5 s"),
         (16, Outcome.CRASHED, "exit status 3", "exit status 3"),
         (96, Outcome.CRASHED, "exit status 3", "exit status 3"),
         (32, Outcome.NONFINITE, None, "loss is nan"),
@@ -105,7 +105,8 @@ def test_a_trial_past_its_deadline_is_ended(runner: TrialRunner):
 
 @pytest.mark.slow
 def test_a_step_by_parts_takes_as_long_as_a_whole_step(runner: TrialRunner):
-    """Within 25 %, the better of three pairs: machines under tests are noisy (benchmarks/ has the real figure)."""
+    """Within 25 %, the best of three pairs: machines under tests are noisy (benchmarks/ has the real figure)."""
+    runner.spec = make_spec(model=f"{WORKLOADS}:make_wide")
     differences = []
     for number in range(3):
         whole = measure(runner, 2 * number, method="whole_steps")

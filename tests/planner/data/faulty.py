@@ -48,11 +48,13 @@ FAULTS = {
 }
 
 
-def make(faults: bool = True) -> Workload:
+def make(faults: bool = True, width: int = 64) -> Workload:
     """An MLP classifier; with `faults` only micro-batches of 1, 2, 4 and 128 are sound."""
 
     def build_model() -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+        return nn.Sequential(
+            nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8)
+        )
 
     def make_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -81,3 +83,8 @@ def make(faults: bool = True) -> Workload:
 def make_sound() -> Workload:
     """The same without faults."""
     return make(faults=False)
+
+
+def make_wide() -> Workload:
+    """A wider one without faults, whose micro-steps take milliseconds."""
+    return make(faults=False, width=1536)
