@@ -7,6 +7,7 @@
            trials/0007/   output of the trial's processes
            hardware.json  the hardware profile that every run of the search stands on
            plan.json      the plan
+           best.json      the fastest trial so far, not verified, where a search ended without a plan
 """
 
 from __future__ import annotations

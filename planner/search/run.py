@@ -9,6 +9,7 @@ import numpy as np
 
 from autoplan.errors import PlanError, UsageError
 from autoplan.planner.plan import Plan
+from autoplan.planner.record import write_atomically
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
     Bound,
@@ -42,7 +43,7 @@ __all__ = [
     "run_search",
 ]
 
-PLAN_FILE, HARDWARE_FILE = "plan.json", "hardware.json"
+PLAN_FILE, HARDWARE_FILE, BEST_FILE = "plan.json", "hardware.json", "best.json"
 
 
 def run_search(options: SearchOptions, *, observer: SearchObserver | None = None) -> SearchResult:
@@ -380,10 +381,13 @@ def _finish(
 def _result(status: Status, store: Store, budget_s: float, **facts: Any) -> SearchResult:
     trials = store.trials
     baseline = next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None)
+    best = best_trial(trials)
+    if status in ("budget_ended", "interrupted") and best is not None:
+        write_atomically(store.folder / BEST_FILE, best.model_dump_json(indent=2) + "\n")
     return SearchResult(
         status=status,
         baseline=baseline,
-        best=best_trial(trials),
+        best=best,
         trials=trials,
         resumed_trials=sum(trial.resumed for trial in trials),
         budget_s=budget_s,
