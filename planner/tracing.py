@@ -634,6 +634,7 @@ def _assemble(
         clips_gradients=workload.max_grad_norm is not None,
         boundary_bytes=Law(per_sample=4.0 * length * hidden) if length and isinstance(hidden, int) else Law(),
         batch_bytes=Law(per_sample=sum(t.numel() * t.element_size() for t in leaves) / 2),
+        fewest_samples=float(tracer.samples[0]),
         tokens_per_sample=workload.tokens_per_sample,
         variants=variants,
         notes=tuple(notes),

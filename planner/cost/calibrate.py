@@ -98,8 +98,8 @@ class MemoryFit:
 
     base_bytes: float
     slack: float = 0.03
-    base_sd_bytes: float = 2e8
-    slack_sd: float = 0.06
+    base_sd_bytes: float = 1e8
+    slack_sd: float = 0.1
     noise: float = 0.04
     rows: list[tuple[float, float]] = field(default_factory=list)
     _prior: Floats = field(init=False)
@@ -123,7 +123,7 @@ class MemoryFit:
     def sd(self) -> float:
         """Standard deviation of a prediction's logarithm."""
         if not self.rows:
-            return 0.08
+            return 0.09
         errors = [peak / (self.base_bytes + (1 + self.slack) * live) - 1 for live, peak in self.rows]
         return float(np.sqrt((0.05**2 + sum(e * e for e in errors)) / (1 + len(errors))) + 0.01)
 

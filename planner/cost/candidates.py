@@ -19,8 +19,8 @@ SHARDINGS = ("ddp", "zero1", "zero2", "zero3")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 OPTIMIZERS = ("for_loop", "foreach", "fused")
 COMPILES = ("off", "block", "model")
-# share of the blocks that are checkpointed whole
-_CHECKPOINTED = {"none": 0.0, "selective": 0.0, "every_4": 1 / 4, "every_3": 1 / 3, "every_2": 1 / 2, "full": 1.0}
+# every how many blocks one is checkpointed whole, the first of each stack among them (strategies/checkpointing.py)
+_EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +68,24 @@ class Candidates:
         return replace(self, **columns)
 
 
-def from_configs(configs: Sequence[TrainingConfig], global_batch: int, *, device: str) -> Candidates:
+def checkpointed_share(policy: str, num_blocks: int) -> float:
+    """Share of the blocks that a policy checkpoints whole."""
+    every = _EVERY.get(policy)
+    if every is None:
+        return 0.0
+    return -(-num_blocks // every) / num_blocks if num_blocks else 1 / every
+
+
+def from_configs(
+    configs: Sequence[TrainingConfig], global_batch: int, *, device: str, num_blocks: int = 0
+) -> Candidates:
     """Training configurations as columns.
 
     Args:
         configs: Legal for the global batch.
         global_batch: Samples per optimizer step.
         device: cpu or cuda: what the workload's own optimizer step is there.
+        num_blocks: In each stack; 0 where that is not known.
     """
     keys: dict[VariantKey, int] = {}
     dtypes = ("float32", "tf32", "bfloat16", "float16")
@@ -86,7 +97,7 @@ def from_configs(configs: Sequence[TrainingConfig], global_batch: int, *, device
     def variants_of(config: TrainingConfig) -> tuple[int, int]:
         place = (config.precision, config.attention, config.checkpointing, config.loss, config.compile != "off")
         if place not in known:
-            share = _CHECKPOINTED[config.checkpointing]
+            share = checkpointed_share(config.checkpointing, num_blocks)
             base = VariantKey(
                 precision="half" if config.precision in ("bf16", "fp16") else "fp32",
                 attention=config.attention,
@@ -112,7 +123,7 @@ def from_configs(configs: Sequence[TrainingConfig], global_batch: int, *, device
         dtypes=dtypes,
         variant=coded([a for a, _ in pairs]),
         full_variant=coded([b for _, b in pairs]),
-        checkpointed=np.array([_CHECKPOINTED[config.checkpointing] for config in configs]),
+        checkpointed=np.array([checkpointed_share(config.checkpointing, num_blocks) for config in configs]),
         matmul_dtype=coded([dtype_of[config.precision] for config in configs]),
         micro_batch=column("micro_batch"),
         accumulation=np.array(accumulation, dtype=np.float64),

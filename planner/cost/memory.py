@@ -8,7 +8,7 @@ the truth and this file only puts the parts together; with degrees each part is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def traced_memory(
     gathered = np.where(shards > 1, gathered, 0.0)
     gathered = gathered + np.where((c.dp_replicate > 1) & (c.sharding == 0), DDP_BUCKET_BYTES, 0.0)
 
-    first, later = _micro_step_peak(variant, full, c)
+    first, later = _micro_step_peak(variant, full, c, profile.fewest_samples)
     held = held_micro_batches(c, c.accumulation / c.passes)
     saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
     # of a pipeline's first stage: L/p blocks for each of the micro-batches it holds, beyond the one that runs
@@ -106,13 +106,25 @@ def _blend(none: Law, full: Law, candidates: Candidates) -> Floats:
     return np.asarray((1 - share) * _at(none, samples) + share * _at(full, samples))
 
 
-def _micro_step_peak(variant: VariantProfile, full: VariantProfile, candidates: Candidates) -> tuple[Floats, Floats]:
+def _micro_step_peak(
+    variant: VariantProfile, full: VariantProfile, candidates: Candidates, fewest_samples: float
+) -> tuple[Floats, Floats]:
     """Largest bytes alive in a micro-step: with the gradients it makes, and without any gradient."""
     of_full = {peak.part: peak for peak in full.peaks}
     first = np.zeros(len(candidates))
     later = np.zeros(len(candidates))
     for peak in variant.peaks:
         other = of_full.get(peak.part, peak)
-        first = np.maximum(first, _blend(peak.first, other.first, candidates))
-        later = np.maximum(later, _blend(peak.later, other.later, candidates))
+        here = _blend(peak.first, other.first, candidates), _blend(peak.later, other.later, candidates)
+        if variant.key.loss == "fused" and peak.part == "head":
+            # the fused loss works in chunks: below the fewest samples traced there is one, and it shrinks with them
+            fewest = np.full(len(candidates), max(fewest_samples, 1.0))
+            few = replace(candidates, micro_batch=np.minimum(candidates.micro_batch, fewest))
+            at_fewest = replace(candidates, micro_batch=fewest)
+            shrunk = few.micro_batch / fewest
+            here = (
+                np.minimum(here[0], np.where(shrunk < 1, shrunk * _blend(peak.first, other.first, at_fewest), here[0])),
+                np.minimum(here[1], np.where(shrunk < 1, shrunk * _blend(peak.later, other.later, at_fewest), here[1])),
+            )
+        first, later = np.maximum(first, here[0]), np.maximum(later, here[1])
     return first, later

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from autoplan.probes.profile import Record
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -121,6 +121,7 @@ class ModelProfile(Record):
     boundary_bytes: Law = Field(default=ZERO, description="the activation between two blocks, fp32")
     batch_bytes: Law = Field(default=ZERO, description="the batch itself on the device")
     tokens_per_sample: int = 1
+    fewest_samples: float = Field(default=1.0, description="the smallest micro-batch that was traced")
     variants: dict[str, VariantProfile]
     notes: tuple[str, ...] = ()
     seconds_spent: float = 0.0
