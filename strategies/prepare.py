@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.strategies.affinity import place_rank
 from autoplan.strategies.attention import AttentionStrategy
 from autoplan.strategies.base import Build, Strategy
 from autoplan.strategies.checkpointing import CheckpointingStrategy
@@ -71,6 +72,8 @@ def prepare(
     config.accumulation(workload.global_batch)
     if mesh is None:
         mesh = build_mesh(config, device.type)
+    if mesh is not None:
+        place_rank(device)
     torch.manual_seed(workload.seed)
     if model is None:
         with torch.device(device):
