@@ -228,3 +228,12 @@ def test_a_long_trial_says_so_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
         "trial 3: measure, 1:01 so far",
         "trial 3: measure, 2:10 so far",
     ]
+
+
+def test_the_baseline_shown_is_the_one_the_speedup_stands_on() -> None:
+    plan = make_plan()
+    (lost,) = plan.alternatives
+    again = lost.model_copy(update={"config": plan.baseline.config})
+    table = {row[0]: row[1] for row in facts.comparison(make_plan(alternatives=(again,))).rows}
+    assert table["step time"].startswith("7.50 s")
+    assert {row[0]: row[1] for row in facts.comparison(plan).rows}["step time"].startswith("8.00 s")
