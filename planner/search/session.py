@@ -22,6 +22,9 @@ OVERRUN = 0.05
 """How far past the budget a running trial may go before it is ended; the whole search stays within 10 %."""
 
 PARITY_SHARE, PARITY_LEAST_S, PARITY_MOST_S = 0.12, 5.0, 45.0
+PARITY_MICRO_STEPS, PARITY_MOST_SHARE = 6.0, 0.3
+"""The check costs about as much as this many micro-steps of the plain run beside its start (GPT-2 on two cores: 44
+CPU-seconds, where a micro-step of 1 x 1024 takes 8 to 10); on a loaded machine both grow together."""
 FINALIST_SHARE = 0.3
 TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
 MAX_ROUNDS = 3
@@ -69,8 +72,14 @@ class Session:
 
     @property
     def parity_reserve_s(self) -> float:
-        """Seconds kept for the parity check."""
-        return min(max(PARITY_SHARE * self.budget_s, PARITY_LEAST_S), PARITY_MOST_S)
+        """Seconds kept for the parity check; more where the baseline has shown that this machine is slow now."""
+        reserve_s = min(max(PARITY_SHARE * self.budget_s, PARITY_LEAST_S), PARITY_MOST_S)
+        base = self.baseline
+        if base is not None and base.step_time_s is not None:
+            micro_steps = base.config.accumulation(self.ground.spec.global_batch)
+            slow_s = PARITY_MICRO_STEPS * base.step_time_s.median / micro_steps
+            reserve_s = max(reserve_s, min(slow_s, PARITY_MOST_SHARE * self.budget_s))
+        return reserve_s
 
     @property
     def finalist_reserve_s(self) -> float:

@@ -12,6 +12,7 @@ from autoplan.planner.search.selection import Entry, contenders, enter, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 
 CHEAP_MICRO_STEP_SHARE = 0.25
@@ -252,9 +253,9 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             cache_dir=session.store.folder / "parity",
             ranks=config.world_size,
         )
+    except TaskFailedError as error:  # out of time: that says nothing about the configuration
+        raise BudgetOver(f"the parity check of {config.describe()} ({error.message})") from error
     except AutoplanError as error:
-        if session.left_s <= 0:
-            raise BudgetOver(f"the parity check of {config.describe()} ({error.message})") from error
         parity = Parity(
             passed=False,
             tolerance=0.0,
