@@ -305,7 +305,8 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--draws", type=int, default=20)
     options = parser.parse_args()
-    head = "table | rows | mean | bias | in interval | 3 rows a GPU: mean | worst draw | bias | in interval | regret | top-5"
+    head = "table | rows | mean | bias | in interval | 3 rows a GPU: mean | worst draw | bias | in interval"
+    head += " | regret | top-5"
     print(f"| {head} |" if options.markdown else head)
     if options.markdown:
         print("|" + "---|" * (head.count("|") + 1))

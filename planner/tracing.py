@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import ConfigError, WorkloadError
@@ -19,12 +24,25 @@ from autoplan.planner.cost.profile import (
     Law,
     ModelProfile,
     OperationGroup,
-    PeakLaw,
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.recorder import Operation, Recipe, Recorder, Recording, in_backward
+from autoplan.planner.recorder import Recipe, Recorder, Recording, in_backward
 from autoplan.planner.replay import time_recipes
+from autoplan.planner.trace_laws import (
+    GroupKey,
+    Laws,
+    add,
+    blocks_apart,
+    group_key,
+    laws_of,
+    minus,
+    scale,
+    swap_loss,
+    to_profile,
+    total_flops,
+    total_moved,
+)
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.structure import Structure, find_structure
@@ -44,11 +62,8 @@ class _Cut:
     num_blocks: int
 
 
-GroupKey = tuple[Any, ...]
-
-
 def profile_workload(workload: Workload, device: str, *, identity: str, timing_budget_s: float = 0.0) -> ModelProfile:
-    """Traces every variant of a workload.
+    """Traces every variant of a workload; where fake tensors cannot stand in, runs the real thing instead.
 
     Args:
         workload: What is trained.
@@ -57,16 +72,32 @@ def profile_workload(workload: Workload, device: str, *, identity: str, timing_b
         timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
 
     Raises:
-        WorkloadError: the program cannot run on fake tensors.
+        WorkloadError: the program runs neither on fake tensors nor on real ones: which operation stood in the way.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
-        model = workload.build_model()
+    try:
+        tracer = _Tracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
+        return _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        why = f"{error.func} asks for the values of a tensor"
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    notes = (f"not traced on fake tensors ({why}): micro-steps were run for real instead",)
+    tracer = _Tracer(workload, device, contextlib.nullcontext())
+    try:
+        profile = _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise WorkloadError(
+            f"{workload.name} can neither be traced ({why}) nor be run on {device}: {error}",
+            hint="Run one forward and backward of the workload by itself on that device; it should pass.",
+        ) from error
+    return profile.model_copy(update={"method": "measured_block", "notes": notes + profile.notes})
+
+
+def _profile(tracer: _Tracer, *, identity: str, timing_budget_s: float) -> ModelProfile:
+    with tracer.mode, torch.device(tracer.device):
+        model = tracer.workload.build_model()
     structure = find_structure(model)
     notes: list[str] = []
-    samples = (
-        (2, 4) if workload.fixed_micro_batch is None else (workload.fixed_micro_batch, 2 * workload.fixed_micro_batch)
-    )
-    tracer = _Tracer(workload, device, samples)
     depth = _uniform_depth(structure)
     if depth is not None and depth > DEPTHS[1] and not tracer.depth_law_holds(depth):
         notes.append("the blocks differ: every variant was traced at whole depth")
@@ -85,13 +116,12 @@ def profile_workload(workload: Workload, device: str, *, identity: str, timing_b
         except ConfigError as error:
             notes.append(f"{key.text()}: not offered: {error.message}")
     if timing_budget_s > 0:
-        timed = time_recipes(tracer.recipes(), torch.device(device), timing_budget_s)
-        tracer.timed = timed
+        tracer.timed = time_recipes(tracer.recipes(), torch.device(tracer.device), timing_budget_s)
         variants = {
-            name: variants[name].model_copy(update={"groups": tuple(tracer.with_time(g) for g in variant.groups)})
+            name: variant.model_copy(update={"groups": tuple(tracer.with_time(g) for g in variant.groups)})
             for name, variant in variants.items()
         }
-    return _assemble(workload, model, structure, depth, variants, tracer, identity, device, notes)
+    return _assemble(tracer, model, structure, depth, variants, identity, notes)
 
 
 def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
@@ -146,13 +176,14 @@ def _copy(model: nn.Module) -> nn.Module:
 class _Tracer:
     """Records variants at cut depths and two micro-batches, and keeps what was recorded."""
 
-    def __init__(self, workload: Workload, device: str, samples: tuple[int, int]) -> None:
+    def __init__(self, workload: Workload, device: str, mode: Any) -> None:
         self.workload = workload
         self.device = device
-        self.samples = samples
+        self.mode = mode
+        fewest = workload.fixed_micro_batch or 2
+        self.samples = (fewest, 2 * fewest)
         self.timed: dict[GroupKey, float] = {}
         self._recipes: dict[GroupKey, tuple[Recipe, int, float]] = {}
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_blocks: int | None = None
         self.block_gradient_bytes = 0.0
         self._plain: dict[str, tuple[Counter[GroupKey], Counter[GroupKey]]] = {}
@@ -167,7 +198,7 @@ class _Tracer:
         except (AttributeError, IndexError, TypeError, RuntimeError):
             return False
         whole = self.record(key, None, self.samples[0])
-        for figure in (_flops, _moved, lambda recording: recording.saved_after_forward):
+        for figure in (total_flops, total_moved, lambda recording: recording.saved_after_forward):
             a, b, real = figure(shallow), figure(deep), figure(whole)
             if abs(b + (b - a) * (depth - DEPTHS[1]) - real) > DEPTH_TOLERANCE * real:
                 return False
@@ -189,7 +220,8 @@ class _Tracer:
                 if depth is not None:
                     _cut_model(model, depth)
                 self._models[depth] = model
-            return _copy(self._models[depth])
+            fake = isinstance(self.mode, FakeTensorMode)
+            return _copy(self._models[depth]) if fake else copy.deepcopy(self._models[depth])
 
     def variant(self, key: VariantKey) -> VariantProfile:
         """The laws of a variant; the fused loss under checkpointing is put together from what it changes without."""
@@ -198,7 +230,7 @@ class _Tracer:
             bare, bare_fused = (
                 self._laws(key.model_copy(update={"checkpointing": "none", "loss": loss})) for loss in ("full", "fused")
             )
-            return _swap_loss(key, self._laws(plain), bare, bare_fused)
+            return swap_loss(key, self._laws(plain), bare, bare_fused)
         return self._laws(key)
 
     def same_as_own(self, key: VariantKey) -> VariantKey | None:
@@ -217,11 +249,11 @@ class _Tracer:
         depth = self.num_blocks
         if depth is None or depth <= DEPTHS[1]:
             laws = self._at_depth(key, None)
-            block_saved = _scale(laws.block_saved, 1 / max(depth or 0, 1))
-            return _to_profile(key, Counter(), laws.groups, laws.peaks, block_saved, laws.saved, depth or 0)
+            block_saved = scale(laws.block_saved, 1 / max(depth or 0, 1))
+            return to_profile(key, Counter(), laws.groups, laws.peaks, block_saved, laws.saved, depth or 0)
         shallow = self._at_depth(key, DEPTHS[0])
         block, rest = self._split(key, shallow)
-        block_saved = _scale(shallow.block_saved, 1 / DEPTHS[0])
+        block_saved = scale(shallow.block_saved, 1 / DEPTHS[0])
         more = depth - DEPTHS[0]
         # under autocast a checkpointed block keeps its cast weights to the end of the forward, and no longer
         later = block_saved if key.checkpointing == "none" else Law(per_sample=block_saved.per_sample)
@@ -229,9 +261,9 @@ class _Tracer:
             part: self._deepen(part, pair, block_saved if part == "forward" else later, more)
             for part, pair in shallow.peaks.items()
         }
-        return _to_profile(key, block, rest, peaks, block_saved, _add(shallow.saved, block_saved, more), depth)
+        return to_profile(key, block, rest, peaks, block_saved, add(shallow.saved, block_saved, more), depth)
 
-    def _split(self, key: VariantKey, shallow: _Laws) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
+    def _split(self, key: VariantKey, shallow: Laws) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
         """What one block does and what the rest does.
 
         The plain variant of each precision is recorded at two depths, which tells them apart. What is not in the blocks
@@ -240,19 +272,19 @@ class _Tracer:
         plain = VariantKey(precision=key.precision)
         if plain.precision not in self._plain:
             two, three = (self._at_depth(plain, depth).groups for depth in DEPTHS)
-            self._plain[plain.precision] = _blocks_apart(two, three)
+            self._plain[plain.precision] = blocks_apart(two, three)
         block, rest = self._plain[plain.precision]
         if key == plain:
             return block, rest
         if key.loss != plain.loss:
-            rest = _minus(shallow.groups, block, DEPTHS[0])
+            rest = minus(shallow.groups, block, DEPTHS[0])
         else:
-            in_blocks = _minus(shallow.groups, rest, 1)
+            in_blocks = minus(shallow.groups, rest, 1)
             block = Counter({group: count // DEPTHS[0] for group, count in in_blocks.items()})
             if any(count % DEPTHS[0] for count in in_blocks.values()):
                 rest[next(iter(rest))] = -1  # not alike after all
         if any(count < 0 for count in (block | rest).values()) or any(count < 0 for count in rest.values()):
-            return _blocks_apart(shallow.groups, self._at_depth(key, DEPTHS[1]).groups)
+            return blocks_apart(shallow.groups, self._at_depth(key, DEPTHS[1]).groups)
         return block, rest
 
     def _deepen(self, part: str, pair: tuple[Law, Law], block_saved: Law, more: int) -> tuple[Law, Law]:
@@ -260,11 +292,11 @@ class _Tracer:
         first, later = pair
         if part == "tail":
             return Law(fixed=first.fixed + more * self.block_gradient_bytes, per_sample=first.per_sample), later
-        return _add(first, block_saved, more), _add(later, block_saved, more)
+        return add(first, block_saved, more), add(later, block_saved, more)
 
-    def _at_depth(self, key: VariantKey, depth: int | None) -> _Laws:
+    def _at_depth(self, key: VariantKey, depth: int | None) -> Laws:
         few, many = (self.record(key, depth, samples) for samples in self.samples)
-        return _laws_of(few, many, self.samples, self._recipes)
+        return laws_of(few, many, self.samples, self._recipes)
 
     def recipes(self) -> dict[GroupKey, tuple[Recipe, int, float]]:
         """For each group of operations how to run one again, how many it stands for, and its FLOPs."""
@@ -278,221 +310,7 @@ class _Tracer:
         return group.model_copy(update={"measured_s": seconds, "measured_samples": float(self.samples[0])})
 
 
-@dataclass(kw_only=True, slots=True)
-class _Laws:
-    groups: Counter[GroupKey]
-    peaks: dict[str, tuple[Law, Law]]
-    saved: Law
-    block_saved: Law
-
-
-def _flops(recording: Recording) -> float:
-    return sum(operation.flops for operation in recording.operations)
-
-
-def _moved(recording: Recording) -> float:
-    return sum(operation.bytes_moved for operation in recording.operations)
-
-
-def _line(few: float, many: float, samples: tuple[int, int]) -> Law:
-    slope = (many - few) / (samples[1] - samples[0])
-    return Law(fixed=few - slope * samples[0], per_sample=slope)
-
-
-def _scale(law: Law, factor: float) -> Law:
-    return Law(fixed=law.fixed * factor, per_sample=law.per_sample * factor)
-
-
-def _add(law: Law, block: Law, more: int) -> Law:
-    return Law(fixed=law.fixed + more * block.fixed, per_sample=law.per_sample + more * block.per_sample)
-
-
-def _blocks_apart(two: Counter[GroupKey], three: Counter[GroupKey]) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
-    """What one block does and what the rest does, from models of two and of three blocks."""
-    block = _minus(three, two, 1)
-    return block, _minus(two, block, DEPTHS[0])
-
-
-def _minus(a: Counter[GroupKey], b: Counter[GroupKey], times: int) -> Counter[GroupKey]:
-    """a - times x b, negative counts kept, zeros left out."""
-    out = Counter(a)
-    for group, count in b.items():
-        out[group] -= times * count
-    return Counter({group: count for group, count in out.items() if count})
-
-
-def group_key(group: OperationGroup) -> GroupKey:
-    """The key that a group was made from."""
-    laws = (group.flops, group.bytes_moved, group.m, group.n, group.k, group.batch)
-    return (group.name, group.kind, group.phase, group.dtype, *((law.fixed, law.per_sample) for law in laws))
-
-
-def _laws_of(
-    few: Recording,
-    many: Recording,
-    samples: tuple[int, int],
-    recipes: dict[GroupKey, tuple[Recipe, int, float]],
-) -> _Laws:
-    groups: Counter[GroupKey] = Counter()
-    start, end = _common_ends(few.operations, many.operations)
-    pairs = list(zip(few.operations[:start], many.operations[:start], strict=True))
-    if end:
-        pairs += zip(few.operations[-end:], many.operations[-end:], strict=True)
-    for a, b in pairs:
-        key = _group_key(a, b, samples)
-        groups[key] += 1
-        if a.recipe is not None:
-            recipes.setdefault(key, (a.recipe, 1, a.flops))
-    between = few.operations[start : len(few.operations) - end], many.operations[start : len(many.operations) - end]
-    groups.update(_grown_keys(*between, samples, recipes))
-    peaks = {
-        part: (
-            _line(few.peaks[part][0], many.peaks[part][0], samples),
-            _line(few.peaks[part][1], many.peaks[part][1], samples),
-        )
-        for part in few.peaks
-        if part in many.peaks
-    }
-    return _Laws(
-        groups=groups,
-        peaks=peaks,
-        saved=_line(few.saved_after_forward, many.saved_after_forward, samples),
-        block_saved=_line(sum(few.block_saved), sum(many.block_saved), samples),
-    )
-
-
-def _common_ends(few: list[Operation], many: list[Operation]) -> tuple[int, int]:
-    """How many operations two recordings have in common at their start and at their end."""
-    length = min(len(few), len(many))
-    start = next((i for i in range(length) if few[i].name != many[i].name), length)
-    end = next((i for i in range(length - start) if few[-1 - i].name != many[-1 - i].name), length - start)
-    return start, end
-
-
-def _grown_keys(
-    few: list[Operation],
-    many: list[Operation],
-    samples: tuple[int, int],
-    recipes: dict[GroupKey, tuple[Recipe, int, float]],
-) -> Counter[GroupKey]:
-    """Groups for a stretch that grows by repetition (chunks of rows): alike operations as one batch of them."""
-    totals: dict[tuple[str, str, str, str], list[list[Operation]]] = {}
-    for side, operations in enumerate((few, many)):
-        for o in operations:
-            totals.setdefault((o.name, o.kind, o.phase, o.dtype), [[], []])[side].append(o)
-    groups: Counter[GroupKey] = Counter()
-    for (name, kind, phase, dtype), (a, b) in totals.items():
-        laws = [
-            _line(sum(o.flops for o in a), sum(o.flops for o in b), samples),
-            _line(sum(o.bytes_moved for o in a), sum(o.bytes_moved for o in b), samples),
-            *(Law(fixed=size) for size in (b or a)[0].sizes[:3]),
-            _line(len(a), len(b), samples),
-        ]
-        key = (name, kind, phase, dtype, *((law.fixed, law.per_sample) for law in laws))
-        groups[key] += 1
-        recipe = a[0].recipe if a else None
-        if recipe is not None:
-            recipes.setdefault(key, (recipe, len(a), a[0].flops))
-    return groups
-
-
-def _group_key(few: Operation, many: Operation, samples: tuple[int, int]) -> GroupKey:
-    pairs = [(few.flops, many.flops), (few.bytes_moved, many.bytes_moved)]
-    pairs += list(zip(few.sizes, many.sizes, strict=True))
-    laws = [_line(a, b, samples) for a, b in pairs]
-    return (few.name, few.kind, few.phase, few.dtype, *((law.fixed, law.per_sample) for law in laws))
-
-
-def _to_profile(
-    key: VariantKey,
-    block: Counter[GroupKey],
-    rest: Counter[GroupKey],
-    peaks: dict[str, tuple[Law, Law]],
-    block_saved: Law,
-    saved: Law,
-    num_blocks: int,
-) -> VariantProfile:
-    segments: tuple[tuple[Literal["block", "rest"], Counter[GroupKey]], ...] = (("block", block), ("rest", rest))
-    groups = [_group(g, count, segment) for segment, counts in segments for g, count in counts.items() if count]
-    kernels = sum(g.count * (num_blocks if g.segment == "block" else 1) for g in groups)
-    rest_saved = Law(
-        fixed=saved.fixed - num_blocks * block_saved.fixed,
-        per_sample=saved.per_sample - num_blocks * block_saved.per_sample,
-    )
-    return VariantProfile(
-        key=key,
-        groups=tuple(groups),
-        kernels=kernels,
-        peaks=tuple(
-            PeakLaw(part=part, first=first, later=later)  # type: ignore[arg-type]
-            for part, (first, later) in peaks.items()
-            if part != "middle"
-        ),
-        block_saved_bytes=block_saved,
-        rest_saved_bytes=rest_saved,
-    )
-
-
-def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> OperationGroup:
-    name, kind, phase, dtype, *laws = key
-    flops, moved, m, n, k, batch = (Law(fixed=fixed, per_sample=slope) for fixed, slope in laws)
-    split = "none"
-    if segment == "block":
-        split = {"matmul": "n", "attention": "batch"}.get(kind, "all")
-        if kind == "matmul" and batch.per_sample:
-            split = "batch"
-    return OperationGroup.model_validate(
-        {
-            "name": name,
-            "kind": kind,
-            "segment": segment,
-            "phase": phase,
-            "dtype": dtype,
-            "count": count,
-            "flops": flops,
-            "bytes_moved": moved,
-            "m": m,
-            "n": n,
-            "k": k,
-            "batch": batch,
-            "tensor_split": split,
-        }
-    )
-
-
-def _swap_loss(
-    key: VariantKey, plain: VariantProfile, bare: VariantProfile, bare_fused: VariantProfile
-) -> VariantProfile:
-    """A checkpointed variant with the fused loss: the checkpointed one, with the loss's own terms exchanged."""
-
-    def exchange(a: Law, b: Law, c: Law) -> Law:
-        return Law(fixed=a.fixed - b.fixed + c.fixed, per_sample=a.per_sample - b.per_sample + c.per_sample)
-
-    by_part = {p.part: p for p in bare.peaks}, {p.part: p for p in bare_fused.peaks}
-    peaks = tuple(
-        PeakLaw(
-            part=p.part,
-            first=exchange(p.first, by_part[0][p.part].first, by_part[1][p.part].first),
-            later=exchange(p.later, by_part[0][p.part].later, by_part[1][p.part].later),
-        )
-        for p in plain.peaks
-        if p.part in by_part[0] and p.part in by_part[1]
-    )
-    blocks = tuple(g for g in plain.groups if g.segment == "block")
-    rest = tuple(g for g in bare_fused.groups if g.segment == "rest")
-    return VariantProfile(
-        key=key,
-        groups=blocks + rest,
-        kernels=plain.kernels - bare.kernels + bare_fused.kernels,
-        peaks=peaks,
-        block_saved_bytes=plain.block_saved_bytes,
-        rest_saved_bytes=exchange(plain.rest_saved_bytes, bare.rest_saved_bytes, bare_fused.rest_saved_bytes),
-    )
-
-
-def _record(
-    workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: int, mode: FakeTensorMode
-) -> Recording:
+def _record(workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: int, mode: Any) -> Recording:
     """Prepares a variant with prepare() and records one micro-step of it."""
     config = TrainingConfig.model_validate(
         {
@@ -503,26 +321,20 @@ def _record(
             "loss": key.loss,
         }
     )
-    try:
-        with mode:
-            blocks = [block for _, block in find_structure(model).blocks]
-            # built where it belongs already; under fake tensors torch cannot swap parameters that are looked at
-            model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
-            run = prepare(workload, config, device=device, model=model)
-            batch = workload.make_batch(samples, 0)
-            recorder = Recorder()
-            recorder.watch([*model.parameters(), *model.buffers()])
-            at_start = recorder.alive
-            _watch_gradients(recorder, run.parameters)
-            _mark_parts(recorder, blocks)
-            divisor = torch.tensor(1.0, device=device)
-            with recorder:
-                run.micro_step(batch, divisor, sync=True)
-    except DataDependentOutputException as error:
-        raise WorkloadError(
-            f"{workload.name} cannot be traced: {error.func} asks for the value of a tensor",
-            hint="The model's control flow depends on data. One block of it can be measured instead.",
-        ) from error
+    with mode:
+        blocks = [block for _, block in find_structure(model).blocks]
+        # built where it belongs already; under fake tensors torch cannot swap parameters that are looked at
+        model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
+        run = prepare(workload, config, device=device, model=model)
+        batch = workload.make_batch(samples, 0)
+        recorder = Recorder()
+        recorder.watch([*model.parameters(), *model.buffers()])
+        at_start = recorder.alive
+        _watch_gradients(recorder, run.parameters)
+        _mark_parts(recorder, blocks)
+        divisor = torch.tensor(1.0, device=device)
+        with recorder:
+            run.micro_step(batch, divisor, sync=True)
     recording = recorder.recording
     recording.peaks = {part: (a - at_start, b - at_start) for part, (a, b) in recording.peaks.items()}
     recording.saved_after_forward -= at_start
@@ -593,16 +405,15 @@ def _optimizer_state(workload: Workload) -> tuple[str, float, str | None]:
 
 
 def _assemble(
-    workload: Workload,
+    tracer: _Tracer,
     model: nn.Module,
     structure: Structure,
     depth: int | None,
     variants: dict[str, VariantProfile],
-    tracer: _Tracer,
     identity: str,
-    device: str,
     notes: list[str],
 ) -> ModelProfile:
+    workload, device = tracer.workload, tracer.device
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     optimizer_name, state_bytes, note = _optimizer_state(workload)
@@ -611,7 +422,7 @@ def _assemble(
     block_sizes = [sum(p.numel() for p in block.parameters()) for _, block in structure.blocks]
     outside = sum(p.numel() for p in parameters) - sum(block_sizes)
     per_depth = len(structure.stacks) if depth is not None else 1
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with tracer.mode:
         leaves = [t for t in pytree.tree_leaves(workload.make_batch(2, 0)) if isinstance(t, torch.Tensor)]
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     length = workload.sequence_length

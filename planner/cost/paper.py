@@ -73,7 +73,7 @@ FACTOR_SD = {
     "optimizer": 0.3,
 }
 # What stays after calibration and before: standard deviation of the logarithm of the time
-CALIBRATED_SD = 0.08
+CALIBRATED_SD = 0.11
 UNCALIBRATED_SD = 0.17
 
 
