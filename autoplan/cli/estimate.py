@@ -146,7 +146,7 @@ def _fit(path: Path) -> Any:
 
 
 def _price_table(path: Path, out: Path | None, factors: Any, as_json: bool) -> None:
-    from autoplan.planner.cost.rows import output_row, price_rows, read_rows, write_rows
+    from autoplan.planner.cost.rows import merged_row, price_rows, read_rows, write_rows
 
     table = read_rows(path)
     priced = price_rows(table, factors)
@@ -154,7 +154,7 @@ def _price_table(path: Path, out: Path | None, factors: Any, as_json: bool) -> N
     if out is not None:
         write_rows(out, table, priced, calibrated=calibrated)
     if as_json:
-        rows = [{**row, **output_row(priced, i, calibrated=calibrated)} for i, row in enumerate(table)]
+        rows = [merged_row(row, priced, i, calibrated=calibrated) for i, row in enumerate(table)]
         found = None if factors is None else factors.model_dump()
         print_json({"status": "ok", "rows": rows, "priced": len(priced.place), "factors": found})
     else:
@@ -170,10 +170,9 @@ def _print_rows(table: list[dict[str, str]], priced: Any, calibrated: bool) -> N
     import csv
     import sys
 
-    from autoplan.planner.cost.rows import OUTPUT, output_row
+    from autoplan.planner.cost.rows import merged_row, output_names
 
-    names = [name for name in (table[0] if table else ()) if name not in OUTPUT]
-    writer = csv.DictWriter(sys.stdout, [*names, *OUTPUT], extrasaction="ignore")
+    writer = csv.DictWriter(sys.stdout, output_names(table), extrasaction="ignore")
     writer.writeheader()
     for i, row in enumerate(table):
-        writer.writerow({**row, **output_row(priced, i, calibrated=calibrated)})
+        writer.writerow(merged_row(row, priced, i, calibrated=calibrated))

@@ -152,17 +152,32 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], priced: Priced, *,
     Raises:
         UsageError: the file cannot be written.
     """
-    names = [name for name in (rows[0] if rows else INPUT) if name not in OUTPUT and name is not None]
+    names = output_names(rows)
     try:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*names, *OUTPUT], extrasaction="ignore")
+            writer = csv.DictWriter(file, names, extrasaction="ignore")
             writer.writeheader()
             for i, row in enumerate(rows):
-                writer.writerow({**row, **output_row(priced, i, calibrated=calibrated)})
+                writer.writerow(merged_row(row, priced, i, calibrated=calibrated))
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror}", hint="Give another place with --out."
         ) from error
+
+
+def output_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of a priced table: those given, then the prices; a measured step time keeps a column of its own."""
+    given = [name for name in (rows[0] if rows else INPUT) if name is not None]
+    names = [name for name in given if name not in OUTPUT]
+    return [*names, *(["measured_step_time_s"] if "step_time_s" in given else []), *OUTPUT]
+
+
+def merged_row(row: Mapping[str, Any], priced: Priced, i: int, *, calibrated: bool) -> dict[str, Any]:
+    """One row with its prices."""
+    given = {name: value for name, value in row.items() if name not in OUTPUT}
+    if "step_time_s" in row:
+        given["measured_step_time_s"] = row["step_time_s"]
+    return given | output_row(priced, i, calibrated=calibrated)
 
 
 def output_row(priced: Priced, i: int, *, calibrated: bool) -> dict[str, Any]:
