@@ -40,6 +40,8 @@ class LossStrategy:
         """
         if build.config.loss == "full":
             return
+        if build.pipeline is not None and build.structure.head is None:
+            return  # the last stage of the pipeline has the head, and the loss
         reason = reason_against_fusing(build.workload, build.model)
         if reason is not None:
             raise ConfigError(f"loss=fused does not apply: {reason}", hint="Use loss=full.")

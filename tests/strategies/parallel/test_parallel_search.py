@@ -1,0 +1,53 @@
+"""Searches over two ranks, from the options to the trials' records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.errors import ConfigError
+from autoplan.planner.search.run import SearchOptions, SearchResult, run_search
+from autoplan.planner.trials.outcome import Outcome
+from autoplan.strategies.sources import make_spec
+from tests.strategies.tiny import GPT2
+
+SMALL = {"precision": "fp32", "compile": "off", "optimizer_step": "own", "checkpointing": "none"}
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's cache and state stay out of it; one cache for the module, so that the machine is probed once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "parallel-cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "parallel-state"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def search(folder: Path, **options: Any) -> SearchResult:
+    path = folder / "config.json"
+    path.write_text(json.dumps(GPT2))
+    spec = make_spec(model=str(path), sequence_length=32, global_batch=8)
+    values: dict[str, Any] = {"budget_s": 150.0, "device": "cpu", "store": folder / "s", "max_trials": 3, "nproc": 2}
+    return run_search(SearchOptions(spec=spec, **(values | options)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", ["dp_shard", "tp", "pp"])
+def test_a_search_measures_two_ranks(tmp_path: Path, degree: str) -> None:
+    result = search(tmp_path, fixed=SMALL | {degree: 2})
+    assert result.status == "plan_found", result.reason
+    shared = [trial for trial in result.trials if getattr(trial.config, degree) == 2]
+    assert shared
+    assert {trial.outcome for trial in shared} <= {Outcome.OK, Outcome.PRUNED}, [t.reason for t in shared]
+    assert result.plan is not None and result.plan.parity.passed
+    assert {reading.group_size for reading in result.plan.hardware.collectives} == {2}
+
+
+@pytest.mark.slow
+def test_a_fixed_degree_that_is_not_legal_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="4 attention heads: tp can be 1, 2, 4"):
+        search(tmp_path, fixed={"tp": 3}, nproc=3)
+    with pytest.raises(ConfigError, match="needs 4 ranks; --nproc is 2"):
+        search(tmp_path, fixed={"dp_replicate": 4}, fresh=True)
