@@ -42,10 +42,10 @@ from autoplan.strategies.workload import LossSum
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
 
     def forward(self, x):
-        return x + self.linear(x).relu()
+        return x + self.down(self.up(x).relu())
 
 
 def classifier(global_batch: int = 8) -> autoplan.Workload:
