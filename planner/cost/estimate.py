@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from autoplan.errors import WorkloadError
-from autoplan.planner.cost.calibrate import FACTORS, Z_90, Calibration, MemoryFit, TimeFit
+from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, Z_90, Calibration, MemoryFit, TimeFit
 from autoplan.planner.cost.candidates import Candidates, Floats, from_configs
 from autoplan.planner.cost.communication import exchange, links_of
 from autoplan.planner.cost.compute import (
@@ -285,7 +285,7 @@ class Estimator:
         except WorkloadError:
             return
         self.trials_seen += 1
-        if trial.step_time_s is not None and trial.outcome is Outcome.OK:
+        if trial.step_time_s is not None and trial.outcome is not Outcome.OUT_OF_MEMORY:
             self._observe_time(trial, table)
         peak = trial.peak_memory_bytes
         if peak is None:
@@ -308,7 +308,9 @@ class Estimator:
             without[optimizer] = 0.0
             self.time_fit.observe(without, seconds - apart)
             return
-        self.time_fit.observe(parts, seconds - float(table.bubble_s[0]))
+        # a trial that was given up has seen a few steps only
+        noise = NOISE_SD if trial.outcome is Outcome.OK else 2 * NOISE_SD
+        self.time_fit.observe(parts, seconds - float(table.bubble_s[0]), noise=noise)
 
     def calibration(self) -> Calibration:
         """What has been learnt, to be saved for this device."""
@@ -322,14 +324,20 @@ class Estimator:
             trials=self.trials_seen,
         )
 
-    def trial_cost_s(self, config: TrainingConfig) -> float:
-        """Expected wall seconds of one trial: building, compiling, two short steps, warm-up and some measured time."""
+    def trial_cost_s(self, config: TrainingConfig, *, time_box_s: float = 20.0) -> float:
+        """Expected wall seconds of one trial: building, compiling, two short steps, and the measuring time.
+
+        Two short steps of up to three micro-steps each, of two where a micro-step is dear; what is left of the time
+        box goes to measuring (planner/trials/stepping.py).
+        """
         table = self.table([config])
         accumulation = config.accumulation(self.global_batch)
         step = float(table.step_time_s[0])
         micro = step / accumulation
-        short = 2 * min(accumulation, 3) * micro
-        cost = TRIAL_FIXED_S + short + 4 * micro + min(step, 10 * micro)
+        few = min(accumulation, 3)
+        dear = few * micro > 0.25 * time_box_s
+        short = 2 * (min(accumulation, 2) if dear else few) * micro
+        cost = TRIAL_FIXED_S + short + min(max(time_box_s - short, 0.0), 8 * step)
         fixed, per_block = COMPILE_S[self.device]
         if config.compile == "block":
             cost += fixed
