@@ -17,6 +17,9 @@ from autoplan.probes.profile import HardwareProfile
 # Where no probe measured it. Share of a link's rate that NCCL's rings reach on large messages: 230-240 GB/s of 300 on
 # A100 NVLink, 360-450 of 450 on H100, 80-90 % on InfiniBand (nccl-tests results as NVIDIA publishes them).
 ASSUMED_LINK_EFFICIENCY = 0.8
+# what NCCL takes to come up to its bandwidth and its peers to meet, beyond the ring's steps, for a gather or a scatter
+# (an all-reduce is both): messages of some MB move at half the rate of large ones
+RAMP_S = 4e-5
 # per step of a ring: an all-reduce of few bytes over 8 GPUs takes some 30 us in nccl-tests, 14 steps
 ASSUMED_INTRA_LATENCY_S = 2.2e-6
 ASSUMED_INTER_LATENCY_S = 15e-6
@@ -36,6 +39,7 @@ class Links:
     intra_latency_s: float = ASSUMED_INTRA_LATENCY_S
     inter_latency_s: float = ASSUMED_INTER_LATENCY_S
     ranks_per_node: float | Floats = 8
+    ramp_s: float = 0.0
     assumed: tuple[str, ...] = field(default=())
 
     def all_reduce_s(self, payload: Floats, ranks: Floats, local: Floats) -> Floats:
@@ -52,7 +56,7 @@ class Links:
         # NCCL pipelines the two tiers: the slower one shows
         moving = np.maximum(inside, between)
         # trees between nodes: the latency grows with their depth (NCCL 2.4, double binary trees)
-        waiting = np.where(ranks > 1, (local - 1) * self.intra_latency_s, 0.0)
+        waiting = (local - 1) * self.intra_latency_s + self.ramp_s
         waiting = waiting + np.log2(np.maximum(nodes, 1.0)) * self.inter_latency_s
         return np.asarray(np.where(ranks > 1, moving + waiting, 0.0))
 

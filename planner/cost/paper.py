@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
-from autoplan.planner.cost.communication import Links, exchange
+from autoplan.planner.cost.communication import RAMP_S, Links, exchange
 from autoplan.planner.cost.layouts import ATTENTION, CHECKPOINTING, PRECISIONS, Layouts
 from autoplan.planner.cost.pipeline import held_micro_batches, pass_seconds
 from autoplan.probes.profile import Record
@@ -279,6 +279,7 @@ def _communication(rows: Layouts, width: Floats, full: Floats) -> Any:
         intra_bytes_per_s=LINK_EFFICIENCY * rows.intra_bytes_per_s,
         inter_bytes_per_s=LINK_EFFICIENCY * rows.inter_bytes_per_s,
         ranks_per_node=rows.gpus_per_node,
+        ramp_s=RAMP_S,
     )
     sharded = rows.sharding == SHARDINGS.index("zero3")
     return exchange(
