@@ -293,6 +293,8 @@ def _share_tied_gradient(build: Build, mesh: DeviceMesh, early: str, late: str) 
         return
     name = early if rank == 0 else late
     parameter = build.model.get_parameter(name)
+    if not parameter.requires_grad:
+        return
     build.gradient_weights[id(parameter)] = 0.5
 
     def share() -> None:

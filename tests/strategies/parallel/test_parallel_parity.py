@@ -13,7 +13,7 @@ import pytest
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
-from tests.strategies.parallel.world import differences, run_step
+from tests.strategies.parallel.world import build_frozen_gpt2, differences, run_step
 
 # Largest relative difference that passes: of the norm per parameter, and of the tensor itself.
 NORM, TENSOR = 2e-5, 1e-4
@@ -114,6 +114,24 @@ def test_with_the_techniques_of_one_device(zygote: Zygote, plain: Any, tmp_path:
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_low_precision_stays_within_its_tolerance(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", LOW_PRECISION[name], LOW_NORM, LOW_TENSOR)
+
+
+EACH = DATA | TENSOR_PARALLEL | {"1f1b": PIPELINE["1f1b"]}
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("case", ["frozen", "not_counted_ahead"])
+def test_frozen_parameters_and_late_counts(zygote: Zygote, tmp_path: Path, name: str, case: str) -> None:
+    """Parameters that do not train; a workload that cannot count before its loss has run."""
+    options: dict[str, Any] = {"build_model": build_frozen_gpt2} if case == "frozen" else {"count": None}
+    expected, reference = run_step(zygote, "gpt2", TrainingConfig(micro_batch=8), tmp_path, **options)
+    result, candidate = run_step(zygote, "gpt2", config_of(EACH[name]), tmp_path, **options)
+    found = differences(reference, candidate)
+    if case == "frozen":  # gradients are scaled to the real count after this test reads them
+        assert found["gradients"] < TENSOR, found
+        assert not candidate["changes"]["transformer.wte.weight"].any()
+    assert found["changes"] < TENSOR and found["changes_norm"] < NORM, found
+    assert result["loss"] == pytest.approx(expected["loss"], rel=NORM)
 
 
 @pytest.mark.slow

@@ -80,6 +80,14 @@ def build_gpt2() -> nn.Module:
     )
 
 
+def build_frozen_gpt2() -> nn.Module:
+    """The tied embedding, the positions and the first block do not train."""
+    model: Any = build_gpt2()
+    for module in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
+        module.requires_grad_(False)
+    return model
+
+
 def build_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
