@@ -125,10 +125,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asking for a device or a dtype
+            return func(*args, **kwargs)
         if not self._in_backward and in_backward():
             self._in_backward = True
             self.recording.saved_after_forward = self.alive
         out = func(*args, **kwargs)
+        if func.is_view:
+            return out
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._seen]
         self.watch(fresh)
