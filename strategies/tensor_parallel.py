@@ -261,13 +261,17 @@ class _Splitter:
     def replicate_rest(self, is_sequence_parallel: Callable[[str], bool]) -> None:
         """Holds every other parameter whole on each rank; where the sequence is split, gradients are summed."""
         for name, module in self._model.named_modules():
-            plain = [key for key, value in module._parameters.items() if value is not None]
-            plain = [key for key in plain if not isinstance(module._parameters[key], DTensor)]
-            for key in plain:
+            held = [key for key, value in module._parameters.items() if value is not None]
+            for key in held:
                 self.distribute(module, key, Replicate())
-            if plain and "forward" not in vars(module):
+            whole = all(_is_whole(module._parameters[key]) for key in held)
+            if held and whole and "forward" not in vars(module):
                 gradient = Partial() if is_sequence_parallel(name) else Replicate()
-                module.forward = functools.partial(_replicated_forward, module, tuple(plain), gradient)
+                module.forward = functools.partial(_replicated_forward, module, tuple(held), gradient)
+
+
+def _is_whole(parameter: nn.Parameter | None) -> bool:
+    return isinstance(parameter, DTensor) and all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
@@ -338,6 +342,9 @@ class VocabularyParallelLoss:
         self._head = head
         self._mesh = mesh
         self._chunked = chunked
+        # Torch's rules for cross-entropy over split logits. Entered for good: the backward needs them too.
+        self._rules = loss_parallel()
+        self._rules.__enter__()
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         hidden = self._head.hidden(model, batch)

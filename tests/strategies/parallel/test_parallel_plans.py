@@ -1,0 +1,180 @@
+"""Which models are split over tensor-parallel ranks and pipeline stages, and the reasons why others are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoplan.processes import Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.degrees import coherent_with_pipeline, factorings, pipeline_schedules, reason_against_knobs
+from autoplan.strategies.families.tensor_plans import find_tensor_plan
+from autoplan.strategies.pipeline_trace import trace_pipeline
+from autoplan.strategies.stages import cut_stages
+from autoplan.strategies.structure import find_structure
+from tests.strategies.parallel.world import MODELS, differences, make_workload, run_step
+
+LLAMA_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return MODELS[name]()
+
+
+def plan_of(name: str, own: dict[str, str] | None = None) -> Any:
+    model = on_meta(name)
+    return find_tensor_plan(model, find_structure(model), own)
+
+
+def test_known_families_have_a_plan() -> None:
+    gpt2, llama = plan_of("gpt2"), plan_of("llama")
+    assert gpt2.styles["transformer.h.0.attn.c_attn"] == "fused_colwise_3"
+    assert (gpt2.entry, gpt2.exit, gpt2.head) == ("transformer.drop", "transformer.ln_f", "lm_head")
+    assert gpt2.vocabulary_tables == ("transformer.wte",)
+    assert gpt2.unit == 4 and llama.unit == 2  # heads; two key-value heads
+    assert {"model.layers.0.self_attn", "model.layers.0.mlp"} <= set(llama.regions)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"layers.*.nothing": "colwise"}, "no module matches 'layers.*.nothing'"),
+        (LLAMA_PLAN | {"model.layers.*.mlp.up_proj": "sideways"}, "'sideways'"),
+        ({"model.layers.*.self_attn.q_proj": "colwise"}, "no rowwise projection"),
+        ({"model.norm": "colwise"}, "is a LlamaRMSNorm"),
+        ({k: v for k, v in LLAMA_PLAN.items() if "mlp" not in k}, "is not in its tensor-parallel plan"),
+    ],
+)
+def test_a_plan_that_does_not_work_says_why(own: dict[str, str], words: str) -> None:
+    reason = plan_of("llama", own)
+    assert isinstance(reason, str) and words in reason, reason
+
+
+def test_a_users_own_plan_trains_the_same(zygote: Zygote, plain: Any, tmp_path: Path) -> None:
+    _, reference = plain("llama")
+    config = TrainingConfig(micro_batch=4, tp=2)
+    _, candidate = run_step(zygote, "llama", config, tmp_path, tensor_plan=LLAMA_PLAN)
+    assert differences(reference, candidate)["gradients"] < 1e-4
+
+
+def test_a_head_that_nobody_describes_stays_whole(zygote: Zygote, plain: Any, tmp_path: Path) -> None:
+    _, reference = plain("gpt2")
+    _, candidate = run_step(zygote, "gpt2", TrainingConfig(micro_batch=4, tp=2), tmp_path, head=None)
+    assert differences(reference, candidate)["gradients"] < 1e-4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class SkipsABlock(nn.Module):
+    """A row of blocks of which each takes the first one's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        return self.layers[1](first) + self.layers[2](first)
+
+
+class SharedBetween(SkipsABlock):
+    """A norm outside the blocks that runs between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (SkipsABlock, "does not take what"),
+        (SharedBetween, "does not take what"),
+        (lambda: nn.Linear(8, 8), "0 row(s) of repeated blocks"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_says_why(model: Any, words: str) -> None:
+    workload = make_workload("gpt2", loss=lambda model, batch: model(batch), make_batch=lambda n, i: torch.ones(n, 8))
+    made = model()
+    reason = trace_pipeline(made, find_structure(made), workload)
+    assert isinstance(reason, str) and words in reason, reason
+
+
+def test_stages_are_cut_by_cost() -> None:
+    assert cut_stages([1.0] * 12, 2, last_cost=4.0) == [(0, 8), (8, 12)]
+    assert cut_stages([1.0] * 4, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert cut_stages([5.0, 1.0, 1.0, 1.0], 2) == [(0, 1), (1, 4)]
+    assert cut_stages([1.0] * 7, 3, first_cost=1.0, last_cost=1.0) == [(0, 2), (2, 5), (5, 7)]
+    with pytest.raises(ValueError, match="3 blocks cannot make 4 stages"):
+        cut_stages([1.0] * 3, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cut_has_a_cheaper_costliest_stage(seed: int) -> None:
+    import itertools
+    import random
+
+    random.seed(seed)
+    costs = [random.uniform(0.5, 3) for _ in range(7)]
+    first, last, stages = random.uniform(0, 4), random.uniform(0, 4), random.randint(1, 4)
+
+    def worst(cuts: list[tuple[int, int]]) -> float:
+        totals = [sum(costs[start:stop]) for start, stop in cuts]
+        totals[0] += first
+        totals[-1] += last
+        return max(totals)
+
+    best = min(
+        worst(list(itertools.pairwise([0, *inner, 7]))) for inner in itertools.combinations(range(1, 7), stages - 1)
+    )
+    assert worst(cut_stages(costs, stages, first_cost=first, last_cost=last)) == pytest.approx(best)
+
+
+def test_every_factoring_once() -> None:
+    found = list(factorings(8))
+    assert len(found) == len(set(found)) == 20  # 8 = 2^3 over four axes
+    assert all(pp * tp * replicate * shard == 8 for pp, tp, replicate, shard in found)
+
+
+def test_schedules_that_torch_takes() -> None:
+    assert pipeline_schedules(12, 4, 2) == []  # fewer micro-batches than stages
+    assert ("interleaved_1f1b", 2) in pipeline_schedules(12, 2, 4)
+    assert ("zero_bubble", 2) not in pipeline_schedules(12, 2, 4, dp=2)
+    assert ("interleaved_1f1b", 2) not in pipeline_schedules(3, 2, 4)  # 3 blocks, 4 stages
+    assert pipeline_schedules(12, 4, 9) == [("gpipe", 1), ("1f1b", 1)]  # rounds of 4.5
+
+
+def test_knobs_that_do_not_go_with_a_pipeline() -> None:
+    values = TrainingConfig(micro_batch=2, pp=2, pp_microbatches=4).model_dump()
+    assert coherent_with_pipeline(values, 8)
+    assert not coherent_with_pipeline(values | {"pp_microbatches": 2}, 8)
+    assert not coherent_with_pipeline(values | {"compile": "model"}, 8)
+    zero = values | {"pp_schedule": "zero_bubble"}
+    assert reason_against_knobs(zero) is None
+    assert "hooks" in str(reason_against_knobs(zero | {"dp_shard": 2}))
+    assert "twice" in str(reason_against_knobs(zero | {"loss": "fused"}))
