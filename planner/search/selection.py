@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.planner.trials.measure import pool_runs, ratio_interval
 from autoplan.planner.trials.outcome import Interval, Outcome, Trial
@@ -19,6 +19,9 @@ CONTENDER_MARGIN = 0.05
 """Measured again are those whose low bound is within this share of the best one's high bound."""
 
 MAX_CONTENDERS = 3
+
+ROUNDS_ALONE = 2
+"""Interleaved runs stand alone from this many on; a single one may be hit by anything, and counts beside the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +40,8 @@ class Entry:
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        """The runs that count: the interleaved ones where there are any, else the first trial."""
-        return self.finalist_runs or (self.first,)
+        """The runs that count: the interleaved ones where there are two or more, else the first trial and the one."""
+        return self.finalist_runs if len(self.finalist_runs) >= ROUNDS_ALONE else (self.first, *self.finalist_runs)
 
     @property
     def step_times(self) -> list[Interval]:
@@ -80,6 +83,18 @@ def enter(trials: Iterable[Trial]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step_time.median, entry.first.number))
 
 
+def even_out(a: Entry, b: Entry) -> tuple[Entry, Entry]:
+    """Both entries with as many interleaved runs as both have, so that their i-th runs were made side by side."""
+    rounds = min(len(a.finalist_runs), len(b.finalist_runs))
+    return replace(a, finalist_runs=a.finalist_runs[:rounds]), replace(b, finalist_runs=b.finalist_runs[:rounds])
+
+
+def speed_ratio(entry: Entry, reference: Entry) -> Interval:
+    """How many times faster an entry is than the reference, by the runs that count of both."""
+    entry, reference = even_out(entry, reference)
+    return ratio_interval(entry.step_times, reference.step_times)
+
+
 def contenders(entries: Sequence[Entry]) -> list[Entry]:
     """Those that may be the fastest: the best by median, and whoever's interval comes near enough."""
     if not entries:
@@ -112,7 +127,7 @@ def is_tie(entry: Entry, fastest: Entry) -> bool:
     """Whether two configurations cannot be told apart."""
     if entry.step_time.median > fastest.step_time.median * (1 + TIE):
         return False
-    ratio = ratio_interval(entry.step_times, fastest.step_times)
+    ratio = speed_ratio(entry, fastest)
     return ratio.low <= 1.0 <= ratio.high
 
 

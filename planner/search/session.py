@@ -45,6 +45,7 @@ class Session:
         study: Optuna's study.
         runner: Runs trials.
         notes: Sentences for the plan.
+        ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
     """
 
     options: SearchOptions
@@ -57,6 +58,7 @@ class Session:
     study: SearchStudy
     runner: TrialRunner
     notes: list[str] = field(default_factory=list)
+    ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
 
     # The clock.
 

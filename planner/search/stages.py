@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.plan import Parity
@@ -123,6 +124,11 @@ def hand_settings(session: Session) -> list[TrainingConfig]:
 
 def run_trials(session: Session) -> str:
     """Runs trials until nothing can win any more, or the time or the number of trials is used up; says which."""
+    session.ended_by = _run_trials(session)
+    return session.ended_by
+
+
+def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left"]:
     session.observer.on_phase("search", f"{len(session.ground.candidates)} candidates")
     while True:
         most = session.options.max_trials

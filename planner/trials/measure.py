@@ -28,6 +28,9 @@ the spread that MLPerf Training publishes for its imaging tasks, the steadier ki
 PRIOR_ROUNDS = 3
 """How many rounds RUN_SPREAD counts for, beside the rounds that were made."""
 
+MEDIAN_WIDTH = math.sqrt(math.pi / 2)
+"""The median of normal samples scatters at most this many times as much as their mean (1.16 for three samples)."""
+
 RESAMPLES = 1000
 
 # Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom (any table of the distribution)
@@ -178,22 +181,25 @@ def ratio_interval(candidate: Sequence[Interval], reference: Sequence[Interval])
         candidate: One interval of the step time per run; the i-th run of both were made side by side.
         reference: The same.
 
-    From the log ratios of the rounds with Student's t: a percentile bootstrap over three rounds claims a difference
-    whenever all three lean the same way, which is one case in four between equals. Few rounds say little about the
-    spread between runs, so RUN_SPREAD stands in as PRIOR_ROUNDS rounds' worth of knowledge of it (a conjugate prior
-    on the variance); a single round adds the intervals within its runs.
+    The middle is the ratio of the pooled runs (`pool_runs`), so that the figures shown for both and their ratio agree,
+    and so that one disturbed run of three does not move it. The width is Student's t on the rounds' log ratios (a
+    percentile bootstrap over three rounds claims a difference whenever all three lean the same way, which is one case
+    in four between equals), times MEDIAN_WIDTH where medians are taken. Few rounds say little about the spread between
+    runs, so RUN_SPREAD stands in as PRIOR_ROUNDS rounds' worth of knowledge of it (a conjugate prior on the variance);
+    a single round adds the intervals within its runs.
     """
     rounds = min(len(candidate), len(reference))
     assert rounds >= 1, "a ratio needs a run of each"
-    logs = np.array(
-        [math.log(r.median / c.median) for c, r in zip(candidate[:rounds], reference[:rounds], strict=True)]
-    )
-    middle = float(np.mean(logs))
+    candidate, reference = candidate[:rounds], reference[:rounds]
+    logs = np.array([math.log(r.median / c.median) for c, r in zip(candidate, reference, strict=True)])
+    middle = math.log(pool_runs(reference).median / pool_runs(candidate).median)
     freedom = PRIOR_ROUNDS + rounds - 1
-    variance = (PRIOR_ROUNDS * 2 * RUN_SPREAD**2 + float(np.sum((logs - middle) ** 2))) / freedom
+    variance = (PRIOR_ROUNDS * 2 * RUN_SPREAD**2 + float(np.sum((logs - logs.mean()) ** 2))) / freedom
     half = _T_95[min(freedom, len(_T_95)) - 1] * math.sqrt(variance / rounds)
     if rounds == 1:
         half = math.hypot(half, _log_half_width(candidate[0]), _log_half_width(reference[0]))
+    elif rounds > 2:
+        half *= MEDIAN_WIDTH
     return Interval(median=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), samples=rounds)
 
 
@@ -202,9 +208,12 @@ def _log_half_width(interval: Interval) -> float:
 
 
 def pool_runs(runs: Sequence[Interval]) -> Interval:
-    """One interval for several runs of a configuration: the median of their medians, bounds that hold all of theirs."""
+    """One interval for several runs of a configuration: the median of their medians, bounds that hold all of theirs.
+
+    Between the two middle ones of an even number it is the geometric mean: what is compared are ratios.
+    """
     return Interval(
-        median=float(np.median([run.median for run in runs])),
+        median=math.exp(float(np.median([math.log(run.median) for run in runs]))),
         low=min(run.low for run in runs),
         high=max(run.high for run in runs),
         samples=sum(run.samples for run in runs),

@@ -9,8 +9,9 @@ import numpy as np
 import optuna
 import pytest
 
+from autoplan.planner.search.reasons import explain_choices
 from autoplan.planner.search.sampler import NoCandidateError, Picker
-from autoplan.planner.search.selection import Entry, contenders, enter, rank
+from autoplan.planner.search.selection import Entry, contenders, enter, rank, speed_ratio
 from autoplan.planner.search.study import NUMBER, SearchStudy, make_distributions
 from autoplan.planner.search.surrogate import Belief, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
@@ -226,10 +227,17 @@ def test_a_study_that_lags_behind_the_record_catches_up(tmp_path: Path):
 # The selection.
 
 
-def finalist(number: int, config: TrainingConfig, time: float, peak: int = 1 << 30, **fields: Any) -> Trial:
+def finalist(
+    number: int,
+    config: TrainingConfig,
+    time: float,
+    peak: int = 1 << 30,
+    outcome: Outcome = Outcome.OK,
+    **fields: Any,
+) -> Trial:
     step = Interval(median=time, low=0.995 * time, high=1.005 * time, samples=9)
     memory = PeakMemory(resident_bytes=peak, limit_bytes=int(LIMIT))
-    return make_trial(number, config, Outcome.OK, step_time_s=step, peak_memory=memory, **fields)
+    return make_trial(number, config, outcome, step_time_s=step, peak_memory=memory, **fields)
 
 
 def test_interleaved_runs_decide_over_single_ones():
@@ -238,6 +246,72 @@ def test_interleaved_runs_decide_over_single_ones():
     trials += [finalist(2 + i, a, 1.5, purpose="finalist") for i in range(2)]
     trials += [finalist(4 + i, b, 1.1, purpose="finalist") for i in range(2)]
     assert [entry.config for entry in rank(enter(trials))] == [b, a]
+
+
+def test_one_noisy_finalist_run_is_no_speed_up_by_itself():
+    """Seen for real: the one finalist run of the baseline was hit, and the plan claimed a speed-up of 38."""
+    plain, fast = CANDIDATES[0], CANDIDATES[1]
+    trials = [finalist(0, plain, 1.15), finalist(1, fast, 1.0)]
+    trials += [finalist(2, fast, 1.0, purpose="finalist"), finalist(3, plain, 38.0, purpose="finalist")]
+    entries = {entry.config: entry for entry in enter(trials)}
+    ratio = speed_ratio(entries[fast], entries[plain])
+    assert ratio.median == pytest.approx(math.sqrt(1.15 * 38))
+    assert ratio.median == pytest.approx(entries[plain].step_time.median / entries[fast].step_time.median)
+    assert ratio.low < 1.0
+    trials += [finalist(4, fast, 1.0, purpose="finalist"), finalist(5, plain, 1.15, purpose="finalist")]
+    trials += [finalist(6, fast, 1.0, purpose="finalist"), finalist(7, plain, 1.15, purpose="finalist")]
+    entries = {entry.config: entry for entry in enter(trials)}
+    assert speed_ratio(entries[fast], entries[plain]).median == pytest.approx(1.15)
+
+
+def test_only_runs_made_side_by_side_are_compared():
+    a, b = CANDIDATES[0], CANDIDATES[1]
+    trials = [finalist(0, a, 9.0), finalist(1, b, 9.0)]
+    trials += [finalist(2 + i, a, 1.0 + i, purpose="finalist") for i in range(3)]  # the last is without b
+    trials += [finalist(5 + i, b, 2.0 * (1.0 + i), purpose="finalist") for i in range(2)]
+    entries = {entry.config: entry for entry in enter(trials)}
+    ratio = speed_ratio(entries[a], entries[b])
+    assert (ratio.samples, ratio.median) == (2, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "words"), [("time", "there was no time left"), ("max_trials", "--max-trials was reached")]
+)
+def test_a_value_expected_to_be_faster_comes_with_why_it_was_not_tried(ended_by: str, words: str):
+    reasons = reasons_for([finalist(0, TrainingConfig(micro_batch=2), 1.0)], ended_by)
+    assert f"precision=bf16 is expected to be 9% faster (cost model; not tried: {words}" in reasons["precision"]
+    assert "full is expected to be 33% slower (cost model)" in reasons["checkpointing"]
+
+
+def test_a_value_that_was_tried_comes_with_what_became_of_it():
+    plain = TrainingConfig(micro_batch=2)
+    trials = [
+        finalist(0, plain, 1.0),
+        make_trial(1, plain.model_copy(update={"precision": "bf16"}), Outcome.CRASHED),
+        finalist(2, plain.model_copy(update={"checkpointing": "full"}), 1.5, outcome=Outcome.PRUNED),
+    ]
+    reasons = reasons_for(trials, "time")
+    assert reasons["precision"] == "precision=bf16 ended as crashed (trial 1)"
+    assert reasons["checkpointing"] == (
+        "checkpointing=full was measured in one run, the plan being 1.50 times as fast as it (trial 2, stopped early)"
+    )
+
+
+def reasons_for(trials: list[Trial], ended_by: str) -> dict[str, str]:
+    def predict(config: TrainingConfig) -> Any:
+        slower = (0.91 if config.precision == "bf16" else 1.0) * (4 / 3 if config.checkpointing == "full" else 1.0)
+        return SimpleNamespace(step_time_s=slower)
+
+    session: Any = SimpleNamespace(
+        options=SimpleNamespace(fixed={}),
+        ground=SimpleNamespace(space=SimpleNamespace(values=VALUES), left_out=()),
+        store=SimpleNamespace(trials=tuple(trials)),
+        picker=SimpleNamespace(legal=frozenset(CANDIDATES)),
+        predict=predict,
+        ended_by=ended_by,
+    )
+    entries = enter(trials)
+    return {choice.knob: choice.reason for choice in explain_choices(session, entries[0], entries)}
 
 
 def test_a_tie_goes_to_less_memory_and_then_to_fewer_knobs():

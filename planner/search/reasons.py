@@ -1,0 +1,114 @@
+"""Why each knob of a plan has its value: fixed, the only one, measured, or expected, and then why it was not tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.planner.plan import Choice
+from autoplan.planner.search.selection import Entry
+from autoplan.planner.search.session import Session
+from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.strategies.config import KNOBS, TrainingConfig
+
+ABOUT = 0.01
+"""Expected differences below this share are "as fast"."""
+
+NOT_TRIED = {
+    "time": "not tried: there was no time left for it",
+    "max_trials": "not tried: --max-trials was reached",
+    "nothing_left": "not tried: after the trials near it, it had too little chance of being the fastest",
+}
+
+
+def explain_choices(session: Session, winner: Entry, entries: Sequence[Entry]) -> list[Choice]:
+    """Each knob that is off its default, or that could have been, with the reason for its value."""
+    return [
+        Choice(knob=knob, value=getattr(winner.config, knob), reason=_reason(session, winner, entries, knob))
+        for knob in KNOBS
+        if knob in winner.config.knobs_off_default() or len(session.ground.space.values.get(knob, ())) > 1
+    ]
+
+
+def _reason(session: Session, winner: Entry, entries: Sequence[Entry], knob: str) -> str:
+    """Fixed, the only one, measured against the trial that differs least, or the cost model's word."""
+    value = getattr(winner.config, knob)
+    if knob in session.options.fixed:
+        return "fixed by you"
+    if len(session.ground.space.values.get(knob, ())) <= 1:
+        return _only_reason(session, knob)
+    predicted = _reason_one_by_one(session, winner, knob)
+    others = [entry for entry in entries if getattr(entry.config, knob) != value]
+    if not others:
+        return predicted
+    other = min(others, key=lambda entry: (len(_differences(entry.config, winner.config)), entry.step_time.median))
+    rest = [name for name in _differences(other.config, winner.config) if name != knob]
+    ratio = winner.step_time.median / other.step_time.median
+    rival = f"{knob}={getattr(other.config, knob)} (trial {other.first.number})"
+    if rest:
+        return f"{_compare(ratio)} {rival}, which differs in {', '.join(rest)} too; taken alone, {predicted}"
+    if ratio > 1.02:
+        return f"{rival} was faster in its single run, but did not hold as a finalist or failed parity"
+    if ratio >= 0.98:
+        return f"as fast as {rival}; " + tie_reason(winner, other).partition("; ")[2]
+    return f"measured: {_compare(ratio)} {rival}"
+
+
+def _differences(a: TrainingConfig, b: TrainingConfig) -> list[str]:
+    return [knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)]
+
+
+def _compare(ratio: float) -> str:
+    if ratio < 0.98:
+        return f"{1 / ratio:.2f} times as fast as"
+    return "as fast as" if ratio <= 1.02 else f"{1 / ratio:.2f} times as fast (one run) as"
+
+
+def _only_reason(session: Session, knob: str) -> str:
+    for family in session.ground.left_out:
+        if family.family.startswith(f"{knob}="):
+            return f"the only value here ({family.family} left out: {family.limit})"
+    return "the only value here"
+
+
+def _reason_one_by_one(session: Session, winner: Entry, knob: str) -> str:
+    """What was measured of the knob's other values, all else equal, or is expected of them and why they were not tried.
+
+    What is expected is the calibrated cost model's word.
+    """
+    config = winner.config
+    tried = {trial.config: trial for trial in session.store.trials if trial.purpose != "finalist"}
+    told: list[str] = []
+    values = list(session.ground.space.values.get(knob, ()))
+    place = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
+    for value in sorted(values, key=lambda value: abs(values.index(value) - place)):
+        other = config.model_copy(update={knob: value})
+        if other == config or (other not in session.picker.legal and other not in tried):
+            continue
+        told.append(f"{knob}={value} " + _word_on(session, winner, other, tried.get(other)))
+    return ", ".join(told[:4]) or "no other value is legal with the rest of the plan and predicted to fit"
+
+
+def _word_on(session: Session, winner: Entry, other: TrainingConfig, trial: Trial | None) -> str:
+    """Of one other configuration: how it ended, how fast it was, or what is expected of it."""
+    if trial is not None and trial.step_time_s is None:
+        return f"ended as {trial.outcome.value} (trial {trial.number})"
+    if trial is not None and trial.step_time_s is not None:
+        ratio = winner.step_time.median / trial.step_time_s.median
+        early = ", stopped early" if trial.outcome is Outcome.PRUNED else ""
+        return f"was measured in one run, the plan being {_compare(ratio)} it (trial {trial.number}{early})"
+    change = session.predict(other).step_time_s / session.predict(winner.config).step_time_s - 1
+    if change > ABOUT:
+        return f"is expected to be {change:.0%} slower (cost model)"
+    expected = f"{-change:.0%} faster" if change < -ABOUT else "as fast"
+    return f"is expected to be {expected} (cost model; {NOT_TRIED[session.ended_by]})"
+
+
+def tie_reason(winner: Entry, other: Entry) -> str:
+    """Why the winner of a tie won it."""
+    text = "cannot be told apart in speed; "
+    difference = other.peak_memory_bytes - winner.peak_memory_bytes
+    if difference > 0.05 * winner.peak_memory_bytes:
+        return text + f"the plan takes {difference / 2**30:.2f} GiB less memory"
+    if len(other.config.knobs_off_default()) > len(winner.config.knobs_off_default()):
+        return text + "the plan is simpler"
+    return text + "the plan has the better median"
