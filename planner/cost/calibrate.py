@@ -24,7 +24,7 @@ PRIOR_SD = {
     "attention": 0.25,
     "memory": 0.30,
     "fused_memory": 0.50,
-    "dispatch": 0.40,
+    "dispatch": 0.60,
     "optimizer": 0.35,
     "communication": 0.50,
 }

@@ -30,6 +30,10 @@ OPTIMIZER_PASSES = np.array([20.0, 20.0, 7.0])
 OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
 CLIP_PASSES = 3.0
 
+# Selective checkpointing asks its policy in Python at every operation of a block, forward and recomputation (assumed;
+# compiled blocks settle it at compile time)
+SELECTIVE_DISPATCH_S = 3e-5
+
 PARTS = ("matmul", "attention", "memory", "fused_memory", "dispatch")
 
 
@@ -69,7 +73,8 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
             seconds = seconds * slow
         target = times.block if group.segment == "block" else times.rest
         np.add.at(target, (row, np.arange(size)), seconds)
-        dispatch = np.full(size, group.count * rates.dispatch_s)
+        asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
+        dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
         if group.kind == "memory":
             dispatch = dispatch * FUSED_LAUNCHES[candidates.compiled]
         target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)

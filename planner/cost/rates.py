@@ -23,9 +23,10 @@ from autoplan.probes.profile import Device
 ASSUMED_MATMUL_EFFICIENCY = 0.75
 ASSUMED_BANDWIDTH_EFFICIENCY = 0.85
 ASSUMED_ATTENTION_EFFICIENCY = 0.45
-# torch's eager path on a current host, per operation with autograd; the probe's own figure is without autograd
-ASSUMED_DISPATCH_S = 6e-6
-AUTOGRAD_OVERHEAD = 3.0
+# torch's eager path on a current host, per operation with autograd and module calls; the probe's figure is a bare
+# in-place addition, several times less
+ASSUMED_DISPATCH_S = 8e-6
+AUTOGRAD_OVERHEAD = 6.0
 
 _BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 
