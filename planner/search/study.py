@@ -6,13 +6,16 @@ file. The record (planner/store.py) is the truth; a study that is damaged or lag
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoplan.errors import StoreError
+from autoplan.planner.record import ROOM_HINT
 from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.processes import ProcessIdentity, is_alive
 from autoplan.strategies.config import KNOBS, TrainingConfig, knob_values
@@ -40,6 +43,9 @@ class SearchStudy:
         trials: The finished trials of the record.
 
     `notes` says what had to be mended.
+
+    Raises:
+        StoreError: the file cannot be written, for example on a full disk; asking and telling raise it too.
     """
 
     def __init__(
@@ -60,14 +66,17 @@ class SearchStudy:
             self._close_dead_trials()
             self._catch_up(trials)
         except _storage_errors() as error:
+            if "disk is full" in str(error):  # nothing is damaged, and a new file would not fit either
+                raise _unwritable(path, error) from error
             aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
             for suffix in ("", "-wal", "-shm"):
                 file = path.with_name(path.name + suffix)
                 if file.exists():
                     file.rename(aside.with_name(aside.name + suffix))
             self.notes.append(f"the Optuna study was made again from the record ({type(error).__name__}: {error})")
-            self._study = self._open()
-            self._catch_up(trials)
+            with _writing(path):
+                self._study = self._open()
+                self._catch_up(trials)
 
     @property
     def study(self) -> optuna.Study:
@@ -77,24 +86,27 @@ class SearchStudy:
     def ask(self, number: int, config: TrainingConfig) -> optuna.trial.Trial:
         """A RUNNING trial of the study for the configuration that was picked."""
         self._sampler.params = to_params(config)
-        trial = self._study.ask(self.distributions)
-        trial.set_user_attr(NUMBER, number)
-        trial.set_user_attr(OWNER, ProcessIdentity.current().model_dump())
+        with _writing(self.path):
+            trial = self._study.ask(self.distributions)
+            trial.set_user_attr(NUMBER, number)
+            trial.set_user_attr(OWNER, ProcessIdentity.current().model_dump())
         return trial
 
     def tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
         """Tells how it ended: reason and memory first, since a finished trial cannot be changed."""
-        for key, value in _attributes(trial).items():
-            asked.set_user_attr(key, value)
-        asked.set_constraint("memory", _memory_violation(trial))
-        state, value = _state(trial)
-        self._study.tell(asked, value, state=state)
+        state, figure = _state(trial)
+        with _writing(self.path):
+            for key, value in _attributes(trial).items():
+                asked.set_user_attr(key, value)
+            asked.set_constraint("memory", _memory_violation(trial))
+            self._study.tell(asked, figure, state=state)
 
     def drop(self, asked: optuna.trial.Trial) -> None:
         """Ends a trial that was asked for but never run."""
         import optuna
 
-        self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+        with _writing(self.path):
+            self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
 
     def _open(self) -> optuna.Study:
         import optuna
@@ -216,6 +228,24 @@ def _memory_violation(trial: Trial) -> float:
 def _attributes(trial: Trial) -> dict[str, Any]:
     fields = {"outcome", "detail", "reason", "phase", "purpose", "exit_status", "seconds_spent", "warnings"}
     return json.loads(trial.model_dump_json(include=fields)) | {"peak_memory_bytes": trial.peak_memory_bytes}
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What goes wrong in the database is the store's trouble, which the user can do something about."""
+    import optuna
+    import sqlalchemy.exc
+
+    try:
+        yield
+    except (sqlite3.DatabaseError, sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: BaseException) -> StoreError:
+    cause = getattr(error, "orig", None) or error.__cause__ or error
+    text = str(getattr(cause, "orig", None) or cause).splitlines()[0]
+    return StoreError(f"{path} cannot be written: {text}", hint=ROOM_HINT)
 
 
 def _storage_errors() -> tuple[type[Exception], ...]:
