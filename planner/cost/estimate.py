@@ -198,6 +198,7 @@ class Estimator:
             stage[-1] = np.maximum(stage[-1] - work, 0.0)  # launches hide behind the GPU's work
         every = times.block.sum(axis=0) * self.profile.num_blocks + times.rest.sum(axis=0)
         boundary = self.profile.boundary_bytes.fixed + self.profile.boundary_bytes.per_sample * c.micro_batch
+        half = np.array([c.dtypes[int(code)] in ("bfloat16", "float16", "float8") for code in c.matmul_dtype])
         moved = exchange(
             c,
             self.links,
@@ -205,7 +206,8 @@ class Estimator:
             boundary_bytes=np.asarray(boundary),
             num_blocks=self.profile.num_blocks,
             block_all_reduces=4.0 + 2.0 * c.checkpointed,
-            gather_bytes=np.full(len(c), 4.0),
+            # FSDP2 gathers the blocks in 16 bits under autocast on CUDA (strategies/data_parallel.py)
+            gather_bytes=np.where(half & (self.device == "cuda"), 2.0, 4.0),
             gradient_bytes=np.full(len(c), 4.0),
             reduce_every_micro_step=False,
         )
@@ -219,7 +221,6 @@ class Estimator:
         communication = (moved.tensor_s + moved.send_s) * c.accumulation + gather + gradient + moved.after_s
         shards = np.where(c.sharding > 0, c.dp_shard, 1.0)
         optimizer = optimizer_seconds(self.profile, self.rates, c, 1 / (c.tp * c.pp * shards))
-        half = np.array([c.dtypes[int(code)] in ("bfloat16", "float16", "float8") for code in c.matmul_dtype])
         rows = {
             "matmul/full": np.where(half, 0.0, stage[PARTS.index("matmul")]) * c.accumulation,
             "matmul/half": np.where(half, stage[PARTS.index("matmul")], 0.0) * c.accumulation,
