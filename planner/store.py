@@ -245,7 +245,7 @@ class Store:
 def _describe(summary: object) -> str:
     if not isinstance(summary, dict):
         return "unknown"
-    return ", ".join(f"{key} {value}" for key, value in summary.items())
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in summary.items() if value not in (None, {}))
 
 
 def _take(folder: Path) -> Any:

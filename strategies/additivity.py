@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from autoplan.errors import WorkloadError
 from autoplan.strategies.batch import Batch, move_batch, slice_batch
-from autoplan.strategies.workload import Workload
+from autoplan.strategies.workload import LossSum, Workload
 
 TOLERANCE = 1e-3
 SHORT_LENGTH = 32  # tokens: enough to tell, and cheap
@@ -28,11 +29,20 @@ def check_additivity(workload: Workload, model: nn.Module, device: torch.device)
 
     Returns:
         Whether it adds up, and whether the same two samples give the same loss twice.
+
+    Raises:
+        WorkloadError: the loss is no LossSum.
     """
     whole = shorten(workload.make_batch(2, 0), SHORT_LENGTH)
     batch = move_batch(slice_batch(whole, 0, 2), device)
     with torch.no_grad(), _buffers_kept(model):
-        both = float(workload.loss(model, batch).total)
+        given = workload.loss(model, batch)
+        if not isinstance(given, LossSum):
+            raise WorkloadError(
+                f"the loss of {workload.name} gave {type(given).__name__}; it gives an autoplan.LossSum",
+                hint="End it with: return autoplan.LossSum(sum of the losses, number of items). A sum, not a mean.",
+            )
+        both = float(given.total)
         again = float(workload.loss(model, batch).total)
         deterministic = abs(both - again) <= 1e-5 * max(abs(both), 1e-12)
         try:

@@ -41,7 +41,8 @@ def check_function(text: str) -> tuple[Path, str]:
     tree = _parse(path)
     names = _top_level_names(tree)
     if function not in names and "*" not in names:
-        near = difflib.get_close_matches(function, names, n=3) or sorted(names)[:8]
+        own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        near = difflib.get_close_matches(function, names, n=3) or own[:8] or sorted(names)[:8]
         raise WorkloadError(
             f"{path} has no function {function!r}",
             hint=f"It has {', '.join(near)}." if near else "The file defines nothing.",
@@ -62,6 +63,8 @@ def local_sources(path: Path) -> dict[str, str]:
             neighbour = path.parent / f"{name}.py"
             if neighbour.is_file():
                 waiting.append(neighbour)
+            for file in sorted((path.parent / name).rglob("*.py")):  # a package: all of it counts
+                found[str(file.relative_to(path.parent))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     return found
 
 

@@ -223,6 +223,8 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
         additive, deterministic = check_additivity(workload, real, torch.device(device))
     except torch.OutOfMemoryError:  # the trials find a micro-batch that fits
         return ()
+    except WorkloadError:
+        raise
     except Exception as error:
         raise WorkloadError(
             f"the loss of {workload.name} failed on a batch of two samples: {type(error).__name__}: {error}",

@@ -60,6 +60,8 @@ def make_spec(
             f"{model} takes no option {', '.join(unknown)}",
             hint=f"Language models take {', '.join(LANGUAGE_OPTIONS)}; a file.py:function takes what it declares.",
         )
+    if not model.strip():
+        raise WorkloadError("no model was named", hint="For example: --model gpt2")
     name = registry.canonical_name(model)
     if name is not None:
         return _language_spec(

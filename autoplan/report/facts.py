@@ -187,9 +187,11 @@ def trial_rows(trials: Sequence[Trial], unit: str) -> Rows:
 
 
 def workload_line(spec: WorkloadSpec) -> str:
-    """`gpt2, 1,024 tokens a sequence, global batch 32 sequences`."""
+    """`gpt2, 1,024 tokens a sequence, global batch 32 sequences`; a function's own figures are not known at first."""
     length = f", {spec.sequence_length:,} tokens a sequence" if spec.sequence_length else ""
     samples = "sequences" if spec.sequence_length else "samples"
+    if "global_batch" in spec.open_fields:
+        return f"{spec.name}{length}, the global batch that the function gives"
     return f"{spec.name}{length}, global batch {spec.global_batch} {samples}"
 
 
@@ -212,5 +214,5 @@ def parity_words(parity: Parity) -> str:
     note = f"; {parity.note.rstrip('.')}" if parity.note else ""
     return (
         f"{verdict}; largest difference in gradients {parity.worst_gradient_difference:.2g} and in the "
-        f"update {parity.worst_update_difference:.2g} of {parity.tolerance:.2g} allowed ({parity.worst_group}){note}"
+        f"update {parity.worst_update_difference:.2g} of {parity.tolerance:.2g} allowed, in {parity.worst_group}{note}"
     )

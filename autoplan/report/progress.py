@@ -15,7 +15,9 @@ from autoplan.planner.plan import LeftOutFamily, Prediction
 from autoplan.planner.search.options import BudgetState, SearchObserver
 from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.probes.profile import HardwareProfile
+from autoplan.report import facts as words
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_clock, format_number, format_seconds
 
 PHASES = {
@@ -57,6 +59,11 @@ class PlainProgress(SearchObserver):
     def on_hardware(self, hardware: HardwareProfile, memory_limit_bytes: int) -> None:
         names = ", ".join(device.name for device in hardware.devices)
         self.say(f"hardware: {names}; a trial may take {format_bytes(memory_limit_bytes)}")
+
+    def on_workload(self, spec: WorkloadSpec) -> None:
+        self.unit = spec.unit
+        if spec.kind == "function":  # what it decides itself could not be said before it was called
+            self.say(f"workload: {words.workload_line(spec)}")
 
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
         ruled_out = sum(family.configurations for family in left_out)

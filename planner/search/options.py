@@ -124,6 +124,9 @@ class SearchObserver:
     def on_hardware(self, hardware: HardwareProfile, memory_limit_bytes: int) -> None:
         """The probes are done."""
 
+    def on_workload(self, spec: WorkloadSpec) -> None:
+        """The workload has been read: what a user's function decides itself (its global batch) is known now."""
+
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
         """The legal candidates that are predicted to fit are known."""
 

@@ -106,6 +106,7 @@ def lay_groundwork(
     spec = _with_fixed_micro_batch(options.spec, options.fixed)
     facts = inspect(zygote, spec, hardware, device)
     spec = facts.spec.model_copy(update={"payload": spec.payload})
+    observer.on_workload(spec)
     degrees, degrees_left_out = ways_to_share(options, facts, device)
     space = generate(
         facts.choices,
