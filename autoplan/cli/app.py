@@ -19,7 +19,7 @@ from autoplan.cli.schema import schema_command
 from autoplan.cli.search import search_command
 from autoplan.cli.show import show_command
 from autoplan.cli.verify import verify_command
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, UsageError
 from autoplan.report.screen import is_plain
 
 HELP = (
@@ -73,10 +73,30 @@ def build_app() -> typer.Typer:
     return app
 
 
+def call(app: typer.Typer) -> int:
+    """Runs the application; with --json, what typer refuses becomes an error of ours, and so a document.
+
+    Raises:
+        SystemExit: the end of a command, without --json.
+        UsageError: an option that is unknown, missing or of the wrong kind, with --json.
+    """
+    if not output.wants_json():
+        app(prog_name="autoplan")
+        return 0
+    try:
+        code = app(prog_name="autoplan", standalone_mode=False)
+    except Exception as error:
+        say = getattr(error, "format_message", None)  # of click's exceptions, whichever click typer uses
+        if say is None:
+            raise
+        raise UsageError(say(), hint="autoplan COMMAND --help lists the options.") from None
+    return code if isinstance(code, int) else 0
+
+
 def run() -> int:
     """Runs the command in sys.argv; returns its exit code (see autoplan.errors)."""
     try:
-        build_app()(prog_name="autoplan")
+        return call(build_app())
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except AutoplanError as error:
@@ -90,4 +110,3 @@ def run() -> int:
     except Exception as error:  # whatever is left is our bug
         output.show_bug(error)
         return 1
-    return 0

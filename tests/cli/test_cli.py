@@ -79,6 +79,13 @@ def test_version(cli) -> None:
     assert cli("--version").out.startswith("autoplan 0.")
 
 
+def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
+    ended = cli("search", "--model", "gpt2", "--global-batch", "2.5", "--json")
+    document = json.loads(ended.out)
+    assert ended.code == 2 and document["schema_version"] == 1 and document["status"] == "error"
+    assert document["error"]["code"] == "usage" and "--global-batch" in document["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
