@@ -51,6 +51,8 @@ def sum_interval(terms: Sequence[tuple[float, Sequence[float]]], *, seed: int = 
     Args:
         terms: Weight and samples of each part; a step put together from its parts has the counts as weights.
         seed: Of the resampling; the same samples always give the same interval.
+
+    One or two samples show little of their spread: RUN_SPREAD stands in for it.
     """
     assert terms and all(len(samples) for _, samples in terms), "each part needs at least one sample"
     rng = np.random.default_rng(seed)
@@ -61,8 +63,8 @@ def sum_interval(terms: Sequence[tuple[float, Sequence[float]]], *, seed: int = 
         values = np.asarray(samples, dtype=float)
         middle = float(np.median(values))
         median += weight * middle
-        if len(values) == 1:
-            slack += weight * middle * 2 * RUN_SPREAD
+        if len(values) <= 2:
+            slack += weight * middle * 2 * RUN_SPREAD / len(values)
         total += weight * np.median(values[rng.integers(0, len(values), (RESAMPLES, len(values)))], axis=1)
     low, high = np.quantile(total, (0.025, 0.975))
     return Interval(
@@ -152,25 +154,30 @@ class StopRule:
 def step_terms(parts: Mapping[str, Sequence[float]], accumulation: int) -> list[tuple[float, Sequence[float]]]:
     """A step as weighted parts.
 
-    A step is the first micro-step after an optimizer step, accumulation - 2 without gradient sync, the last one with
-    it, and the optimizer step; with accumulation 1 the one micro-step syncs.
+    A step is the first micro-step after an optimizer step, the second, further ones without gradient sync, the last
+    one with it, and the optimizer step. The second is a kind of its own: it is the first that needs room for new
+    gradients beside those that it adds to, and what the last zero_grad gave back to the system comes page by page
+    (measured: up to twice as long as the later ones on a CPU). With accumulation 1 the one micro-step syncs.
 
     Args:
-        parts: Samples of `first_micro_step`, `micro_step`, `micro_step_sync`, `optimizer_step`. A kind that was not
-            sampled is taken from the next one in {first, micro, sync} that was: alike on one rank, where nothing is
-            reduced.
+        parts: Samples of `first_micro_step`, `second_micro_step`, `micro_step`, `micro_step_sync`, `optimizer_step`. A
+            kind that was not sampled is taken from the nearest that was: alike on one rank, where nothing is reduced.
         accumulation: Micro-steps per optimizer step.
     """
 
     def of(*names: str) -> Sequence[float]:
         return next(parts[name] for name in names if parts.get(name))
 
-    sync = of("micro_step_sync", "micro_step", "first_micro_step")
-    terms: list[tuple[float, Sequence[float]]] = [(1.0, sync), (1.0, of("optimizer_step"))]
+    first, second, middle, sync = "first_micro_step", "second_micro_step", "micro_step", "micro_step_sync"
+    terms: list[tuple[float, Sequence[float]]] = [(1.0, of("optimizer_step"))]
+    if accumulation <= 2:
+        terms.append((1.0, of(sync, second, middle, first)))
+    else:
+        terms += [(1.0, of(sync, middle, second, first)), (1.0, of(second, middle, first, sync))]
     if accumulation >= 2:
-        terms.append((1.0, of("first_micro_step", "micro_step", "micro_step_sync")))
-    if accumulation >= 3:
-        terms.append((float(accumulation - 2), of("micro_step", "micro_step_sync", "first_micro_step")))
+        terms.append((1.0, of(first, middle, second, sync)))
+    if accumulation >= 4:
+        terms.append((float(accumulation - 3), of(middle, second, sync, first)))
     return terms
 
 

@@ -81,7 +81,8 @@ class Trial(Record):
         default=None, description="timed as whole steps, or put together from micro-steps and the optimizer step"
     )
     parts_s: dict[str, float] = Field(
-        default_factory=dict, description="medians: micro_step, micro_step_sync, first_micro_step, optimizer_step"
+        default_factory=dict,
+        description="medians: first_micro_step, second_micro_step, micro_step, micro_step_sync, optimizer_step",
     )
     peak_memory: PeakMemory = PeakMemory()
     loss: float | None = None

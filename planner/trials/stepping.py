@@ -22,7 +22,7 @@ from autoplan.planner.trials.measure import (
     sum_interval,
 )
 from autoplan.planner.trials.outcome import Interval
-from autoplan.planner.trials.request import FITS_MICRO_STEPS, WHOLE_STEP_SHARE, TrialRequest
+from autoplan.planner.trials.request import DEAR, FITS_MICRO_STEPS, VERY_DEAR, WHOLE_STEP_SHARE, TrialRequest
 from autoplan.planner.trials.team import Team
 from autoplan.strategies.batch import split_batch
 from autoplan.strategies.run import StepResult, TrainingRun
@@ -35,6 +35,9 @@ MIN_PART_SAMPLES = 3
 
 MIN_SAMPLE_S = 0.05
 """Quick steps are timed in groups that last at least this long, so that the clock and the wait do not show."""
+
+PART_MICRO_STEPS = 6
+"""Micro-steps of a short step that is run to be timed, where they are not dear: the first two differ from the rest."""
 
 COLD_FACTOR, WARM_FACTOR = 2.0, 1.1
 """Before it is measured, a configuration is given up only if its micro-steps alone are this much slower than the best
@@ -71,6 +74,7 @@ class StepTimer:
     _began: float = 0.0
     _last_beat: float = 0.0
     _batches_made: int = 0
+    _few_samples: bool = False
     _whole_batches: list[Any] = field(default_factory=list)
     _group: int = 1
 
@@ -80,28 +84,35 @@ class StepTimer:
         """Two optimizer steps of a few micro-steps: shows that it fits, and warms up; the second gives first times.
 
         Where a micro-step is dear they take two micro-steps each: gradients accumulate from the second on, and a
-        third would only add a sample. On one rank all but the very first then count as samples.
+        third would only add a sample. On one rank all but the very first then count as samples. Where it is very dear
+        the first step takes one only: it makes the optimizer's state, and the second step accumulates beside that.
         """
         micro_steps = min(self.run.accumulation, FITS_MICRO_STEPS)
         compiles = self.request.config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
         self._began = time.monotonic()
-        first = self._short_step(micro_steps, shrink_if_dear=True)
+        first = self.short_step(micro_steps, shrink_if_dear=True, least=2 if compiles or self._is_team else 1)
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
         if self._is_dear(first["all"], micro_steps) and len(first["all"]) > 1 and not compiles:
             self._give_up_if_losing(first["all"][1:], 0.75 * COLD_FACTOR)
-        second = self._short_step(micro_steps, shrink_if_dear=self.team.world_size == 1)
+        second = self.short_step(micro_steps, shrink_if_dear=not self._is_team)
         for kind, values in second.items():
             if kind != "all":
                 self.parts.setdefault(kind, []).extend(values)
         dear = self._is_dear(second["all"], micro_steps)
-        if dear and self.team.world_size == 1 and micro_steps > 1:
+        if dear and not self._is_team and micro_steps > 1:
             self.parts.pop("first_micro_step", None)
+            self.parts.pop("second_micro_step", None)
             self.parts["micro_step"] = [*first["all"][1:], *second["all"]]
+            self._few_samples = len(first["all"]) == 1
         known = dear and len(second["all"]) > 1
         self._give_up_if_losing(second["all"], WARM_FACTOR if known else COLD_FACTOR)
+
+    @property
+    def _is_team(self) -> bool:
+        return self.team.world_size > 1
 
     def _is_dear(self, micro_steps_s: list[float], micro_steps: int) -> bool:
         """Whether a short step takes a good part of the time box, going by its quickest micro-step."""
@@ -115,8 +126,14 @@ class StepTimer:
             self.method = "parts"
             raise Losing(interval)
 
-    def _short_step(self, micro_steps: int, *, shrink_if_dear: bool = False) -> dict[str, list[float]]:
-        """One optimizer step of a few micro-steps; the samples by kind, and all micro-steps under "all"."""
+    def short_step(self, micro_steps: int, *, shrink_if_dear: bool = False, least: int = 2) -> dict[str, list[float]]:
+        """One optimizer step of a few micro-steps; the samples by kind, and all micro-steps under "all".
+
+        Args:
+            micro_steps: How many.
+            shrink_if_dear: Take fewer where the first shows that they are dear.
+            least: The fewest then. On more than one rank it must be at least two: the last one alone syncs.
+        """
         run, times = self.run, dict[str, list[float]](all=[])
         batch = self._make_batch(micro_steps * run.config.micro_batch)
         divisor = run.loss_divisor(batch)
@@ -125,25 +142,29 @@ class StepTimer:
         last = micro_steps
         for number, micro in enumerate(split_batch(batch, run.config.micro_batch), start=1):
             sync = number == last
-            kind = "micro_step_sync" if sync else "first_micro_step" if number == 1 else "micro_step"
             (micro_total, micro_count), seconds = self._time(
                 lambda micro=micro, sync=sync: run.micro_step(micro, divisor, sync=sync)  # type: ignore[misc]
             )
-            if self.team.world_size == 1 and kind == "micro_step_sync" and last > 1:
-                kind = "micro_step"  # on one rank the last one reduces nothing
-            times.setdefault(kind, []).append(seconds)
+            times.setdefault(self._kind(number, last), []).append(seconds)
             times["all"].append(seconds)
             total += micro_total
             count += micro_count
-            if shrink_if_dear and number == 1 and last > 2 and seconds > 0.15 * self.request.time_box_s:
-                last = 2
+            if shrink_if_dear and number == 1:
+                share = seconds / self.request.time_box_s
+                last = min(last, least if share > VERY_DEAR else 2 if share > DEAR else last)
             self._beat(micro_step_s=seconds)
-            if sync:
+            if number >= last:
                 break
         result, seconds = self._time(lambda: run.optimizer_step(total, count, divisor))
         times["optimizer_step"] = [seconds]
         self._check(result)
         return times
+
+    def _kind(self, number: int, last: int) -> str:
+        """What a micro-step's sample stands for: `step_terms`. On one rank the last of several reduces nothing."""
+        if number == last and (self._is_team or last == 1):
+            return "micro_step_sync"
+        return {1: "first_micro_step", 2: "second_micro_step"}.get(number, "micro_step")
 
     # Whole steps.
 
@@ -230,24 +251,30 @@ class StepTimer:
     def measure_parts(self) -> tuple[Interval, Stop]:
         """Times short steps and puts a step together from their parts until the stop rule speaks."""
         rule, accumulation = self._rule(), self.run.accumulation
-        costly = self._costliest_part()
         while True:
+            costly = self._costliest_part()
             warm = dict(self.parts)
             warm[costly] = drop_warmup(self.parts[costly], keep=min(MIN_PART_SAMPLES, len(self.parts[costly])))
             interval = sum_interval(step_terms(warm, accumulation), seed=self.request.seed)
             interval = interval.model_copy(update={"samples": len(warm[costly])})
             self._beat(step_time_s=interval.median, samples=interval.samples)
             stop = rule.decide(interval, self._elapsed())
-            enough = interval.samples >= MIN_PART_SAMPLES or stop == "losing"
+            least = 2 if self._few_samples else MIN_PART_SAMPLES
+            enough = interval.samples >= least or stop == "losing"
             if stop is not None and enough:
                 self.parts = warm
                 self.samples = list(warm[costly])
                 return interval, stop
-            cycle = self._short_step(min(accumulation, FITS_MICRO_STEPS))
+            cycle = self.short_step(min(accumulation, self._part_micro_steps()))
             self.throttle.sample()
             for kind, values in cycle.items():
                 if kind != "all":
                     self.parts[kind] = self.parts.get(kind, []) + values
+
+    def _part_micro_steps(self) -> int:
+        """Micro-steps of one more short step: more where they cost little of the time box."""
+        quickest = min(min(values) for kind, values in self.parts.items() if "micro_step" in kind)
+        return FITS_MICRO_STEPS if self._is_dear([quickest], PART_MICRO_STEPS) else PART_MICRO_STEPS
 
     def _costliest_part(self) -> str:
         terms = step_terms(self.parts, self.run.accumulation)

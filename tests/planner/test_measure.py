@@ -55,14 +55,24 @@ def test_the_same_samples_give_the_same_interval():
 
 
 def test_a_step_is_put_together_from_its_parts():
-    parts = {"first_micro_step": [2.0], "micro_step": [1.0], "micro_step_sync": [3.0], "optimizer_step": [5.0]}
+    parts = {
+        "first_micro_step": [2.0],
+        "second_micro_step": [7.0],
+        "micro_step": [1.0],
+        "micro_step_sync": [3.0],
+        "optimizer_step": [5.0],
+    }
     assert sum_interval(step_terms(parts, 1)).median == 8.0  # the one micro-step syncs
     assert sum_interval(step_terms(parts, 2)).median == 10.0
-    assert sum_interval(step_terms(parts, 6)).median == 2.0 + 4 * 1.0 + 3.0 + 5.0
+    assert sum_interval(step_terms(parts, 3)).median == 2.0 + 7.0 + 3.0 + 5.0
+    assert sum_interval(step_terms(parts, 6)).median == 2.0 + 7.0 + 3 * 1.0 + 3.0 + 5.0
 
 
 def test_on_one_rank_missing_kinds_of_micro_steps_are_alike():
     assert sum_interval(step_terms({"micro_step": [1.0], "optimizer_step": [1.0]}, 4)).median == 5.0
+    parts = {"first_micro_step": [2.0], "second_micro_step": [3.0], "optimizer_step": [1.0]}
+    assert sum_interval(step_terms(parts, 2)).median == 6.0
+    assert sum_interval(step_terms(parts, 4)).median == 12.0
 
 
 def test_warm_up_ends_when_two_windows_agree():
