@@ -68,7 +68,7 @@ def search(
     store: str | Path | None = None,
     fresh: bool = False,
     sampler: SamplerName = "ours",
-    nproc: int = 1,
+    nproc: int | None = None,
     observer: SearchObserver | None = None,
     quiet: bool = False,
 ) -> Plan:
@@ -98,7 +98,7 @@ def search(
         store: The folder of the search's record. Default: the user's state folder.
         fresh: Start over instead of resuming.
         sampler: "ours", or Optuna's "tpe" or "random".
-        nproc: The largest number of ranks.
+        nproc: The largest number of ranks. Default: all visible GPUs; 1 on CPU.
         observer: Is told what happens. Default: progress on stderr.
         quiet: No progress on stderr.
 
@@ -175,7 +175,7 @@ def make_options(
     store: str | Path | None = None,
     fresh: bool = False,
     sampler: str = "ours",
-    nproc: int = 1,
+    nproc: int | None = None,
     seed: int = 0,
     dry_run: bool = False,
 ) -> SearchOptions:
@@ -209,10 +209,19 @@ def make_options(
         store=None if store is None else Path(store),
         fresh=fresh,
         sampler="tpe" if sampler == "tpe" else "random" if sampler == "random" else "ours",
-        nproc=nproc,
+        nproc=_visible_gpus(device) if nproc is None else nproc,
         seed=seed,
         dry_run=dry_run,
     )
+
+
+def _visible_gpus(device: str | None) -> int:
+    """The number of GPUs a search may use by default; 1 where it runs on CPU."""
+    from autoplan.probes.run import read_host_profile
+
+    if device == "cpu":
+        return 1
+    return max(1, sum(found.type == "cuda" for found in read_host_profile().devices))
 
 
 def _bound(knob: str, value: Any) -> Bound:

@@ -25,6 +25,7 @@ from autoplan.strategies.config import (
     micro_batches,
 )
 from autoplan.strategies.degrees import coherent_with_pipeline
+from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.estimate import CostTable
@@ -312,15 +313,16 @@ def keep_what_may_win(
     for family, members in families.items():
         least = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
         peak, low, high = (
-            float(column[least]) / 2**30
+            float(column[least])
             for column in (table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes)
         )
-        share = float(shares[least]) / 2**30
+        share = float(shares[least])
         left_out.append(
             LeftOutFamily(
                 family=family,
-                limit=f"memory: {share:.2f} GiB for one rank",
-                by=f"predicted at least {peak:.2f} GiB ({low:.2f} to {high:.2f}), {peak - share:.2f} GiB too much",
+                limit=f"memory: {format_bytes(share)} for one rank",
+                by=f"at the least predicted {format_bytes(peak)} ({format_bytes(low)} to {format_bytes(high)}), "
+                f"{format_bytes(peak - share)} too much",
                 configurations=len(members),
             )
         )

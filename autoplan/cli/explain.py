@@ -72,22 +72,25 @@ def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
     return sorted(tried, key=lambda entry: -(entry["best_tokens_per_s"] or 0.0))
 
 
+def _ends_words(tried: dict[str, Any], unit: str) -> str:
+    """`1,234 tokens/s; others: pruned`, or how all of them ended."""
+    from autoplan.units import format_number
+
+    ends = ", ".join(tried["other_ends"])
+    if tried["best_tokens_per_s"] is None:
+        return ends
+    return f"{format_number(tried['best_tokens_per_s'])} {unit}/s" + (f" (others: {ends})" if ends else "")
+
+
 def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None:
     from autoplan.report import facts, terminal
-    from autoplan.units import format_number
 
     console = output.console(stderr=False)
     unit = plan.workload.unit
     rows: list[tuple[str, ...]] = []
     for entry in knobs:
-        tried = "; ".join(
-            f"{one['value']}: "
-            + (f"{format_number(one['best_tokens_per_s'])} {unit}/s" if one["best_tokens_per_s"] else "")
-            + (" " if one["best_tokens_per_s"] and one["other_ends"] else "")
-            + (f"({', '.join(one['other_ends'])})" if one["other_ends"] else "")
-            for one in entry["tried"]
-        )
-        rows.append((entry["knob"], str(entry["value"]), entry["reason"] or "", tried))
+        tried = "; ".join(f"{facts.value_words(one['value'])}: {_ends_words(one, unit)}" for one in entry["tried"])
+        rows.append((entry["knob"], facts.value_words(entry["value"]), entry["reason"] or "", tried))
     headings = ("knob", "value", "why", "the best of each value tried")
     terminal.show_table(console, facts.Rows(headings, rows), title="Choices")
     if everything:

@@ -50,7 +50,10 @@ def search_command(
         str | None,
         typer.Option("--memory-limit", help="What a trial may take: 8GiB, or 80%. Default: 80% of what is available."),
     ] = None,
-    nproc: Annotated[int, typer.Option("--nproc", help="The largest number of ranks on this machine.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", help="The largest number of ranks here. Default: all visible GPUs; 1 on CPU."),
+    ] = None,
     sampler: Annotated[str, typer.Option("--sampler", help="ours, or Optuna's tpe or random.")] = "ours",
     out: Annotated[Path, typer.Option("--out", help="Where to write the plan.")] = Path("plan.json"),
     store: Annotated[
@@ -172,7 +175,7 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
         ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
         content = facts.trial_rows([trial for trial in ends if trial is not None], unit)
         terminal.show_table(console, content, title="Best so far, not verified")
-    terminal.show_left_out(console, result.left_out)
+    terminal.show_left_out(console, result.left_out, more="--json")
     sys.stderr.write(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n")
     if result.hint:
         sys.stderr.write(f"  {result.hint}\n")
@@ -186,7 +189,7 @@ def show_dry_run(result: SearchResult) -> None:
     shown = result.candidates[:SHOWN_CANDIDATES]
     title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
     terminal.show_table(console, facts.candidate_rows(shown), title=title)
-    terminal.show_left_out(console, result.left_out)
+    terminal.show_left_out(console, result.left_out, more="--json")
     sys.stderr.write("dry run: nothing was run\n")
 
 

@@ -33,6 +33,14 @@ PHASES = {
 }
 
 
+def phase_words(name: str, detail: str) -> str:
+    """`reading the model: looking at gpt2`; the phase is not said twice."""
+    words = PHASES.get(name, name)
+    if detail.startswith(words):
+        return detail
+    return f"{words}: {detail}" if detail else words
+
+
 SILENCE_S = 60.0  # in a log, a trial that takes long says so this often
 
 
@@ -50,8 +58,7 @@ class PlainProgress(SearchObserver):
         self.console.print(Text(text), soft_wrap=True)
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        words = PHASES.get(name, name)
-        self.say(f"{words}: {detail}" if detail else words)
+        self.say(phase_words(name, detail))
 
     def on_note(self, text: str) -> None:
         self.say(f"note: {text}")
@@ -148,7 +155,7 @@ class LiveProgress(PlainProgress):
         self.budget, self._seen = budget, time.monotonic()
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        self.doing = PHASES.get(name, name) + (f": {detail}" if detail else "")
+        self.doing = phase_words(name, detail)
         self.running = ""
 
     def on_trial_started(

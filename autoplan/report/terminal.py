@@ -75,15 +75,22 @@ def show_plan(console: Console, plan: Plan) -> None:
         say(console, "note", note)
 
 
-def show_left_out(console: Console, families: Sequence[LeftOutFamily]) -> None:
-    """The largest families that were never tried, and how many more there are."""
-    largest = sorted(families, key=lambda family: -family.configurations)[:SHOWN_FAMILIES]
+def show_left_out(
+    console: Console, families: Sequence[LeftOutFamily], *, more: str = "autoplan explain or --json"
+) -> None:
+    """What was never tried by a limit that has a figure first, the largest families of it; and how many more there are.
+
+    Args:
+        console: Where.
+        families: All of them.
+        more: Where the rest can be read.
+    """
+    largest = sorted(families, key=lambda family: (not family.by, -family.configurations))[:SHOWN_FAMILIES]
     shown = [family for family in families if family in largest]
     show_table(console, facts.left_out_rows(shown), title="Ruled out, never tried", right=(3,))
     if len(families) > len(shown):
         rest = sum(f.configurations for f in families) - sum(f.configurations for f in shown)
-        more = f"{len(families) - len(shown)} more families, {rest:,} configurations: autoplan explain or --json"
-        say(console, "and", more)
+        say(console, "and", f"{len(families) - len(shown)} more families, {rest:,} configurations: {more}")
 
 
 def show_trials(console: Console, trials: Sequence[Trial], unit: str) -> None:
