@@ -42,6 +42,7 @@ def phase_words(name: str, detail: str) -> str:
 
 
 SILENCE_S = 60.0  # in a log, a trial that takes long says so this often
+DETAIL_S = 10.0  # and a phase of many short parts names one of them this often
 
 
 class PlainProgress(SearchObserver):
@@ -51,6 +52,7 @@ class PlainProgress(SearchObserver):
         self.console = console
         self.unit = unit
         self._trial = ""
+        self._phase = ""
         self._started = self._said = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -58,6 +60,10 @@ class PlainProgress(SearchObserver):
         self.console.print(Text(text), soft_wrap=True)
 
     def on_phase(self, name: str, detail: str = "") -> None:
+        now = time.monotonic()
+        if name == "probe" and name == self._phase and now - self._said < DETAIL_S:
+            return
+        self._phase, self._said = name, now
         self.say(phase_words(name, detail))
 
     def on_note(self, text: str) -> None:
