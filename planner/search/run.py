@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -32,6 +33,7 @@ from autoplan.planner.store import Store, default_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import micro_batches
+from autoplan.units import format_bytes
 
 __all__ = [
     "Bound",
@@ -314,12 +316,13 @@ def _nothing_fits(store: Store, ground: Groundwork, budget_s: float) -> SearchRe
     least = int(np.argmin(table.peak_memory_bytes * ranks))
     peak, high = (float(c[least] * ranks[least]) for c in (table.peak_memory_bytes, table.peak_memory_high_bytes))
     reason = (
-        f"nothing fits: the smallest of {len(candidates)} configurations, {candidates[least].describe()}, is predicted "
-        f"to take {peak / 2**30:.2f} GiB; a trial may take {ground.memory_limit_bytes / 2**30:.2f} GiB"
+        f"nothing fits: the smallest of {len(candidates):,} configurations, {candidates[least].describe()}, is "
+        f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(ground.memory_limit_bytes)}"
     )
+    shorter = "shorten --seq-len, " if ground.spec.sequence_length else ""
     hint = (
-        f"Raise --memory-limit to at least {high / 2**30:.2f} GiB if the machine has it, "
-        "or shorten --seq-len, or use a smaller model or more devices."
+        f"Raise --memory-limit to {math.ceil(high / 2**20)}MiB if the machine has it, "
+        f"or {shorter}take a smaller model or more devices."
     )
     return _finish(None, store, ground, budget_s, "no_feasible_plan", reason, hint)
 
