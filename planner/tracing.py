@@ -389,9 +389,9 @@ def _on_gradient(tensors: Any, then: Callable[[], None]) -> None:
             return
 
 
-def _optimizer_state(workload: Workload) -> tuple[str, float, str | None]:
+def _optimizer_state(workload: Workload, count: int) -> tuple[str, float, str | None]:
     """Name, state bytes per fp32 element, and a note where the latter had to be assumed; one tiny real step tells."""
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(max(1, count))]  # as many as the model trains
     try:
         optimizer = workload.build_optimizer(parameters)
         for parameter in parameters:
@@ -416,7 +416,7 @@ def _assemble(
     workload, device = tracer.workload, tracer.device
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    optimizer_name, state_bytes, note = _optimizer_state(workload)
+    optimizer_name, state_bytes, note = _optimizer_state(workload, len(trainable))
     if note is not None:
         notes.append(note)
     block_sizes = [sum(p.numel() for p in block.parameters()) for _, block in structure.blocks]

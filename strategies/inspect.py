@@ -297,7 +297,7 @@ def _facts(
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
         optimizer=type(optimizer).__name__,
-        optimizer_states=count_optimizer_states(workload),
+        optimizer_states=count_optimizer_states(workload, len(trainable(model))),
         tied=structure.tied,
         micro_batch_dependent=tuple(
             Dependence(module=found.name, kind=found.kind, why=found.why) for found in structure.micro_batch_dependent
@@ -308,12 +308,16 @@ def _facts(
     )
 
 
-def count_optimizer_states(workload: Workload) -> int:
-    """How many tensors as large as the parameter the workload's optimizer keeps per parameter, seen on a tiny one."""
+def count_optimizer_states(workload: Workload, parameters: int) -> int:
+    """How many tensors as large as the parameter the workload's optimizer keeps per parameter, seen on a tiny one.
+
+    As many tiny ones as the model trains: an optimizer that follows an instance is made over that number only.
+    """
     import torch
 
-    parameter = torch.nn.Parameter(torch.zeros(4, 4))
-    optimizer = workload.build_optimizer([parameter])
+    tiny = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(max(1, parameters))]
+    parameter = tiny[0]
+    optimizer = workload.build_optimizer(tiny)
     parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()

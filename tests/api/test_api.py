@@ -166,3 +166,40 @@ def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:
     for given in (path, make_plan()):
         (written,) = autoplan.export(given, "json", tmp_path / "out.json").paths
         assert written.exists()
+
+
+@pytest.mark.slow
+def test_instances_of_model_and_optimizer_are_searched_with(tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def make_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
+        inputs = torch.randn(num_samples, 16, generator=torch.Generator().manual_seed(index))
+        return {"inputs": inputs, "labels": (inputs[:, 0] > 0).long()}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> autoplan.LossSum:
+        total = nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="sum")
+        return autoplan.LossSum(total, len(batch["labels"]))
+
+    plan = autoplan.search(
+        model=model,
+        make_batch=make_batch,
+        loss=loss,
+        optimizer=optimizer,
+        global_batch=8,
+        budget="60s",
+        max_trials=2,
+        fix={"compile": "off"},
+        device="cpu",
+        store=tmp_path / "store",
+        quiet=True,
+    )
+    assert plan.parity.passed
+    run = plan.prepare(model, optimizer, loss)
+    assert run.model is model
+    before = model[0].weight.detach().clone()
+    run.step(make_batch(8, 0))
+    assert not torch.equal(before, model[0].weight)
