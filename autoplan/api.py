@@ -51,7 +51,7 @@ def search(
     model: Any = None,
     make_batch: Callable[[int, int], Any] | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
-    optimizer: Callable[[Iterable[Any]], Any] | None = None,
+    optimizer: Any = None,
     schedule: Callable[[Any], Any] | None = None,
     max_grad_norm: float | None = None,
     global_batch: int | None = None,
@@ -81,7 +81,7 @@ def search(
         model: Instead of a workload: a function that builds the model, or a model.
         make_batch: `make_batch(num_samples, index)` gives a batch on the CPU, as large as the worst that comes.
         loss: `loss(model, batch)` gives the summed loss and the count of its items.
-        optimizer: A function that makes the optimizer from the model's parameters.
+        optimizer: A function that makes the optimizer from the model's parameters; with a model, an optimizer over it.
         schedule: A function that makes the learning-rate schedule from the optimizer.
         max_grad_norm: Clip the gradients' norm to this before each optimizer step.
         global_batch: Samples per optimizer step; no plan changes it. Default: the workload's own, or 32.
