@@ -300,3 +300,19 @@ def test_an_inspected_function_loads_again_as_it_was(function_file):
     assert (facts.spec.global_batch, facts.spec.sequence_length, facts.spec.open_fields) == (6, None, ())
     again = load_workload(type(facts.spec).model_validate_json(facts.spec.model_dump_json()))
     assert (again.global_batch, again.name) == (6, "wide 4")
+
+
+def test_a_package_beside_the_file_is_part_of_its_identity(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "parts" / "layers.py").write_text("WIDTH = 8\n")
+    (tmp_path / "mine.py").write_text("from parts.layers import WIDTH\n\ndef make():\n    return WIDTH\n")
+    before = make_spec(model=f"{tmp_path}/mine.py:make").identity
+    assert make_spec(model=f"{tmp_path}/mine.py:make").identity == before
+    (tmp_path / "parts" / "layers.py").write_text("WIDTH = 16\n")
+    assert make_spec(model=f"{tmp_path}/mine.py:make").identity != before
+
+
+def test_no_model_at_all():
+    with pytest.raises(WorkloadError, match="no model was named"):
+        make_spec(model=" ")
