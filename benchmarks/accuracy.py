@@ -1,10 +1,12 @@
 """The cost model against published tables: error, bias, coverage, regret, top-5 recall. `make accuracy` prints it.
 
-    python benchmarks/accuracy.py [--markdown] [--draws 20]
+    python -m benchmarks.accuracy [--markdown] [--draws 20] [--trials FILE_OR_FOLDER ...]
 
 Each table is priced as it comes (uncalibrated), and again with the factors fitted to three rows per GPU type; the
 three are drawn at random, many times over, and the mean and the worst draw are shown. Rows that were drawn are left
-out of the error. The data are facts as published, each row with its source (benchmarks/data).
+out of the error. The data are facts as published, each row with its source (benchmarks/data). Published peaks of
+memory follow (accuracy_memory.py), then recorded searches of this machine (accuracy_trials.py): by default those in
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from autoplan.planner.cost.fit import fit_factors
 from autoplan.planner.cost.layouts import CHECKPOINTING
 from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD, activation_bytes, price
 from autoplan.planner.cost.rows import Z_90, price_rows
+from benchmarks.accuracy_memory import show_memory
+from benchmarks.accuracy_trials import show_trials
 
 DATA = Path(__file__).parent / "data"
+RESULTS = Path(__file__).parent / "results"
 # layers, hidden, heads of the MPT models (llm-foundry's benchmarking configs)
 MPT = {
     "125m": (12, 768, 12),
@@ -304,6 +309,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument(
+        "--trials",
+        type=Path,
+        nargs="+",
+        default=[RESULTS],
+        help="documents of `autoplan search --json`, record.jsonl files, or folders of either",
+    )
     options = parser.parse_args()
     head = "table | rows | mean | bias | in interval | 3 rows a GPU: mean | worst draw | bias | in interval"
     head += " | regret | top-5"
@@ -317,6 +329,9 @@ def main() -> None:
         cells += [f"{s[k]:.1%}" for k in ("fitted_worst", "fitted_bias", "fitted_covered")]
         cells += ["-" if s[k] is None else f"{s[k]:.1%}" for k in ("regret", "top5")]
         print(f"| {' | '.join(cells)} |" if options.markdown else " | ".join(cells))
+    print()
+    show_memory(markdown=options.markdown)
+    show_trials(options.trials, markdown=options.markdown)
     paper = korthikanti()
     print(f"\nformulas against arXiv 2205.05198 figure 1: states {paper['states']:.1%}, activations ", end="")
     print(f"{paper['activations']:.1%} mean difference")

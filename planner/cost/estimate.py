@@ -37,9 +37,6 @@ SLACK = {"cpu": 0.22, "cuda": 0.06}
 # What a backward hides of an exchange that could overlap with it: torch's own DDP paper (Li et al. 2020, section 5.2)
 # and FSDP's report near-complete overlap where the backward is longer; gloo shares the cores that compute.
 OVERLAP = {"cpu": 0.3, "cuda": 0.9}
-# Seconds of a trial besides its steps: build and warm-up, and compiling per distinct block and for a whole model.
-TRIAL_FIXED_S = 1.0
-COMPILE_S = {"cpu": (25.0, 1.6), "cuda": (20.0, 1.2)}
 _BOUNDS = ("compute", "memory_bandwidth", "launch", "communication", "bubble")
 
 
@@ -324,27 +321,6 @@ class Estimator:
             memory_sd=self.memory_fit.sd,
             trials=self.trials_seen,
         )
-
-    def trial_cost_s(self, config: TrainingConfig, *, time_box_s: float = 20.0) -> float:
-        """Expected wall seconds of one trial: building, compiling, two short steps, and the measuring time.
-
-        Two short steps of up to three micro-steps each, of two where a micro-step is dear; what is left of the time
-        box goes to measuring (planner/trials/stepping.py).
-        """
-        table = self.table([config])
-        accumulation = config.accumulation(self.global_batch)
-        step = float(table.step_time_s[0])
-        micro = step / accumulation
-        few = min(accumulation, 3)
-        dear = few * micro > 0.25 * time_box_s
-        short = 2 * (min(accumulation, 2) if dear else few) * micro
-        cost = TRIAL_FIXED_S + short + min(max(time_box_s - short, 0.0), 8 * step)
-        fixed, per_block = COMPILE_S[self.device]
-        if config.compile == "block":
-            cost += fixed
-        elif config.compile == "model":
-            cost += fixed + per_block * self.profile.num_blocks
-        return cost
 
 
 def binding(parts_s: dict[str, float]) -> str:

@@ -203,6 +203,8 @@ def _columns(question: Question, rows: Floats) -> Layouts:
         "compiled": COMPILES.index(_code(fixed, "compile", COMPILES, "block")),
         "attention": ATTENTION.index(_code(fixed, "attention", ATTENTION, "flash")),
         "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer],
+        "half_states": False,
+        "chunked_loss": False,
     }
     columns: dict[str, Any] = {name: np.full(size, value) for name, value in constants.items()}
     interleaved = SCHEDULES.index("interleaved_1f1b")

@@ -25,6 +25,9 @@ class Layouts:
         peak_flops_per_s: Dense, in the row's precision; memory_*: of the chip; processors: multiprocessors (SMs).
         intra_bytes_per_s, inter_bytes_per_s: Per GPU, one direction.
         matmul_efficiency: What large matrix products reach of the peak before any calibration.
+        trainable: Parameters that are trained; the others are frozen (LoRA).
+        half_states: Weights, gradients and optimizer states in 16 bits too, no fp32 copies.
+        chunked_loss: The loss casts its logits to fp32 a chunk at a time.
     """
 
     layers: Floats
@@ -38,6 +41,7 @@ class Layouts:
     tied: NDArray[np.bool_]
     parameters: Floats
     block_parameters: Floats
+    trainable: Floats
     seq_len: Floats
     peak_flops_per_s: Floats
     memory_bytes_per_s: Floats
@@ -62,6 +66,8 @@ class Layouts:
     compiled: Ints
     attention: Ints
     optimizer_bytes: Floats
+    half_states: NDArray[np.bool_]
+    chunked_loss: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -85,6 +91,11 @@ class Layouts:
     def passes(self) -> Floats:
         """Pipeline passes per step: all micro-batches go in one."""
         return np.ones(len(self))
+
+    @property
+    def trained_share(self) -> Floats:
+        """Share of the parameters that is trained: 1 but for LoRA and the like."""
+        return self.trainable / self.parameters
 
     def take(self, index: Any) -> Layouts:
         """The rows at an index (mask or positions)."""

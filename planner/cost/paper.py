@@ -230,7 +230,9 @@ def _block(rows: Layouts, tokens: Floats, width: Floats, f: Factors) -> dict[str
     forward, backward = np.zeros(len(rows)), np.zeros(len(rows))
     for n, k in (((a + 2 * rows.kv_width) / t, h), (h, a / t), (up / t, h), (h, rows.ffn / t)):
         forward = forward + product_seconds(tokens, n, k, rows, width)
-        backward = backward + product_seconds(tokens, k, n, rows, width) + product_seconds(n, k, tokens, rows, width)
+        # a frozen weight has no gradient of its own
+        backward = backward + product_seconds(tokens, k, n, rows, width)
+        backward = backward + rows.trained_share * product_seconds(n, k, tokens, rows, width)
     rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(rows.precision == PRECISIONS.index("fp8"), 0.5, 1)
     square = 4 * rows.micro_batch * rows.seq_len**2 * a / t
     head_dim = a / rows.heads
@@ -262,7 +264,8 @@ def _head(rows: Layouts, tokens: Floats, width: Floats, f: Factors) -> dict[str,
     """Seconds of embedding, output head and loss, forward and backward."""
     n, k = rows.vocab / rows.tp, rows.hidden
     seconds = product_seconds(tokens, n, k, rows, width)
-    seconds = seconds + product_seconds(tokens, k, n, rows, width) + product_seconds(n, k, tokens, rows, width)
+    seconds = seconds + product_seconds(tokens, k, n, rows, width)
+    seconds = seconds + rows.trained_share * product_seconds(n, k, tokens, rows, width)
     # the head stays in 16 bits
     seconds = seconds * np.where(rows.precision == PRECISIONS.index("fp8"), 2 * FP8_EFFICIENCY, 1.0)
     # logits in 16 bits and in fp32, log-softmax and its gradient: some 26 bytes read and written per logit
@@ -290,7 +293,8 @@ def _communication(rows: Layouts, width: Floats, full: Floats) -> Any:
         num_blocks=rows.layers,
         block_all_reduces=4.0 + 2.0 * full,
         gather_bytes=width,
-        gradient_bytes=np.where(sharded, width, np.where(width == 2, 4.0, width)),
+        gradient_bytes=np.where(sharded | rows.half_states, width, np.where(width == 2, 4.0, width))
+        * rows.trained_share,
         reduce_every_micro_step=True,
     )
 
@@ -299,7 +303,7 @@ def _optimizer_seconds(rows: Layouts) -> Floats:
     """Adam reads gradient, master weight and two moments and writes three and the 16-bit weight: 30 bytes; unscaling,
     the norm and clipping pass over fp32 gradients four times more: 16."""
     shards = np.where(rows.sharding > 0, rows.dp_shard, 1.0)
-    mine = rows.parameters / (rows.tp * rows.pp * shards)
+    mine = rows.trainable / (rows.tp * rows.pp * shards)
     return np.asarray(
         mine * (30.0 + 2 * rows.optimizer_bytes) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s) + 1e-3
     )
@@ -310,22 +314,30 @@ def _memory(rows: Layouts, width: Floats, full: Floats, selective: Floats) -> di
 
     States in bytes per parameter: 16-bit training holds 2 (weights) + 4 (fp32 gradients) + 4 (master) + 8 (Adam) = 18
     replicated; ZeRO-1 shards master and Adam, ZeRO-2 the gradients too, ZeRO-3 (FSDP, fp32 shards) all: 16/d, with
-    16-bit units gathered. Source: arXiv 1910.02054 section 5; arXiv 2205.05198 section 6 for 18.
+    16-bit units gathered. Source: arXiv 1910.02054 section 5; arXiv 2205.05198 section 6 for 18. With 16-bit
+    states: 2 + 2 + 4 = 8. Frozen parameters have weights only.
     """
-    half = width == 2
+    half = (width == 2) & ~rows.half_states
+    share = rows.trained_share
+    full_width = np.where(rows.half_states, 2.0, 4.0)
     z = rows.sharding
     mine = rows.parameters / (rows.tp * rows.pp)
     d = rows.dp_shard
     zero3, zero2, zero1 = (z == SHARDINGS.index(name) for name in ("zero3", "zero2", "zero1"))
-    weights = np.where(zero3, 4.0 / d, np.where(half, 2.0, 4.0)) * mine
-    gradients = np.where(zero3 | zero2, 4.0 / d, 4.0) * mine
+    weights = np.where(zero3, full_width / d, np.where(half, 2.0, full_width)) * mine
+    gradients = np.where(zero3 | zero2, full_width / d, full_width) * mine * share
     master = np.where(half & ~zero3, 4.0, 0.0)
-    states = (master + rows.optimizer_bytes) / np.where(zero1 | zero2 | zero3, d, 1.0) * mine
+    states = (master + rows.optimizer_bytes) / np.where(zero1 | zero2 | zero3, d, 1.0) * mine * share
     block = rows.block_parameters / rows.tp
     embedding = (rows.parameters - rows.layers * rows.block_parameters) / rows.tp
     gathered = np.where(zero3 & (d > 1), width * (2 * block + embedding), 0.0)
     gathered = gathered + np.where((z < 3) & (rows.dp > 1), 1e8, 0.0)
     activations, loss = activation_bytes(rows, width, full, selective)
+    # Gradients that are made and freed within the step grow as activations go: the start of the backward or its end
+    # is the peak, not both. Accumulation, buckets and fp32 main gradients keep them; a shard was whole first.
+    passing = (rows.accumulation == 1) & (rows.pp == 1) & (rows.dp == 1) & ~half
+    end = gradients + block_activation_bytes(rows, width, selective)
+    gradients = np.where(passing, np.maximum(end - activations - loss, 0.0), gradients)
     live = weights + gradients + states + activations + loss + gathered
     overhead = CONTEXT_BYTES + 2e8 * ((rows.tp > 1) + (rows.pp > 1.0) + (rows.dp > 1)) + FRAGMENTATION * live
     return {
@@ -341,7 +353,26 @@ def _memory(rows: Layouts, width: Floats, full: Floats, selective: Floats) -> di
 
 
 def activation_bytes(rows: Layouts, width: Floats, full: Floats, selective: Floats) -> tuple[Floats, Floats]:
-    """Bytes kept for the backward, and of the loss head.
+    """Bytes kept for the backward, by policy, on the first stage; and of the loss head."""
+    apart = np.where(rows.sequence_parallel, rows.tp, 1.0)
+    tokens = rows.micro_batch * rows.seq_len
+    one = block_activation_bytes(rows, width, selective)
+    kept = np.where(full, width * tokens * rows.hidden / apart, one)
+    # selective per-operation policies on fused attention keep the products' results only
+    pointwise = selective & (rows.attention == ATTENTION.index("flash"))
+    kept = np.where(pointwise, 0.75 * kept, kept)
+    held = held_micro_batches(rows, rows.accumulation)  # type: ignore[arg-type]
+    stage = np.ceil(rows.layers / rows.pp)
+    blocks = kept * stage * held + np.where(full, one, 0.0)
+    # logits in 16 bits, in fp32 and their gradient; on the last stage where there is a pipeline
+    # (chunked: the logits and their gradient in 16 bits, fp32 for a chunk at a time)
+    logit = np.where(rows.chunked_loss, 2 * width, 8.0 + width)
+    loss = np.where(rows.pp > 1, 0.0, tokens * rows.vocab / rows.tp * logit)
+    return blocks, loss
+
+
+def block_activation_bytes(rows: Layouts, width: Floats, selective: Floats) -> Floats:
+    """Bytes that one block keeps for its backward, for one micro-batch.
 
     A plain block in 16 bits keeps sbh (34 + 5 a s / h) (arXiv 2205.05198, equations 1 to 6): norms 4, attention 11,
     feed-forward 19 (8 h + 4 f in general, here 3 h + 4 f), scores 5 a s. Flash attention and selective recomputation
@@ -359,17 +390,7 @@ def activation_bytes(rows: Layouts, width: Floats, full: Floats, selective: Floa
         (rows.attention == ATTENTION.index("flash")) | selective, 0.0, 5.0 * rows.heads * rows.seq_len * scale
     )
     apart = np.where(rows.sequence_parallel, t, 1.0)
-    one = tokens * (outer / apart + (inner + scores) / t)
-    kept = np.where(full, width * tokens * h / apart, one)
-    # selective per-operation policies on fused attention keep the products' results only
-    pointwise = selective & (rows.attention == ATTENTION.index("flash"))
-    kept = np.where(pointwise, 0.75 * kept, kept)
-    held = held_micro_batches(rows, rows.accumulation)  # type: ignore[arg-type]
-    stage = np.ceil(rows.layers / rows.pp)
-    blocks = kept * stage * held + np.where(full, one, 0.0)
-    # logits in 16 bits, in fp32 and their gradient; on the last stage where there is a pipeline
-    loss = np.where(rows.pp > 1, 0.0, tokens * rows.vocab / t * (8.0 + width))
-    return blocks, loss
+    return np.asarray(tokens * (outer / apart + (inner + scores) / t))
 
 
 assert COMPILES == ("off", "block", "model") and SCHEDULES[0] == "gpipe"

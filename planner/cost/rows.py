@@ -75,6 +75,9 @@ INPUT = (
     "compile",
     "attention",
     "optimizer",
+    "states",
+    "trainable_parameters",
+    "loss",
 )
 
 
@@ -268,8 +271,12 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
                 hint="Give inter_gbits_per_s_per_gpu.",
             )
         inter = 1e3
+    trainable = _number(row, "trainable_parameters", float(model.parameters))
+    half_states = _half_states(row, precision)
+    narrow = half_states and not optimizer.endswith("8bit")
     return {
         **dimension_columns(model),
+        "trainable": min(trainable, float(model.parameters)),
         "seq_len": sequence,
         **_figures(chip, peak),
         "gpus_per_node": float(per_node),
@@ -285,8 +292,19 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "checkpointing": CHECKPOINTING.index(_choice(row, "checkpointing", CHECKPOINTING, "none")),
         "compiled": COMPILES.index(_choice(row, "compile", COMPILES, "off")),
         "attention": ATTENTION.index("eager" if (_text(row, "attention") or "flash") == "eager" else "flash"),
-        "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer],
+        "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer] / (2 if narrow else 1),
+        "half_states": half_states,
+        "chunked_loss": _choice(row, "loss", ("full", "chunked"), "full") == "chunked",
     }
+
+
+def _half_states(row: Mapping[str, Any], precision: str) -> bool:
+    """Whether weights, gradients and optimizer states are in 16 bits too ("bf16-true"), with no fp32 copies."""
+    if _choice(row, "states", ("fp32", "16bit"), "fp32") == "fp32":
+        return False
+    if precision not in ("bf16", "fp16"):
+        raise UsageError(f"states of 16 bits go with bf16 or fp16, not with {precision}", hint="")
+    return True
 
 
 def _model(row: Mapping[str, Any]) -> Transformer:
@@ -326,6 +344,7 @@ def dimension_columns(model: Transformer) -> dict[str, Any]:
         "tied": model.tied_embeddings,
         "parameters": float(model.parameters),
         "block_parameters": float(model.block_parameters),
+        "trainable": float(model.parameters),
     }
 
 

@@ -274,3 +274,29 @@ def test_the_command_prices_a_table_and_calibrates(tmp_path: Path) -> None:
 )
 def test_bad_input_ends_with_its_code(arguments: tuple[str, ...], code: int) -> None:
     assert command(*arguments)[0] == code
+
+
+def test_frozen_parameters_have_weights_only_and_16_bit_states_are_8_bytes() -> None:
+    plain = plain_layout(states="16bit", global_batch=16)
+    rows = [plain, plain | {"trainable_parameters": 1e6}, plain | {"optimizer": "adamw_8bit"}]
+    priced = price_rows(rows)
+    table, layouts = priced.table, priced.layouts
+    assert table is not None and layouts is not None
+    parameters = layouts.parameters[0]
+    held = table.weights_bytes + table.gradients_bytes + table.optimizer_bytes
+    assert held[0] == pytest.approx(8 * parameters)
+    assert held[1] == pytest.approx(2 * parameters + 6e6)
+    assert held[2] == pytest.approx(6 * parameters)
+    assert table.matmul_s[1] < 0.75 * table.matmul_s[0]
+    assert price_rows([plain | {"precision": "fp32"}]).reasons[0].startswith("states of 16 bits")
+
+
+def test_gradients_that_pass_are_not_held_beside_the_activations() -> None:
+    """One micro-batch a step: the peak is the start of the backward or its end."""
+    one, several = plain_layout(states="16bit", global_batch=4), plain_layout(states="16bit", global_batch=16)
+    table = price_rows([one, several]).table
+    assert table is not None
+    assert table.gradients_bytes[0] < table.gradients_bytes[1]
+    assert table.peak_memory_bytes[0] < table.peak_memory_bytes[1]
+    chunked = price_rows([one | {"loss": "chunked"}]).table
+    assert chunked is not None and chunked.loss_bytes[0] == pytest.approx(0.4 * table.loss_bytes[0])

@@ -270,13 +270,6 @@ def test_degrees_divide_memory_and_add_communication(profile: ModelProfile, hard
     assert all(p.time_parts_s["communication"] > 0 for p in (ddp, fsdp, tp))
 
 
-def test_a_trial_costs_more_when_it_compiles(profile: ModelProfile, hardware: HardwareProfile) -> None:
-    model = estimator(profile, hardware)
-    plain = model.trial_cost_s(TrainingConfig(micro_batch=4))
-    assert plain > 0
-    assert model.trial_cost_s(TrainingConfig(micro_batch=4, compile="model")) > plain + 5
-
-
 def test_the_matmul_law_is_found_from_its_own_times() -> None:
     sizes = np.array(
         [(64, 64, 64), (512, 512, 512), (64, 4096, 512), (2048, 256, 64), (1024, 1024, 2048), (32, 32, 9e4)]

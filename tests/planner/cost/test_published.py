@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import accuracy
+from benchmarks import accuracy, accuracy_memory
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,18 @@ def test_regret_within_groups_of_equal_work_stays_small() -> None:
 def test_the_formulas_are_those_of_the_paper() -> None:
     found = accuracy.korthikanti()
     assert found["states"] < 0.02 and found["activations"] < 0.01
+
+
+@pytest.mark.parametrize("name, mean", [("torchtune", 0.1), ("LitGPT, one GPU", 0.05)])
+def test_published_memory_is_priced_as_well_as_recorded(name: str, mean: float) -> None:
+    score = accuracy_memory.score_memory(accuracy_memory.TABLES[name]())
+    assert score["mean"] < mean
+    assert score["confusion"]["out_of_memory"]["fits"] == 0
+
+
+def test_every_published_memory_row_is_priced_or_left_out_with_its_reason() -> None:
+    rows = {"torchtune": 18, "LitGPT, one GPU": 72, "LitGPT, FSDP": 32, "InternEvo A800": 16}
+    for name, load in accuracy_memory.TABLES.items():
+        score = accuracy_memory.score_memory(load())
+        assert score["rows"] + sum(score["left_out"].values()) == rows[name]
+        assert score["confusion"]["ran"]["does_not_fit"] == 0
