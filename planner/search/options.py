@@ -66,6 +66,12 @@ class SearchOptions:
     dry_run: bool = False
     seed: int = 0
 
+    def allows(self, config: TrainingConfig) -> bool:
+        """Whether a configuration keeps what the user fixed and bounded; the plain baseline need not."""
+        return all(getattr(config, knob) == value for knob, value in self.fixed.items()) and all(
+            bound.allows(getattr(config, knob)) for knob, bound in self.bounds.items()
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:

@@ -101,6 +101,8 @@ def _alternatives(session: Session, winner: Entry, entries: Sequence[Entry]) -> 
         parity = session.store.parity_of(entry.config)
         if parity is not None and not parity.passed:
             why = "it fails parity: it would not train the same thing"
+        elif not session.options.allows(entry.config):
+            why = "the plain baseline; it does not keep what was fixed or bounded"
         elif ratio.low > 1.0:
             why = "measured faster in a single run, but not among the finalists"
         elif ratio.high >= 1.0:

@@ -239,6 +239,7 @@ def _open_session(
         device=ground.device,
         kind=options.sampler,
         seed=options.seed,
+        allows=options.allows,
     )
     values = dict(ground.space.values) | {"micro_batch": tuple(micro_batches(ground.spec.global_batch))}
     study = SearchStudy(store.folder / "study.sqlite3", values, store.trials)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Picker:
         device: str,
         kind: Sampler,
         seed: int,
+        allows: Callable[[TrainingConfig], bool] = lambda config: True,
     ) -> None:
         self.surrogate = Surrogate(candidates, memory_limit_bytes, device)
         self.estimator = estimator
@@ -73,6 +74,7 @@ class Picker:
         self.time_left_s = math.inf
         self._random = random.Random(seed)
         self.legal = frozenset(candidates)
+        self.allows = allows
         self._mirror: Any = None
 
     def told(self, trial: Trial) -> None:
@@ -134,8 +136,12 @@ class Picker:
         return self.cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
 
     def best_log_time(self) -> float | None:
-        """The logarithm of the best measured step time; None: nothing was measured."""
-        times = [t.step_time_s.median for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None]
+        """The logarithm of the best measured step time that may be the plan's; None: nothing was measured."""
+        times = [
+            t.step_time_s.median
+            for t in self.trials
+            if t.outcome is Outcome.OK and t.step_time_s is not None and self.allows(t.config)
+        ]
         return math.log(min(times)) if times else None
 
     # Optuna's own samplers: they draw in a study in memory, and illegal points are drawn again at no trial's cost.

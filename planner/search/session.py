@@ -125,8 +125,8 @@ class Session:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest good trial so far."""
-        return best_trial(self.store.trials)
+        """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
+        return best_trial(trial for trial in self.store.trials if self.options.allows(trial.config))
 
     def predict(self, config: TrainingConfig) -> Prediction:
         """What the cost model says now."""

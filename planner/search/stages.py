@@ -158,8 +158,7 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
 
 def run_finalists(session: Session) -> None:
     """Measures the top few and the baseline again, interleaved, in fresh processes, in the rounds that time allows."""
-    entries = enter(session.store.trials)
-    field = contenders(entries)
+    field = contenders(eligible(session))
     if not field:
         return
     session.observer.on_phase("finalists", f"{len(field)} configuration(s) against the baseline")
@@ -186,6 +185,11 @@ def run_finalists(session: Session) -> None:
         for entry in todo:
             deadline_s = session.hard_deadline_s(session.parity_reserve_s)
             session.measure("finalist", entry.config, deadline_s=deadline_s, method=entry.first.method)
+
+
+def eligible(session: Session) -> list[Entry]:
+    """What may be the plan, fastest first: all that ran and keeps what the user fixed."""
+    return [entry for entry in enter(session.store.trials) if session.options.allows(entry.config)]
 
 
 def contenders_now(session: Session, field: Sequence[Entry]) -> list[Entry]:
@@ -223,7 +227,7 @@ def find_verified(session: Session, tried: int = 3) -> tuple[Entry, Parity] | No
     Raises:
         BudgetOver: the budget ended before the check.
     """
-    order = rank(enter(session.store.trials))
+    order = rank(eligible(session))
     for entry in order[:tried]:
         parity = session.store.parity_of(entry.config)
         if parity is None:

@@ -46,6 +46,12 @@ def test_a_search_measures_two_ranks(tmp_path: Path, degree: str) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_fixed_is_kept_by_the_plan_even_if_the_baseline_is_faster(tmp_path: Path) -> None:
+    result = search(tmp_path, fixed=SMALL | {"checkpointing": "full"}, nproc=1)
+    assert result.plan is not None and result.plan.config.checkpointing == "full"
+    assert result.plan.baseline.config.checkpointing == "none"
+
+
 def test_a_fixed_degree_that_is_not_legal_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 attention heads: tp can be 1, 2, 4"):
         search(tmp_path, fixed={"tp": 3}, nproc=3)
