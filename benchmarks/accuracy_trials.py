@@ -66,17 +66,14 @@ def score_trials(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All figures of one search. Repeats of a configuration (finalists) count each with its own prediction.
 
     Rank correlation (Spearman's) and top-5 recall are over the last prediction and the median time of each
-    configuration; time counts trials that ended ok, memory those and the ones that ran out of memory.
+    configuration; errors count trials that ended ok. Called safe: ran out, though the interval lay under the limit.
     """
     timed = [t for t in trials if t["outcome"] == "ok" and t.get("step_time_s") and t.get("predicted_step_time_s")]
     predicted = np.array([float(t["predicted_step_time_s"]) for t in timed])
     measured = np.array([float(t["step_time_s"]["median"]) for t in timed])
-    peaks = [
-        (float(t["predicted_peak_memory_bytes"]), float(t["peak_memory_bytes"]))
-        for t in (with_peak(trial) for trial in trials)
-        if t["outcome"] == "ok" and t.get("predicted_peak_memory_bytes") and t["peak_memory_bytes"]
-    ]
-    memory = np.array([a / b - 1 for a, b in peaks])
+    ran = [with_peak(t) for t in trials if t["outcome"] == "ok" and t.get("predicted_peak_memory_bytes")]
+    ran = [t for t in ran if t["peak_memory_bytes"]]
+    memory = np.array([t["predicted_peak_memory_bytes"] / t["peak_memory_bytes"] - 1 for t in ran])
     once: dict[str, tuple[float, list[float]]] = {}
     for trial, guess, seconds in zip(timed, predicted, measured, strict=True):
         key = json.dumps(trial["config"], sort_keys=True)
@@ -96,7 +93,9 @@ def score_trials(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "memory_mean": _mean(np.abs(memory)),
         "memory_bias": _mean(memory),
         "out_of_memory": sum(t["outcome"] == "out_of_memory" for t in trials),
-        "covered": _covered(timed),
+        "covered": _covered(timed, "step_time", "s", [float(v) for v in measured]),
+        "memory_covered": _covered(ran, "peak_memory", "bytes", [t["peak_memory_bytes"] for t in ran]),
+        "called_safe": sum(called_safe(t) for t in trials if t["outcome"] == "out_of_memory"),
         "rank": rank_correlation(guesses, times) if len(once) > 2 else None,
         "top5": float(times[np.argsort(guesses)[:TOP]].min() <= times.min()) if len(once) > TOP else None,
     }
@@ -129,22 +128,27 @@ def _mean(values: Array) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def _covered(timed: Sequence[dict[str, Any]]) -> float | None:
-    """Share of the measured times inside their predicted intervals, of those that were recorded with one."""
+def called_safe(trial: dict[str, Any]) -> bool:
+    """Whether the whole interval of the predicted peak lay under the limit that the trial then ran into."""
+    limit = (trial.get("peak_memory") or {}).get("limit_bytes")
+    high = trial.get("predicted_peak_memory_high_bytes")
+    return limit is not None and high is not None and high <= limit
+
+
+def _covered(trials: Sequence[dict[str, Any]], what: str, unit: str, measured: Sequence[float]) -> float | None:
+    """Share of the measurements inside their predicted intervals, of those that were recorded with one."""
     inside = []
-    for trial in timed:
-        low, high = trial.get("predicted_step_time_low_s"), trial.get("predicted_step_time_high_s")
+    for trial, value in zip(trials, measured, strict=True):
+        low, high = (trial.get(f"predicted_{what}_{end}_{unit}") for end in ("low", "high"))
         if low is not None and high is not None:
-            inside.append(low <= trial["step_time_s"]["median"] <= high)
+            inside.append(low <= value <= high)
     return float(np.mean(inside)) if inside else None
 
 
 def show_trials(paths: Sequence[Path], *, markdown: bool) -> None:
     """Prints the table of recorded searches, and which files were none."""
-    head = (
-        "recorded search | trials | timed | time: mean | bias | mean after 3 | in interval | rank correlation | top-5"
-    )
-    head += " | memory runs | mean | bias | out of memory"
+    head = "recorded search | trials | timed | time: mean | bias | mean after 3 | in interval | rank correlation"
+    head += " | top-5 | memory runs | mean | bias | in interval | out of memory | called safe"
     print(f"\n| {head} |\n|" + "---|" * (head.count("|") + 1) if markdown else f"\n{head}")
     skipped = []
     for path in find_records(paths):
@@ -156,7 +160,8 @@ def show_trials(paths: Sequence[Path], *, markdown: bool) -> None:
         cells = [record.name, str(s["trials"]), str(s["timed"])]
         cells += [_percent(s[k]) for k in ("time_mean", "time_bias", "time_mean_after_3", "covered")]
         cells += ["-" if s["rank"] is None else f"{s['rank']:.2f}", _percent(s["top5"]), str(s["memory_runs"])]
-        cells += [_percent(s[k]) for k in ("memory_mean", "memory_bias")] + [str(s["out_of_memory"])]
+        cells += [_percent(s[k]) for k in ("memory_mean", "memory_bias", "memory_covered")]
+        cells += [str(s["out_of_memory"]), str(s["called_safe"])]
         print(f"| {' | '.join(cells)} |" if markdown else " | ".join(cells))
     if skipped:
         print(f"no record of a search: {', '.join(skipped)}")

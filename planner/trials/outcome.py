@@ -86,8 +86,14 @@ class Trial(Record):
     )
     peak_memory: PeakMemory = PeakMemory()
     loss: float | None = None
-    predicted_step_time_s: float | None = None
+    predicted_step_time_s: float | None = Field(
+        default=None, description="before the trial ran, with what earlier trials had taught; low, high: 90 %"
+    )
+    predicted_step_time_low_s: float | None = None
+    predicted_step_time_high_s: float | None = None
     predicted_peak_memory_bytes: float | None = None
+    predicted_peak_memory_low_bytes: float | None = None
+    predicted_peak_memory_high_bytes: float | None = None
     seconds_spent: float
     startup_s: float = Field(default=0.0, description="from the request to the first line of the trial's own code")
     phase_seconds: dict[str, float] = Field(default_factory=dict)

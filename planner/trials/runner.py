@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -161,8 +161,7 @@ def make_trial(
         parts_s=first.parts_s if first is not None else {},
         peak_memory=_peak(good, report, device, memory_limit_bytes),
         loss=first.loss if first is not None else None,
-        predicted_step_time_s=order.prediction.step_time_s if order.prediction else None,
-        predicted_peak_memory_bytes=order.prediction.peak_memory_bytes if order.prediction else None,
+        **_predicted(order.prediction),
         seconds_spent=report.seconds,
         startup_s=report.startup_s or 0.0,
         phase_seconds=report.phase_seconds,
@@ -170,6 +169,15 @@ def make_trial(
         last_lines=_last_lines(shown) if failed and shown is not None else "",
         exit_status=_exit_status(shown) if failed and shown is not None else None,
     )
+
+
+def _predicted(prediction: Prediction | None) -> dict[str, Any]:
+    """The prediction's figures, as a trial's record names them."""
+    if prediction is None:
+        return {}
+    names: tuple[str, ...] = ("step_time_s", "step_time_low_s", "step_time_high_s")
+    names += ("peak_memory_bytes", "peak_memory_low_bytes", "peak_memory_high_bytes")
+    return {f"predicted_{name}": getattr(prediction, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
