@@ -31,7 +31,7 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 def search(folder: Path, workload: str = "make_sound", **options: Any) -> SearchResult:
     spec = make_spec(model=f"{WORKLOADS}:{workload}")
-    values: dict[str, Any] = {"spec": spec, "budget_s": 60.0, "device": "cpu", "store": folder, "max_trials": 4}
+    values: dict[str, Any] = {"spec": spec, "budget_s": 30.0, "device": "cpu", "store": folder, "max_trials": 4}
     return run_search(SearchOptions(**(values | options)))
 
 
@@ -254,15 +254,15 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     return [line["trial"] for line in lines if line["kind"] == "trial"]
 
 
-KILLED_IN = (  # the planner's line at which it is killed, and the phase in which the workload lingers to be seen
-    (("phase", "start"), ""),
+KILLED_IN = (  # the planner's line at which it is killed, and where the workload lingers so that it is seen
+    (("started", "baseline"), ""),
     (("phase", "init"), "init"),
     (("phase", "build"), "build"),
-    (("phase", "warmup"), ""),
-    (("phase", "measure"), ""),
-    (("finished", "0", "now"), ""),  # the first trial's line is on disk: this one must stay
-    (("phase", "measure"), ""),  # of the second trial
-    (("stage", "finalists"), ""),
+    (("phase", "warmup"), "loss"),
+    (("phase", "measure"), "loss"),
+    (("finished", "now"), ""),  # its line is on disk: it must stay
+    (("started", "search"), ""),
+    (("started", "finalist"), ""),
     (("stage", "parity"), ""),
 )
 

@@ -1,6 +1,7 @@
 """A workload whose loss misbehaves at some micro-batches, each in its own way. Handed to trials as file.py:function."""
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -52,9 +53,7 @@ def make(faults: bool = True, width: int = 64) -> Workload:
     """An MLP classifier; with `faults` only micro-batches of 1, 2, 4 and 128 are sound."""
 
     def build_model() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8)
-        )
+        return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8))
 
     def make_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -88,3 +87,23 @@ def make_sound() -> Workload:
 def make_wide() -> Workload:
     """A wider one without faults, whose micro-steps take milliseconds."""
     return make(faults=False, width=1536)
+
+
+def make_slow() -> Workload:
+    """The sound one; it lingers in what LINGER_IN names (init, build, loss), so that a trial's phase is seen."""
+    linger = os.environ.get("LINGER_IN")
+    if linger == "init":
+        time.sleep(1.0)
+    sound = make_sound()
+
+    def build_model() -> nn.Module:
+        if linger == "build":
+            time.sleep(1.0)
+        return sound.build_model()
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        if linger == "loss":
+            time.sleep(0.05)
+        return sound.loss(model, batch)
+
+    return dataclasses.replace(sound, build_model=build_model, loss=loss)
