@@ -149,9 +149,13 @@ def show_trials(paths: Sequence[Path], *, markdown: bool) -> None:
     """Prints the table of recorded searches, and which files were none."""
     head = "recorded search | trials | timed | time: mean | bias | mean after 3 | in interval | rank correlation"
     head += " | top-5 | memory runs | mean | bias | in interval | out of memory | called safe"
+    files = find_records(paths)
+    if not files:
+        print(f"\nno recorded search in {', '.join(str(path) for path in paths)}")
+        return
     print(f"\n| {head} |\n|" + "---|" * (head.count("|") + 1) if markdown else f"\n{head}")
     skipped = []
-    for path in find_records(paths):
+    for path in files:
         record = read_record(path)
         if record is None:
             skipped.append(path.name)
