@@ -213,7 +213,7 @@ class Printer(SearchObserver):
 spec = make_spec(model=sys.argv[1])
 fixed = {"precision": "fp32", "threads": 1, "compile": sys.argv[3]}
 options = SearchOptions(
-    spec=spec, budget_s=60.0, device="cpu", store=Path(sys.argv[2]), max_trials=int(sys.argv[4]), fixed=fixed
+    spec=spec, budget_s=180.0, device="cpu", store=Path(sys.argv[2]), max_trials=int(sys.argv[4]), fixed=fixed
 )
 result = run_search(options, observer=Printer())
 print("ended", result.status, result.exit_code, flush=True)
@@ -281,7 +281,7 @@ def test_a_search_killed_in_every_phase_goes_on_and_repeats_no_finished_trial(tm
         kept = now
     assert [trial["number"] for trial in kept] == list(range(len(kept)))
     fixed = {"compile": "off", "precision": "fp32", "threads": 1}
-    result = search(folder, "make_slow", fixed=fixed, max_trials=3)
+    result = search(folder, "make_slow", fixed=fixed, max_trials=3, budget_s=240.0)
     assert result.status == "plan_found", result.reason
     assert [trial.number for trial in result.trials[: len(kept)]] == [trial["number"] for trial in kept]
     assert all(trial.resumed for trial in result.trials[: len(kept)])
