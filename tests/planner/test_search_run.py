@@ -31,7 +31,7 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 def search(folder: Path, workload: str = "make_sound", **options: Any) -> SearchResult:
     spec = make_spec(model=f"{WORKLOADS}:{workload}")
-    values: dict[str, Any] = {"spec": spec, "budget_s": 30.0, "device": "cpu", "store": folder, "max_trials": 4}
+    values: dict[str, Any] = {"spec": spec, "budget_s": 75.0, "device": "cpu", "store": folder, "max_trials": 4}
     return run_search(SearchOptions(**(values | options)))
 
 
@@ -114,7 +114,13 @@ def test_the_selected_one_is_the_fastest_of_its_own_record(tmp_path: Path):
 @pytest.mark.slow
 def test_the_search_goes_on_past_every_fault(tmp_path: Path):
     result = search(
-        tmp_path / "s", "make", fixed=ONE_FAMILY, sampler="random", max_trials=None, memory_limit_bytes=1 << 30
+        tmp_path / "s",
+        "make",
+        fixed=ONE_FAMILY,
+        sampler="random",
+        max_trials=None,
+        memory_limit_bytes=1 << 30,
+        budget_s=200.0,
     )
     assert result.status == "plan_found", result.reason
     outcomes = {trial.config.micro_batch: trial.outcome for trial in result.trials if trial.purpose == "search"}
