@@ -68,26 +68,27 @@ def workers_needed(load_s: float, step_s: float) -> int:
     return max(1, math.ceil(load_s / step_s))
 
 
-def describe_input(load_s: float, step_s: float, samples: int) -> str | None:
+def describe_input(load_s: float, step_s: float, samples: int, ranks: int = 1) -> str | None:
     """What the data does to a step of training, in a sentence; None where it is too quick to matter.
 
     Args:
         load_s: Seconds that one process takes to make the batch of a step, for one data-parallel rank.
         step_s: Seconds of the step without its data.
         samples: Samples of that batch.
+        ranks: Data-parallel ranks, each of which makes its own.
     """
     if load_s < WORTH_SAYING * step_s:
         return None
+    each = f" on each of {ranks} data-parallel ranks" if ranks > 1 else ""
     told = (
-        f"data: make_batch takes {format_seconds(load_s)} for the {samples} samples of a step (on each data-parallel "
-        f"rank, one thread), the step itself {format_seconds(step_s)}; made between steps, the data makes a step "
-        f"{format_seconds(load_s + step_s)}"
+        f"data: make_batch takes {format_seconds(load_s)} on one thread for the {samples} samples of a step{each}, the "
+        f"step itself {format_seconds(step_s)}; batches made between steps make that {format_seconds(load_s + step_s)}"
     )
     if load_s <= step_s:
         return f"{told}; one loader worker beside the training keeps up"
-    rate = format_number(samples / load_s)
+    each = " a rank" if ranks > 1 else ""
+    rate, used = (format_number(ranks * samples / seconds) for seconds in (load_s, step_s))
     return (
-        f"{told}. Input binds: one loader worker allows {rate} samples/s on each rank, "
-        f"{format_number(load_s / step_s)} times fewer than the step takes; "
-        f"{workers_needed(load_s, step_s)} workers, each on a core of its own, keep up"
+        f"{told}. Input binds: one loader worker{each} gives {rate} samples/s, the steps take "
+        f"{used}; {workers_needed(load_s, step_s)} workers{each}, each on a core of its own, keep up"
     )

@@ -76,8 +76,8 @@ def measurement_of(session: Session, entry: Entry) -> Measurement:
 def _input_notes(session: Session, winner: Entry) -> list[str]:
     """What making the data does to the measured step, where it matters; trials time steps without it."""
     load_s = session.predict(winner.config).time_parts_s.get("input", 0.0)
-    samples = session.ground.spec.global_batch // winner.config.dp
-    told = describe_input(load_s, winner.step_time.median, samples)
+    ranks = winner.config.dp
+    told = describe_input(load_s, winner.step_time.median, session.ground.spec.global_batch // ranks, ranks)
     return [] if told is None else [told]
 
 

@@ -83,4 +83,7 @@ def test_the_sentence_says_what_matters_and_no_more() -> None:
     assert hidden is not None and "one loader worker beside the training keeps up" in hidden and "150 ms" in hidden
     bound = describe_input(0.32, 0.1, 16)
     assert bound is not None and "Input binds" in bound
-    assert "50.0 samples/s" in bound and "4 workers" in bound and "420 ms" in bound
+    assert "gives 50.0 samples/s, the steps take 160; 4 workers, each" in bound and "420 ms" in bound
+    shared = describe_input(0.32, 0.1, 16, ranks=2)
+    assert shared is not None and "one loader worker a rank gives 100 samples/s, the steps take 320" in shared
+    assert "4 workers a rank" in shared and "on each of 2 data-parallel ranks" in shared
