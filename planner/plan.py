@@ -32,7 +32,10 @@ class Prediction(Record):
     verdict: Literal["fits", "too_close", "does_not_fit"]
     bound: str = Field(description="what binds: compute, memory_bandwidth, launch, communication, input, bubble")
     memory_parts_bytes: dict[str, float] = Field(default_factory=dict)
-    time_parts_s: dict[str, float] = Field(default_factory=dict)
+    time_parts_s: dict[str, float] = Field(
+        default_factory=dict,
+        description="seconds of a step by kind of work; input comes beside the step: one process making its batch",
+    )
     model_flops: float | None = Field(default=None, description="FLOPs of the model per optimizer step, no recompute")
     hardware_flops: float | None = Field(default=None, description="FLOPs executed per optimizer step")
 

@@ -123,7 +123,9 @@ def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, timing_bu
 
 
 def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 0.0) -> ModelProfile:
-    """Traces a workload on this process. Imports torch; runs no kernel but those of a tiny optimizer.
+    """Traces a workload on this process and times its make_batch. Imports torch.
+
+    No kernel runs on the device but those of a tiny optimizer, and the operations where they are timed.
 
     Args:
         spec: What is trained.
@@ -133,9 +135,18 @@ def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 
     Raises:
         WorkloadError: the model cannot be traced: which operation stood in the way.
     """
+    from autoplan.planner.input_rate import measure_input
     from autoplan.planner.tracing import profile_workload
     from autoplan.strategies.sources import load_workload
 
     started = time.perf_counter()
-    profile = profile_workload(load_workload(spec), device, identity=spec.identity, timing_budget_s=timing_budget_s)
-    return profile.model_copy(update={"seconds_spent": time.perf_counter() - started})
+    workload = load_workload(spec)
+    profile = profile_workload(workload, device, identity=spec.identity, timing_budget_s=timing_budget_s)
+    input_s, why_not = measure_input(workload)
+    return profile.model_copy(
+        update={
+            "input_s_per_sample": input_s,
+            "notes": profile.notes if why_not is None else (*profile.notes, why_not),
+            "seconds_spent": time.perf_counter() - started,
+        }
+    )

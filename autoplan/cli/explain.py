@@ -30,6 +30,7 @@ def explain_command(
                 "knobs": knobs,
                 "left_out": [family.model_dump(mode="json") for family in loaded.left_out],
                 "failed_trials": [t.model_dump(mode="json") for t in loaded.evidence if t.outcome.value != "ok"],
+                "notes": list(loaded.notes),
             }
         )
         return
@@ -99,3 +100,5 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
         terminal.show_table(console, facts.alternatives(plan), title="Next best")
         terminal.show_table(console, facts.left_out(plan), title="Ruled out, never tried")
         terminal.say(console, "parity", facts.parity_line(plan))
+        for note in plan.notes:
+            terminal.say(console, "note", note)

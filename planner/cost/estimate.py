@@ -42,7 +42,11 @@ _BOUNDS = ("compute", "memory_bandwidth", "launch", "communication", "bubble")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostTable:
-    """Predictions as columns. `parts_s` has a row per calibration factor, uncalibrated; `time_s` one per shown part."""
+    """Predictions as columns. `parts_s` has a row per calibration factor, uncalibrated.
+
+    `input_s` is no part of the step: what one process takes to make the step's batch of one data-parallel rank, zero
+    where make_batch was not timed.
+    """
 
     step_time_s: Floats
     step_time_low_s: Floats
@@ -55,6 +59,7 @@ class CostTable:
     hardware_flops: Floats
     parts_s: Floats
     bubble_s: Floats
+    input_s: Floats
     memory: MemoryParts
 
 
@@ -147,6 +152,9 @@ class Estimator:
             hardware_flops=flops,
             parts_s=parts,
             bubble_s=bubble,
+            input_s=(self.profile.input_s_per_sample or 0.0)
+            * self.global_batch
+            / (candidates.dp_replicate * candidates.dp_shard),
             memory=kept,
         )
 
@@ -246,20 +254,24 @@ class Estimator:
         shown = {name: float(value) for name, value in zip(FACTORS, scaled, strict=True) if value > 0}
         if table.bubble_s[i] > 0:
             shown["bubble"] = float(table.bubble_s[i])
+        step_s, input_s = float(table.step_time_s[i]), float(table.input_s[i])
+        bound = "input" if input_s > step_s else binding(shown)
+        if input_s > 0:
+            shown["input"] = input_s
         memory = {
             name: float(getattr(table.memory, name)[i])
             for name in ("parameters", "optimizer", "gradients", "activations", "gathered")
         }
         memory["process"] = float(table.peak_memory_bytes[i] - table.live_bytes[i])
         return Prediction(
-            step_time_s=float(table.step_time_s[i]),
+            step_time_s=step_s,
             step_time_low_s=float(table.step_time_low_s[i]),
             step_time_high_s=float(table.step_time_high_s[i]),
             peak_memory_bytes=float(table.peak_memory_bytes[i]),
             peak_memory_low_bytes=float(table.peak_memory_low_bytes[i]),
             peak_memory_high_bytes=float(table.peak_memory_high_bytes[i]),
             verdict=self._verdict(table.peak_memory_low_bytes[i], table.peak_memory_high_bytes[i]),
-            bound=binding(shown),
+            bound=bound,
             memory_parts_bytes=memory,
             time_parts_s=shown,
             model_flops=float(table.model_flops[i]),
@@ -324,7 +336,7 @@ class Estimator:
 
 
 def binding(parts_s: dict[str, float]) -> str:
-    """What binds: the kind of work that takes the most of a step."""
+    """What binds within a step: the kind of work that takes the most of it."""
     kinds = {"matmul/full": "compute", "matmul/half": "compute", "attention": "compute", "memory": "memory_bandwidth"}
     kinds |= {"fused_memory": "memory_bandwidth", "optimizer": "memory_bandwidth", "dispatch": "launch"}
     sums = dict.fromkeys(_BOUNDS, 0.0)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from autoplan.probes.profile import Record
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -120,6 +120,9 @@ class ModelProfile(Record):
     clips_gradients: bool = False
     boundary_bytes: Law = Field(default=ZERO, description="the activation between two blocks, fp32")
     batch_bytes: Law = Field(default=ZERO, description="the batch itself on the device")
+    input_s_per_sample: float | None = Field(
+        default=None, description="seconds of make_batch per sample on one thread; None: not measured, see notes"
+    )
     tokens_per_sample: int = 1
     fewest_samples: float = Field(default=1.0, description="the smallest micro-batch that was traced")
     variants: dict[str, VariantProfile]

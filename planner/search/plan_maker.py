@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
+from autoplan.planner.input_rate import describe_input
 from autoplan.planner.plan import Alternative, Environment, Measurement, Parity, Plan
 from autoplan.planner.search.reasons import explain_choices, tie_reason
 from autoplan.planner.search.selection import Entry, enter, even_out, rank, speed_ratio
@@ -45,7 +46,7 @@ def make_plan(session: Session, winner: Entry, parity: Parity, baseline: Trial) 
         choices=tuple(explain_choices(session, winner, entries)),
         left_out=ground.left_out,
         evidence=session.store.trials,
-        notes=tuple(session.notes),
+        notes=(*session.notes, *_input_notes(session, winner)),
         environment=read_environment(),
     )
 
@@ -70,6 +71,14 @@ def measurement_of(session: Session, entry: Entry) -> Measurement:
         method=entry.first.method or "whole_steps",
         trials=tuple(run.number for run in runs),
     )
+
+
+def _input_notes(session: Session, winner: Entry) -> list[str]:
+    """What making the data does to the measured step, where it matters; trials time steps without it."""
+    load_s = session.predict(winner.config).time_parts_s.get("input", 0.0)
+    ranks = winner.config.dp
+    told = describe_input(load_s, winner.step_time.median, session.ground.spec.global_batch // ranks, ranks)
+    return [] if told is None else [told]
 
 
 def peak_rate(device: Device, precision: str) -> tuple[float | None, str | None]:

@@ -100,6 +100,37 @@ def _fields(options: SearchOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in SearchOptions.__dataclass_fields__}
 
 
+SLOW_DATA = """
+import time
+import torch
+from torch import nn
+from autoplan.strategies.workload import LossSum, Workload
+
+def make_batch(count, index):
+    time.sleep(0.02 * count)
+    return {"x": torch.rand(count, 8)}
+
+def slow_data():
+    return Workload(
+        name="slow data", build_model=lambda: nn.Linear(8, 8), make_batch=make_batch, global_batch=8,
+        loss=lambda model, batch: LossSum(model(batch["x"]).square().sum(), len(batch["x"])),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_says_that_its_data_comes_too_slowly(tmp_path: Path):
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW_DATA)
+    spec = make_spec(model=f"{path}:slow_data")
+    plan = search(tmp_path / "s", spec=spec, fixed=ONE_FAMILY, max_trials=2).plan
+    assert plan is not None and plan.prediction is not None
+    assert plan.prediction.bound == "input" and plan.prediction.time_parts_s["input"] >= 0.16
+    assert plan.measurement.step_time_s.median < 0.16, "trials time steps without their data"
+    assert any("Input binds" in note and "workers" in note for note in plan.notes)
+
+
 @pytest.mark.slow
 def test_the_selected_one_is_the_fastest_of_its_own_record(tmp_path: Path):
     result = search(tmp_path / "s", fixed={"compile": "off"}, max_trials=6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,11 @@ from autoplan.planner.cost.candidates import checkpointed_share, from_configs
 from autoplan.planner.cost.estimate import Estimator, binding
 from autoplan.planner.cost.profile import Law, ModelProfile, OperationGroup, PeakLaw, VariantKey, VariantProfile
 from autoplan.planner.cost.rates import fit_matmul_law
+from autoplan.planner.trace import trace_workload
 from autoplan.planner.trials.outcome import Interval, Outcome, PeakMemory, Trial
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading, Reading
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.sources import make_spec
 
 MIB = 2**20
 
@@ -289,3 +293,47 @@ def test_what_binds_is_the_largest_kind() -> None:
 def test_accumulation_is_the_global_batch_over_the_ranks() -> None:
     columns = from_configs([TrainingConfig(micro_batch=2, dp_shard=2)], 16, device="cpu")
     assert columns.accumulation[0] == 4
+
+
+SLOW_DATA = """
+import time
+import torch
+from torch import nn
+from autoplan.strategies.workload import LossSum, Workload
+
+def make_batch(count, index):
+    time.sleep(0.02 * count)
+    return {"x": torch.rand(count, 8)}
+
+def slow_data():
+    return Workload(
+        name="slow data", build_model=lambda: nn.Linear(8, 8), make_batch=make_batch, global_batch=16,
+        loss=lambda model, batch: LossSum(model(batch["x"]).square().sum(), len(batch["x"])),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+def test_data_that_comes_too_slowly_binds_and_leaves_the_step_as_it_is(tmp_path: Path, hardware: HardwareProfile):
+    """A real make_batch that sleeps 20 ms a sample, for a model of one small product."""
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW_DATA)
+    traced = trace_workload(make_spec(model=f"{path}:slow_data"), "cpu")
+    assert traced.input_s_per_sample is not None and traced.input_s_per_sample >= 0.02
+    configs = [TrainingConfig(micro_batch=4), TrainingConfig(micro_batch=4, dp_replicate=2)]
+    alone, two = estimator(traced, hardware).estimate(configs)
+    assert alone.bound == two.bound == "input"
+    assert alone.time_parts_s["input"] == pytest.approx(16 * traced.input_s_per_sample)
+    assert two.time_parts_s["input"] == pytest.approx(8 * traced.input_s_per_sample)
+    untimed = estimator(traced.model_copy(update={"input_s_per_sample": None}), hardware).estimate(configs)[0]
+    assert untimed.step_time_s == alone.step_time_s and untimed.bound != "input"
+    assert "input" not in untimed.time_parts_s
+
+
+def test_data_binds_from_where_it_takes_longer_than_the_step(profile: ModelProfile, hardware: HardwareProfile) -> None:
+    config = TrainingConfig(micro_batch=4)
+    plain = estimator(profile, hardware).estimate([config])[0]
+    for factor, bound in ((0.9, plain.bound), (1.1, "input")):
+        data = profile.model_copy(update={"input_s_per_sample": factor * plain.step_time_s / 16})
+        found = estimator(data, hardware).estimate([config])[0]
+        assert found.bound == bound and found.step_time_s == plain.step_time_s
