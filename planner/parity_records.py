@@ -24,7 +24,9 @@ class ParityRequest(Record):
 
     @property
     def accumulation(self) -> int:
-        """Micro-steps of the check: two, or as many as a pipeline pass takes."""
+        """Micro-steps of the check: two, or as many as a pipeline pass takes; one where a knob allows no more."""
+        if self.config.ddp_static_graph:
+            return 1
         return 2 if self.config.pp == 1 else max(2, self.config.pp_microbatches)
 
 

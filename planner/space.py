@@ -24,6 +24,11 @@ from autoplan.strategies.config import (
     knob_values,
     micro_batches,
 )
+from autoplan.strategies.data_parallel_knobs import (
+    DATA_PARALLEL_KNOBS,
+    reason_against_data_parallel,
+    with_data_parallel_knobs,
+)
 from autoplan.strategies.degrees import coherent_with_pipeline
 from autoplan.units import format_bytes
 
@@ -40,6 +45,7 @@ DEGREES = (
     "pp_schedule",
     "pp_microbatches",
     "virtual_stages",
+    *DATA_PARALLEL_KNOBS,
 )
 """The knobs that say how ranks share the work; they come as whole combinations, not one by one."""
 
@@ -113,12 +119,13 @@ def generate(
     _drop_losing_precisions(values, dropped, device, fixed)
     for knob in list(values):
         values[knob] = _narrow(knob, values[knob], dropped, fixed, bounds)
-    combinations = [d for d in degrees if _degrees_allowed(d, fixed, bounds)]
+    varied, reasons = with_data_parallel_knobs(degrees, _asked_of_data_parallel(fixed, bounds))
+    combinations = [d for d in varied if _degrees_allowed(d, fixed, bounds)]
     if not combinations:
         asked = ", ".join(f"{knob}={value}" for knob, value in fixed.items() if knob in DEGREES)
         raise ConfigError(
             f"no way to share the work over the ranks is left with {asked or 'these bounds'}",
-            hint=_degrees_hint(degrees, degrees_left_out),
+            hint="".join(f"{reason}. " for reason in reasons[:3]) + _degrees_hint(degrees, degrees_left_out),
         )
     candidates = _combine(values, combinations, global_batch)
     if not candidates:
@@ -126,7 +133,8 @@ def generate(
             "the fixed and bounded knobs leave no legal configuration: "
             + ", ".join([f"{k}={v}" for k, v in fixed.items()] + [f"{k}={b.describe()}" for k, b in bounds.items()]),
             hint=f"micro_batch x dp_replicate x dp_shard must divide the global batch of {global_batch}; compile_mode "
-            "needs compile; CUDA-graph modes need compile=model.",
+            "needs compile; CUDA-graph modes need compile=model; with ddp_static_graph micro_batch x dp_replicate is "
+            "the whole global batch.",
         )
     left_out = [_family(drop, len(candidates), values) for drop in dropped]
     used = {knob: _in_order(knob, {getattr(c, knob) for c in candidates}) for knob in KNOBS}
@@ -224,6 +232,21 @@ def _hint(offered: Sequence[Any]) -> str:
     return "Possible here: " + ", ".join(map(str, offered)) + "."
 
 
+def _asked_of_data_parallel(fixed: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, list[Any]]:
+    """The values of DDP's and FSDP2's knobs that the user names; of a range its ends, and the powers of two within."""
+    asked: dict[str, list[Any]] = {}
+    for knob in DATA_PARALLEL_KNOBS:
+        if knob in fixed:
+            asked[knob] = [check_knob(knob, fixed[knob])]
+        elif knob in bounds:
+            bound = bounds[knob]
+            plain = getattr(TrainingConfig(micro_batch=1), knob)
+            named = [plain, *(bound.values or ()), bound.low, bound.high, *(2**power for power in range(11))]
+            allowed = {value for value in named if value is not None and bound.allows(value)}
+            asked[knob] = sorted(bound.values or allowed)
+    return asked
+
+
 def _degrees_allowed(degrees: Mapping[str, Any], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]) -> bool:
     plain = TrainingConfig(micro_batch=1)
     for knob in DEGREES:
@@ -259,6 +282,8 @@ def _combine(
                 continue
             base = plain.model_copy(update={"micro_batch": micro_batch, **combination})
             shared = base.model_dump()
+            if reason_against_data_parallel(shared, global_batch) is not None:
+                continue
             together = (
                 rows if base.pp == 1 else [row for row in rows if coherent_with_pipeline(shared | row, global_batch)]
             )

@@ -59,6 +59,17 @@ class TrainingConfig(Record):
     reshard_after_forward: bool = Field(
         default=True, description="FSDP2: free gathered parameters after the forward (ZeRO-3) or keep them (ZeRO-2)"
     )
+    fsdp_prefetch: int = Field(
+        default=0,
+        ge=0,
+        description="FSDP2: blocks whose parameters are gathered ahead, in forward and backward; 0: torch's own order",
+    )
+    ddp_bucket_mb: int = Field(
+        default=25, ge=1, description="DDP: MiB of gradients per all-reduce; 25 is torch's own (its first bucket: 1)"
+    )
+    ddp_static_graph: bool = Field(
+        default=False, description="DDP: the graph is promised to be the same at every step (torch's static_graph)"
+    )
     tp: int = Field(default=1, ge=1, description="tensor-parallel degree, with sequence parallel")
     pp: int = Field(default=1, ge=1, description="pipeline stages (physical)")
     pp_schedule: PipelineSchedule = Field(default="1f1b", description="pipeline schedule, when pp > 1")
@@ -157,6 +168,7 @@ def check_knob(knob: str, value: Any) -> Any:
     try:
         config = TrainingConfig.model_validate({"micro_batch": 1} | {knob: value}, strict=False)
     except ValidationError:
-        rule = "one of " + ", ".join(map(str, allowed)) if allowed else "a whole number of at least 1"
+        least = 0 if knob == "fsdp_prefetch" else 1
+        rule = "one of " + ", ".join(map(str, allowed)) if allowed else f"a whole number of at least {least}"
         raise ConfigError(f"{knob}={value!r} is not a value of {knob}", hint=f"{knob} takes {rule}.") from None
     return getattr(config, knob)

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.base import Build, Choices
+from autoplan.strategies.data_parallel_knobs import DDP_BUCKET_MB, reason_against_data_parallel
 from autoplan.strategies.mesh import GlobalNormClipper, axis_size, data_position, sum_over_axes
 from autoplan.strategies.structure import Structure
 from autoplan.strategies.workload import Workload
@@ -36,6 +38,9 @@ class DataParallelStrategy:
 
     def apply(self, build: Build) -> None:
         """Wraps build.module and sets how gradients are synchronised, summed and clipped."""
+        reason = reason_against_data_parallel(build.config.model_dump(), build.workload.global_batch)
+        if reason is not None:
+            raise ConfigError(reason, hint="Leave that knob at its default, or change what it goes with.")
         if build.mesh is None:
             return
         mesh: DeviceMesh = build.mesh
@@ -76,10 +81,14 @@ def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> l
 def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module  # DDP refuses a stage that trains nothing
+    # torch's own default is None: 25 MiB with a first bucket of 1 MiB. A number given is the first bucket's too.
+    bucket = build.config.ddp_bucket_mb
     return DistributedDataParallel(
         module,
         device_ids=[build.device.index] if build.device.type == "cuda" and build.device.index is not None else None,
         process_group=mesh.get_group("dp_replicate"),
+        bucket_cap_mb=None if bucket == DDP_BUCKET_MB else bucket,
+        static_graph=build.config.ddp_static_graph,
         gradient_as_bucket_view=True,  # saves one copy of the gradients
         broadcast_buffers=False,  # buffers that depend on the batch are refused (micro_batch_dependent)
     )
@@ -96,10 +105,14 @@ def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> 
         reduce_dtype=torch.float32 if gathered is not None else None,
         cast_forward_inputs=False,  # autocast casts where it should; the residual stream stays fp32
     )
-    for block in shard_units(build):
+    units = [
         fully_shard(block, mesh=shard_mesh, reshard_after_forward=reshard, mp_policy=policy)
+        for block in shard_units(build)
+    ]
     # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
     roots = [fully_shard(module, mesh=shard_mesh, reshard_after_forward=False) for module in modules]
+
+    set_prefetch(units, config.fsdp_prefetch)
 
     def set_gradient_sync(sync: bool) -> None:
         for root in roots:
@@ -108,6 +121,19 @@ def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> 
 
     build.set_gradient_sync = set_gradient_sync
     return list(modules)
+
+
+def set_prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+    """Has each unit start gathering the next `ahead` units in the forward, and those before it in the backward.
+
+    0 leaves torch's own order: in the forward the next gathering starts when the host reaches the next unit, in the
+    backward one unit ahead.
+    """
+    if ahead == 0:
+        return
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - ahead) : place])))
 
 
 def shard_units(build: Build) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from typing import Any
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
 from autoplan.planner.plan import Plan
+from autoplan.strategies.config import TrainingConfig
 
 # parse_json_file is how transformers' own example scripts read such a file. bf16 and fp16 want a GPU or use_cpu;
 # tf32 is refused on every CPU, whatever is written, so this check leaves it out where there is no GPU.
@@ -85,6 +86,7 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
     }
     if plan.device == "cuda":
         said["tf32"] = config.precision == "tf32"
+    said |= _data_parallel(config, keys, lost)
     said |= _checkpointing(config.checkpointing, keys, lost)
     said |= _compilation(plan, lost)
     said |= _optimizer(plan, lost)
@@ -103,6 +105,19 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
             "fsdp_config": {"version": 2, "reshard_after_forward": config.reshard_after_forward},
         }
     return arguments, lost
+
+
+def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], lost: list[str]) -> dict[str, Any]:
+    """DDP's and FSDP2's knobs, where they are off torch's default."""
+    said: dict[str, Any] = {}
+    if config.ddp_bucket_mb != 25:
+        said["ddp_bucket_mb"] = config.ddp_bucket_mb
+    if config.ddp_static_graph:
+        said["ddp_static_graph"] = True
+    lost += [f"{knob}={value} is no training argument here" for knob, value in said.items() if keys.get(knob) is None]
+    if config.fsdp_prefetch:
+        lost.append(f"fsdp_prefetch={config.fsdp_prefetch}: the Trainer leaves FSDP2 in torch's own order")
+    return said
 
 
 def _checkpointing(value: str, keys: dict[str, str | None], lost: list[str]) -> dict[str, Any]:

@@ -141,6 +141,55 @@ def test_ranks_share_the_global_batch_exactly():
         assert config.micro_batch * config.dp * config.accumulation(12) == 12
 
 
+WAYS = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "pp": 2})
+
+
+@pytest.mark.parametrize(
+    ("fixed", "ways"),
+    [
+        ({"ddp_bucket_mb": 50}, [WAYS[1], WAYS[4]]),
+        ({"ddp_static_graph": True}, [WAYS[1]]),
+        ({"fsdp_prefetch": 2}, [WAYS[2], WAYS[3]]),
+    ],
+)
+def test_a_knob_of_data_parallelism_that_is_fixed_goes_where_it_means_something(fixed, ways):
+    space = generate(CHOICES, global_batch=12, device=device(), degrees=WAYS, fixed=fixed)
+    plain = TrainingConfig(micro_batch=1)
+    degrees = {(config.dp_replicate, config.dp_shard, config.pp) for config in space.candidates}
+    asked = [plain.model_copy(update=way) for way in ways]
+    assert degrees == {(config.dp_replicate, config.dp_shard, config.pp) for config in asked}
+    assert all(getattr(config, knob) == value for config in space.candidates for knob, value in fixed.items())
+    if "ddp_static_graph" in fixed:
+        assert {config.accumulation(12) for config in space.candidates} == {1}
+
+
+def test_knobs_of_data_parallelism_vary_only_where_they_are_asked_for():
+    def values(**options: object) -> set[tuple[int, int]]:
+        space = generate(CHOICES, global_batch=12, device=device(), degrees=WAYS, **options)  # type: ignore[arg-type]
+        assert len(set(space.candidates)) == len(space.candidates)
+        return {(config.dp_replicate * (config.dp_shard == 1), config.ddp_bucket_mb) for config in space.candidates}
+
+    assert {bucket for _, bucket in values()} == {25}
+    asked = values(bounds={"ddp_bucket_mb": Bound(values=(10, 25, 100))})
+    assert asked == {(1, 25), (0, 25), (2, 10), (2, 25), (2, 100)}
+    assert {bucket for _, bucket in values(bounds={"ddp_bucket_mb": Bound(low=20, high=70)})} == {20, 25, 32, 64, 70}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"fsdp_prefetch": 2, "dp_replicate": 2, "dp_shard": 1}, "nothing else gathers parameters"),
+        ({"ddp_bucket_mb": 50, "dp_shard": 2}, "FSDP2 keeps the replicas' gradients together"),
+        ({"ddp_static_graph": True, "pp": 2}, "several forwards before a backward"),
+        ({"ddp_static_graph": True, "micro_batch": 1}, "whole global batch"),
+    ],
+)
+def test_a_knob_of_data_parallelism_in_the_wrong_place_says_why(fixed: dict[str, object], text: str):
+    with pytest.raises(ConfigError) as caught:
+        generate(CHOICES, global_batch=12, device=device(), degrees=WAYS, fixed=fixed)
+    assert caught.value.hint is not None and text in caught.value.hint
+
+
 def columns(*peaks: float, times: tuple[float, ...] = ()) -> CostTable:
     """The columns that matter here."""
     peak = np.array(peaks)

@@ -23,6 +23,9 @@ DATA = {
     "ddp": {"dp_replicate": 2},
     "fsdp": {"dp_shard": 2},
     "fsdp_kept": {"dp_shard": 2, "reshard_after_forward": False},
+    "fsdp_prefetch": {"dp_shard": 2, "fsdp_prefetch": 2},
+    "ddp_buckets": {"dp_replicate": 2, "ddp_bucket_mb": 1},
+    "ddp_static": {"dp_replicate": 2, "ddp_static_graph": True, "micro_batch": 4},
 }
 TENSOR_PARALLEL = {"tp": {"tp": 2, "micro_batch": 4}}
 PIPELINE = {
