@@ -134,6 +134,7 @@ def train(options: argparse.Namespace) -> None:
         workload.loss,
         schedule=workload.build_schedule,
         max_grad_norm=workload.max_grad_norm,
+        head=workload.head,
     )
     if options.checkpoint.exists():
         run.load_state_dict(torch.load(options.checkpoint, weights_only=True))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoplan.planner.plan import Plan
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workload import LossSum, Workload
+    from autoplan.strategies.workload import LossSum, OutputHead, Workload
 
 AS_SEARCHED: Any = object()
 """For max_grad_norm: what the workload of the search had."""
@@ -38,6 +38,7 @@ def prepare_plan(
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     max_grad_norm: float | None = AS_SEARCHED,
     global_batch: int | None = None,
+    head: OutputHead | None = None,
 ) -> TrainingRun:
     """The training run of a plan.
 
@@ -53,6 +54,7 @@ def prepare_plan(
         schedule: Makes the learning-rate schedule from the optimizer; stepped once per optimizer step.
         max_grad_norm: Clip to this norm; None: no clipping; not given: as in the search.
         global_batch: Must be the plan's own, if given: a plan never changes it.
+        head: With a loss of your own: how the output head splits off (`Workload.head`), where the plan's loss is fused.
 
     Raises:
         PlanError: the global batch is not the plan's.
@@ -70,6 +72,8 @@ def prepare_plan(
     target = _pick_device(plan, device)
     warn_of_other_hardware(plan, target.type)
     workload = _workload(plan, model, optimizer, loss, make_batch, schedule, max_grad_norm)
+    if head is not None:
+        workload = dataclasses.replace(workload, head=head)
     from torch import nn
 
     instance = model if isinstance(model, nn.Module) else None
