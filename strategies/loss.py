@@ -44,7 +44,10 @@ class LossStrategy:
             return  # the last stage of the pipeline has the head, and the loss
         reason = reason_against_fusing(build.workload, build.model)
         if reason is not None:
-            raise ConfigError(f"loss=fused does not apply: {reason}", hint="Use loss=full.")
+            raise ConfigError(
+                f"loss=fused does not apply: {reason}",
+                hint="Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full.",
+            )
         assert build.workload.head is not None
         kernel = choose_kernel(build.config.precision, compiled=build.config.compile == "model")
         build.training_module.loss = FusedLoss(build.workload.head, kernel)
