@@ -140,6 +140,10 @@ def _litgpt_layout(r: dict[str, str], gpus: int, config: bool) -> dict[str, Any]
         "states": "16bit",
         "loss": "chunked",
         "checkpointing": "full" if gpus > 1 else "none",
+        # Fabric's FSDP is FSDP1, whose FlatParameter of a block holds LoRA's and the frozen weights; the scripts
+        # accumulate under no_backward_sync (litgpt/finetune/lora.py, full.py), which keeps gradients whole
+        "gradient_sync": "last",
+        "flat_parameters": "true" if gpus > 1 else "false",
     }
     if r["trainable_params"]:
         layout["trainable_parameters"] = r["trainable_params"].replace(",", "")
@@ -173,7 +177,8 @@ def torchtune() -> MemoryTable:
     And Llama 3.1 70B with LoRA over 8 x A100: 2 x 2,048 tokens, compiled, checkpointed (the README and the recipe).
     """
     rows, left_out = [], Counter[str]()
-    common = {"chip": "A100 SXM 80GB", "states": "16bit", "micro_batch": 2}
+    # the table's commands set optimizer.fused=True
+    common = {"chip": "A100 SXM 80GB", "states": "16bit", "micro_batch": 2, "optimizer": "adamw_fused"}
     for r in _read("torchtune_peak_memory.csv"):
         peak = float(r["peak_memory"].split()[0]) * GIB
         steps = TORCHTUNE_STEPS.get(r["method"], "")
@@ -217,6 +222,9 @@ def internevo() -> MemoryTable:
             "micro_batch": 1,
             "global_batch": 4 * dp,
             "checkpointing": "full",
+            # internlm/solver/optimizer/fsdp_optimizer.py and hybrid_zero_optim.py: fp32 masters beside 16-bit weights
+            # and gradients, fp32 gradients made for torch's AdamW
+            "states": "master",
         }
         name = f"{r['model']} {gpus} GPUs tp={tp} pp={pp} {layout['sharding']}"
         rows.append(MemoryRow(name=name, layout=layout, peak_bytes=float(r["gpu_memory_gb"]) * 1e9, allocator=False))

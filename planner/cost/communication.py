@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.planner.cost.candidates import SHARDINGS, Candidates, Floats
 from autoplan.probes.profile import HardwareProfile
@@ -136,7 +137,7 @@ def exchange(
     block_all_reduces: Floats,
     gather_bytes: Floats,
     gradient_bytes: Floats,
-    reduce_every_micro_step: bool,
+    reduce_every_micro_step: bool | NDArray[np.bool_],
 ) -> Exchange:
     """What a rank exchanges.
 

@@ -13,7 +13,14 @@ from autoplan.errors import ConfigError
 from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
 from autoplan.planner.cost.chips import find_chip
 from autoplan.planner.cost.cluster import Cluster
-from autoplan.planner.cost.layouts import ATTENTION, CHECKPOINTING, OPTIMIZER_STATE_BYTES, PRECISIONS, Layouts
+from autoplan.planner.cost.layouts import (
+    ATTENTION,
+    CHECKPOINTING,
+    OPTIMIZER_STATE_BYTES,
+    PRECISIONS,
+    STEP_TEMPORARY_BYTES,
+    Layouts,
+)
 from autoplan.planner.cost.paper import MEMORY_PARTS, TIME_PARTS, Factors, PaperTable, price
 from autoplan.planner.cost.rows import MEMORY_SD, RESERVE, Z_90, bound_of, dimension_columns, memory_verdict
 from autoplan.planner.cost.transformer import Transformer
@@ -203,7 +210,11 @@ def _columns(question: Question, rows: Floats) -> Layouts:
         "compiled": COMPILES.index(_code(fixed, "compile", COMPILES, "block")),
         "attention": ATTENTION.index(_code(fixed, "attention", ATTENTION, "flash")),
         "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer],
+        "step_bytes": STEP_TEMPORARY_BYTES.get(optimizer, 0.0),
         "half_states": False,
+        "master_states": False,
+        "whole_gradients": False,
+        "flat_parameters": False,
         "chunked_loss": False,
     }
     columns: dict[str, Any] = {name: np.full(size, value) for name, value in constants.items()}

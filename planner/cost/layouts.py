@@ -13,7 +13,19 @@ from autoplan.planner.cost.candidates import Floats, Ints
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 CHECKPOINTING = ("none", "selective", "full")
 ATTENTION = ("flash", "eager")
-OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adam": 8.0, "adamw_8bit": 2.0, "sgd_momentum": 4.0, "sgd": 0.0, "lion": 4.0}
+STATES = ("fp32", "16bit", "master")
+OPTIMIZER_STATE_BYTES = {
+    "adamw": 8.0,
+    "adam": 8.0,
+    "adamw_fused": 8.0,
+    "adamw_8bit": 2.0,
+    "sgd_momentum": 4.0,
+    "sgd": 0.0,
+    "lion": 4.0,
+}
+# torch steps Adam through foreach unless told otherwise (torch.optim, "Algorithms"): one temporary the size of what is
+# stepped, the square root of the second moment
+STEP_TEMPORARY_BYTES = {"adamw": 4.0, "adam": 4.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +38,12 @@ class Layouts:
         intra_bytes_per_s, inter_bytes_per_s: Per GPU, one direction.
         matmul_efficiency: What large matrix products reach of the peak before any calibration.
         trainable: Parameters that are trained; the others are frozen (LoRA).
+        step_bytes: Per trained parameter, what the optimizer step allocates and frees.
         half_states: Weights, gradients and optimizer states in 16 bits too, no fp32 copies.
+        master_states: 16-bit weights and gradients, under ZeRO-3 too; the optimizer keeps fp32 masters and makes fp32
+            gradients for its step.
+        whole_gradients: Sharded gradients are reduced at the last micro-step only, and kept whole until then.
+        flat_parameters: Frozen weights have gradients too, as in a FlatParameter of FSDP1.
         chunked_loss: The loss casts its logits to fp32 a chunk at a time.
     """
 
@@ -66,7 +83,11 @@ class Layouts:
     compiled: Ints
     attention: Ints
     optimizer_bytes: Floats
+    step_bytes: Floats
     half_states: NDArray[np.bool_]
+    master_states: NDArray[np.bool_]
+    whole_gradients: NDArray[np.bool_]
+    flat_parameters: NDArray[np.bool_]
     chunked_loss: NDArray[np.bool_]
 
     def __len__(self) -> int:

@@ -95,6 +95,7 @@ class PaperTable:
     activations_bytes: Floats
     loss_bytes: Floats
     gathered_bytes: Floats
+    step_bytes: Floats
     overhead_bytes: Floats
     peak_memory_bytes: Floats
     model_flops: Floats
@@ -115,6 +116,7 @@ MEMORY_PARTS = (
     "activations_bytes",
     "loss_bytes",
     "gathered_bytes",
+    "step_bytes",
     "overhead_bytes",
 )
 
@@ -176,7 +178,7 @@ def price(rows: Layouts, factors: Factors | None = None) -> PaperTable:
     hidden = OVERLAP * (device + launch)
     gather = m * np.maximum(moved.gather_s * speed - hidden, 0.05 * moved.gather_s * speed)
     gradient = moved.gradient_s * speed
-    last = np.where(rows.sharding >= SHARDINGS.index("zero2"), m, 1.0)
+    last = np.where((rows.sharding >= SHARDINGS.index("zero2")) & ~rows.whole_gradients, m, 1.0)
     gradient = np.maximum(gradient - 0.5 * hidden * last, 0.15 * gradient)
     communication = m * inline + gather + gradient + moved.after_s * speed
     memory = _memory(rows, width, full, selective)
@@ -294,8 +296,8 @@ def _communication(rows: Layouts, width: Floats, full: Floats) -> Any:
         block_all_reduces=4.0 + 2.0 * full,
         gather_bytes=width,
         gradient_bytes=np.where(sharded | rows.half_states, width, np.where(width == 2, 4.0, width))
-        * rows.trained_share,
-        reduce_every_micro_step=True,
+        * np.where(rows.flat_parameters, 1.0, rows.trained_share),
+        reduce_every_micro_step=~rows.whole_gradients,
     )
 
 
@@ -315,21 +317,32 @@ def _memory(rows: Layouts, width: Floats, full: Floats, selective: Floats) -> di
     States in bytes per parameter: 16-bit training holds 2 (weights) + 4 (fp32 gradients) + 4 (master) + 8 (Adam) = 18
     replicated; ZeRO-1 shards master and Adam, ZeRO-2 the gradients too, ZeRO-3 (FSDP, fp32 shards) all: 16/d, with
     16-bit units gathered. Source: arXiv 1910.02054 section 5; arXiv 2205.05198 section 6 for 18. With 16-bit
-    states: 2 + 2 + 4 = 8. Frozen parameters have weights only.
+    states: 2 + 2 + 4 = 8. With 16-bit gradients beside fp32 masters: 2 + 2 + 4 + 8 = 16, and 4 more in the step, for
+    fp32 gradients. Frozen parameters have weights only, but for a FlatParameter of FSDP1, whose gradient is one tensor
+    over all it holds (torch.distributed.fsdp.FullyShardedDataParallel, note on freezing).
+
+    The peak is in the micro-steps, with activations, or in the optimizer step, with its temporaries.
     """
     half = (width == 2) & ~rows.half_states
     share = rows.trained_share
     full_width = np.where(rows.half_states, 2.0, 4.0)
+    gradient_width = np.where(rows.master_states, 2.0, full_width)
     z = rows.sharding
-    mine = rows.parameters / (rows.tp * rows.pp)
-    d = rows.dp_shard
-    zero3, zero2, zero1 = (z == SHARDINGS.index(name) for name in ("zero3", "zero2", "zero1"))
-    weights = np.where(zero3, full_width / d, np.where(half, 2.0, full_width)) * mine
-    gradients = np.where(zero3 | zero2, full_width / d, full_width) * mine * share
-    master = np.where(half & ~zero3, 4.0, 0.0)
-    states = (master + rows.optimizer_bytes) / np.where(zero1 | zero2 | zero3, d, 1.0) * mine * share
     block = rows.block_parameters / rows.tp
     embedding = (rows.parameters - rows.layers * rows.block_parameters) / rows.tp
+    # the first stage has the input embedding alone, and as many blocks as any
+    first = np.where(rows.tied, embedding, embedding - rows.vocab * rows.hidden / rows.tp)
+    mine = np.where(rows.pp > 1, np.ceil(rows.layers / rows.pp) * block + first, rows.parameters / rows.tp)
+    d = rows.dp_shard
+    zero3, zero2, zero1 = (z == SHARDINGS.index(name) for name in ("zero3", "zero2", "zero1"))
+    sharded = zero1 | zero2 | zero3
+    weight_width = np.where(half & (rows.master_states | ~zero3), 2.0, full_width)
+    weights = weight_width * mine / np.where(zero3, d, 1.0)
+    keeps_shards = (zero3 | zero2) & ~(rows.whole_gradients & (rows.accumulation > 1))
+    made = np.where(rows.flat_parameters, 1.0, share)
+    gradients = gradient_width * mine * made / np.where(keeps_shards, d, 1.0)
+    master = np.where(half & (rows.master_states | ~zero3), 4.0, 0.0)
+    states = (master + rows.optimizer_bytes) / np.where(sharded, d, 1.0) * mine * share
     gathered = np.where(zero3 & (d > 1), width * (2 * block + embedding), 0.0)
     gathered = gathered + np.where((z < 3) & (rows.dp > 1), 1e8, 0.0)
     activations, loss = activation_bytes(rows, width, full, selective)
@@ -337,16 +350,22 @@ def _memory(rows: Layouts, width: Floats, full: Floats, selective: Floats) -> di
     # is the peak, not both. Accumulation, buckets and fp32 main gradients keep them; a shard was whole first.
     passing = (rows.accumulation == 1) & (rows.pp == 1) & (rows.dp == 1) & ~half
     end = gradients + block_activation_bytes(rows, width, selective)
-    gradients = np.where(passing, np.maximum(end - activations - loss, 0.0), gradients)
-    live = weights + gradients + states + activations + loss + gathered
+    kept = np.where(passing, np.maximum(end - activations - loss, 0.0), gradients)
+    micro_steps = kept + activations + loss + gathered
+    temporary = (np.where(rows.master_states, 4.0, 0.0) + rows.step_bytes) / np.where(sharded, d, 1.0) * mine * share
+    # by the optimizer step the gradients of sharded parameters are shards
+    stepped = gradient_width * mine * made / np.where(zero2 | zero3, d, 1.0)
+    step = np.maximum(stepped + temporary - micro_steps, 0.0)
+    live = weights + states + micro_steps + step
     overhead = CONTEXT_BYTES + 2e8 * ((rows.tp > 1) + (rows.pp > 1.0) + (rows.dp > 1)) + FRAGMENTATION * live
     return {
         "weights_bytes": weights,
-        "gradients_bytes": gradients,
+        "gradients_bytes": kept,
         "optimizer_bytes": states,
         "activations_bytes": activations,
         "loss_bytes": loss,
         "gathered_bytes": gathered,
+        "step_bytes": step,
         "overhead_bytes": overhead,
         "peak_memory_bytes": live + overhead,
     }

@@ -5,16 +5,25 @@ from __future__ import annotations
 import csv
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.errors import AutoplanError, UsageError, WorkloadError
 from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
 from autoplan.planner.cost.chips import Chip, find_chip
-from autoplan.planner.cost.layouts import ATTENTION, CHECKPOINTING, OPTIMIZER_STATE_BYTES, PRECISIONS, Layouts
+from autoplan.planner.cost.layouts import (
+    ATTENTION,
+    CHECKPOINTING,
+    OPTIMIZER_STATE_BYTES,
+    PRECISIONS,
+    STATES,
+    STEP_TEMPORARY_BYTES,
+    Layouts,
+)
 from autoplan.planner.cost.paper import (
     CALIBRATED_SD,
     MEMORY_PARTS,
@@ -78,15 +87,21 @@ INPUT = (
     "states",
     "trainable_parameters",
     "loss",
+    "gradient_sync",
+    "flat_parameters",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """A table that was priced: one entry per row, in order; `reason` says why a row has no price."""
+    """A table that was priced: one entry per row, in order; `reason` says why a row has no price.
+
+    `highest_bytes`: peaks of memory if what the rows leave unsaid is as it costs most.
+    """
 
     table: PaperTable | None
     layouts: Layouts | None
+    highest_bytes: Floats | None
     place: dict[int, int]
     reasons: dict[int, str]
 
@@ -134,6 +149,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def price_rows(rows: Sequence[Mapping[str, Any]], factors: Factors | None = None) -> Priced:
     """Prices the rows that can be priced; the others get a reason."""
     parsed: list[dict[str, Any]] = []
+    unsaid: list[tuple[bool, bool]] = []
     place: dict[int, int] = {}
     reasons: dict[int, str] = {}
     for i, row in enumerate(rows):
@@ -143,10 +159,24 @@ def price_rows(rows: Sequence[Mapping[str, Any]], factors: Factors | None = None
             reasons[i] = error.message
             continue
         place[i] = len(parsed) - 1
+        unsaid.append((_text(row, "gradient_sync") is None, _text(row, "flat_parameters") is None))
     if not parsed:
-        return Priced(table=None, layouts=None, place={}, reasons=reasons)
+        return Priced(table=None, layouts=None, highest_bytes=None, place={}, reasons=reasons)
     layouts = Layouts(**{f.name: np.array([p[f.name] for p in parsed]) for f in fields(Layouts)})
-    return Priced(table=price(layouts, factors), layouts=layouts, place=place, reasons=reasons)
+    table, highest = price(layouts, factors), _unsaid_bytes(layouts, np.array(unsaid))
+    return Priced(table=table, layouts=layouts, highest_bytes=highest, place=place, reasons=reasons)
+
+
+def _unsaid_bytes(layouts: Layouts, unsaid: NDArray[np.bool_]) -> Floats:
+    """Peaks if sharded gradients are kept whole where a row does not say, and FSDP1's if it trains a part only."""
+    sharded = layouts.sharding >= SHARDINGS.index("zero2")
+    return price(
+        replace(
+            layouts,
+            whole_gradients=layouts.whole_gradients | (unsaid[:, 0] & sharded),
+            flat_parameters=layouts.flat_parameters | (unsaid[:, 1] & (layouts.sharding == SHARDINGS.index("zero3"))),
+        )
+    ).peak_memory_bytes
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], priced: Priced, *, calibrated: bool) -> None:
@@ -185,14 +215,20 @@ def merged_row(row: Mapping[str, Any], priced: Priced, i: int, *, calibrated: bo
 
 def output_row(priced: Priced, i: int, *, calibrated: bool) -> dict[str, Any]:
     """The output columns of one row."""
-    if i not in priced.place or priced.table is None or priced.layouts is None:
+    if i not in priced.place or priced.table is None or priced.layouts is None or priced.highest_bytes is None:
         return {"reason": priced.reasons.get(i, "")}
     j = priced.place[i]
     table, layouts = priced.table, priced.layouts
     step, peak = float(table.step_time_s[j]), float(table.peak_memory_bytes[j])
     spread = float(np.exp(Z_90 * (CALIBRATED_SD if calibrated else UNCALIBRATED_SD)))
     room = float(np.exp(Z_90 * MEMORY_SD))
-    verdict = memory_verdict(peak / room, peak * room, float(layouts.memory_bytes[j]))
+    high = max(peak, float(priced.highest_bytes[j])) * room
+    verdict = memory_verdict(peak / room, high, float(layouts.memory_bytes[j]))
+    reason = why(table, layouts, j, verdict)
+    if verdict == "too_close" and memory_verdict(peak / room, peak * room, float(layouts.memory_bytes[j])) == "fits":
+        more = float(priced.highest_bytes[j]) - peak
+        reason += "; fits, unless gradients are kept whole between micro-steps (gradient_sync, flat_parameters: "
+        reason += f"{more / 2**30:.1f} GiB more), which the row does not say"
     return {
         "step_time_s": f"{step:.6g}",
         "step_time_low_s": f"{step / spread:.6g}",
@@ -200,10 +236,10 @@ def output_row(priced: Priced, i: int, *, calibrated: bool) -> dict[str, Any]:
         "tokens_per_s": f"{layouts.global_batch[j] * layouts.seq_len[j] / step:.6g}",
         "peak_memory_bytes": round(peak),
         "peak_memory_low_bytes": round(peak / room),
-        "peak_memory_high_bytes": round(peak * room),
+        "peak_memory_high_bytes": round(high),
         "verdict": verdict,
         "bound": bound_of(table, j),
-        "reason": why(table, layouts, j, verdict),
+        "reason": reason,
     }
 
 
@@ -272,8 +308,8 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
             )
         inter = 1e3
     trainable = _number(row, "trainable_parameters", float(model.parameters))
-    half_states = _half_states(row, precision)
-    narrow = half_states and not optimizer.endswith("8bit")
+    states = _states(row, precision)
+    narrow = states == "16bit" and not optimizer.endswith("8bit")
     return {
         **dimension_columns(model),
         "trainable": min(trainable, float(model.parameters)),
@@ -293,18 +329,21 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "compiled": COMPILES.index(_choice(row, "compile", COMPILES, "off")),
         "attention": ATTENTION.index("eager" if (_text(row, "attention") or "flash") == "eager" else "flash"),
         "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer] / (2 if narrow else 1),
-        "half_states": half_states,
+        "step_bytes": STEP_TEMPORARY_BYTES.get(optimizer, 0.0) / (2 if narrow else 1),
+        "half_states": states == "16bit",
+        "master_states": states == "master",
+        "whole_gradients": _choice(row, "gradient_sync", ("every", "last"), "every") == "last",
+        "flat_parameters": _flag(row, "flat_parameters", False),
         "chunked_loss": _choice(row, "loss", ("full", "chunked"), "full") == "chunked",
     }
 
 
-def _half_states(row: Mapping[str, Any], precision: str) -> bool:
-    """Whether weights, gradients and optimizer states are in 16 bits too ("bf16-true"), with no fp32 copies."""
-    if _choice(row, "states", ("fp32", "16bit"), "fp32") == "fp32":
-        return False
-    if precision not in ("bf16", "fp16"):
-        raise UsageError(f"states of 16 bits go with bf16 or fp16, not with {precision}", hint="")
-    return True
+def _states(row: Mapping[str, Any], precision: str) -> str:
+    """What is kept in which width; 16bit: all of it ("bf16-true"); master: the optimizer keeps fp32 copies."""
+    states = _choice(row, "states", STATES, "fp32")
+    if states != "fp32" and precision not in ("bf16", "fp16"):
+        raise UsageError(f"states={states} goes with bf16 or fp16, not with {precision}", hint="")
+    return states
 
 
 def _model(row: Mapping[str, Any]) -> Transformer:

@@ -18,7 +18,7 @@ from autoplan.planner.cost.fit import fit_factors
 from autoplan.planner.cost.layout_search import Question, enumerate_layouts, search_layouts
 from autoplan.planner.cost.paper import Factors, activation_bytes, flops, price
 from autoplan.planner.cost.reckon import reckon
-from autoplan.planner.cost.rows import OUTPUT, find_transformer, price_rows
+from autoplan.planner.cost.rows import OUTPUT, find_transformer, output_row, price_rows
 from autoplan.strategies.families.registry import list_models
 
 ROW = {
@@ -288,7 +288,7 @@ def test_frozen_parameters_have_weights_only_and_16_bit_states_are_8_bytes() -> 
     assert held[1] == pytest.approx(2 * parameters + 6e6)
     assert held[2] == pytest.approx(6 * parameters)
     assert table.matmul_s[1] < 0.75 * table.matmul_s[0]
-    assert price_rows([plain | {"precision": "fp32"}]).reasons[0].startswith("states of 16 bits")
+    assert price_rows([plain | {"precision": "fp32"}]).reasons[0].startswith("states=16bit")
 
 
 def test_gradients_that_pass_are_not_held_beside_the_activations() -> None:
@@ -300,3 +300,62 @@ def test_gradients_that_pass_are_not_held_beside_the_activations() -> None:
     assert table.peak_memory_bytes[0] < table.peak_memory_bytes[1]
     chunked = price_rows([one | {"loss": "chunked"}]).table
     assert chunked is not None and chunked.loss_bytes[0] == pytest.approx(0.4 * table.loss_bytes[0])
+
+
+def test_gradients_kept_whole_between_micro_steps_are_held_and_not_reduced() -> None:
+    """FSDP under no_sync: the shard's gradients are whole until the last micro-step, and exchanged once."""
+    every = plain_layout(num_gpus=4, gpus_per_node=4, global_batch=64, sharding="zero3", states="16bit")
+    table = price_rows([every | {"gradient_sync": "every"}, every | {"gradient_sync": "last"}]).table
+    assert table is not None
+    assert table.gradients_bytes[1] == pytest.approx(4 * table.gradients_bytes[0])
+    assert table.communication_s[1] < table.communication_s[0]
+    once = every | {"global_batch": 16}
+    table = price_rows([once | {"gradient_sync": "every"}, once | {"gradient_sync": "last"}]).table
+    assert table is not None
+    assert table.peak_memory_bytes[0] == table.peak_memory_bytes[1]
+
+
+def test_a_flat_parameter_has_gradients_of_what_is_frozen() -> None:
+    """FSDP1 with LoRA on 4 x A100 40 GB: LitGPT published 35.57 GB for Llama 2 13B, out of memory on 2."""
+    lora = {"model": "llama2-13b", "chip": "A100 SXM 40GB", "seq_len": 1304, "states": "16bit", "sharding": "zero3"}
+    lora |= {"trainable_parameters": 6_553_600, "checkpointing": "full", "loss": "chunked", "micro_batch": 1}
+    lora |= {"gradient_sync": "last", "flat_parameters": "true"}
+    rows = [lora | {"num_gpus": gpus, "gpus_per_node": gpus, "global_batch": 16} for gpus in (4, 2)]
+    priced = price_rows(rows)
+    assert priced.table is not None
+    peak = priced.table.peak_memory_bytes[0] - priced.table.overhead_bytes[0]
+    assert peak == pytest.approx(35.57e9, rel=0.03)
+    assert output_row(priced, 1, calibrated=False)["verdict"] != "fits"
+
+
+def test_what_a_row_does_not_say_is_in_its_interval() -> None:
+    row = {"model": "llama2-13b", "chip": "A100 SXM 80GB", "num_gpus": 8, "global_batch": 64, "sharding": "zero3"}
+    row |= {"checkpointing": "full", "seq_len": 2048}
+    priced = price_rows([row, row | {"gradient_sync": "every", "flat_parameters": "false"}])
+    unsaid, said = (output_row(priced, i, calibrated=False) for i in (0, 1))
+    assert unsaid["peak_memory_bytes"] == said["peak_memory_bytes"]
+    assert unsaid["peak_memory_high_bytes"] - said["peak_memory_high_bytes"] > 4 * 13e9 * 0.9 * 7 / 8
+    assert said["verdict"] == "fits"
+    assert unsaid["verdict"] == "too_close" and "gradient_sync" in unsaid["reason"]
+
+
+def test_an_optimizer_with_fp32_masters_holds_16_bytes_and_makes_fp32_gradients_for_its_step() -> None:
+    """InternEvo's FSDP optimizer: 2 + 2 + 4 + 8 over the shards, and in the step 4 and torch's foreach 4 more."""
+    row = {"model": "llama2-7b", "chip": "A800", "num_gpus": 8, "sharding": "zero3", "states": "master"}
+    row |= {"seq_len": 128, "checkpointing": "full", "gradient_sync": "every", "flat_parameters": "false"}
+    table = price_rows([row, row | {"optimizer": "adamw_fused"}]).table
+    assert table is not None
+    parameters = find_transformer("llama2-7b").parameters
+    held = table.weights_bytes + table.gradients_bytes + table.optimizer_bytes
+    assert held[0] == pytest.approx(16 * parameters / 8)
+    backward = table.activations_bytes + table.loss_bytes + table.gathered_bytes
+    assert table.step_bytes[0] == pytest.approx(8 * parameters / 8 - backward[0])
+    assert table.peak_memory_bytes[1] < table.peak_memory_bytes[0]
+
+
+def test_the_first_stage_has_the_input_embedding_and_a_whole_number_of_blocks() -> None:
+    row = {"model": "llama2-7b", "chip": "A800", "num_gpus": 3, "pp": 3, "states": "16bit", "checkpointing": "full"}
+    table = price_rows([row]).table
+    assert table is not None
+    model = find_transformer("llama2-7b")
+    assert table.weights_bytes[0] == pytest.approx(2 * (11 * model.block_parameters + 32000 * 4096), rel=1e-3)
