@@ -24,8 +24,10 @@ import numpy as np
 
 from autoplan.planner.cost.fit import fit_factors
 from autoplan.planner.cost.layouts import CHECKPOINTING
-from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD, activation_bytes, price
-from autoplan.planner.cost.rows import Z_90, price_rows
+from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD, price
+from autoplan.planner.cost.paper_memory import activation_bytes
+from autoplan.planner.cost.row_prices import price_rows
+from autoplan.planner.cost.verdicts import Z_90
 from benchmarks.accuracy_memory import show_memory
 from benchmarks.accuracy_trials import show_trials
 
@@ -291,7 +293,7 @@ def speed() -> float:
     """Configurations priced per second on one core, over the layouts of Llama-2 70B on 2,048 H100s, repeated."""
     from autoplan.planner.cost.cluster import parse_cluster
     from autoplan.planner.cost.layout_search import Question, enumerate_layouts
-    from autoplan.planner.cost.rows import find_transformer
+    from autoplan.planner.cost.transformer import find_transformer
 
     cluster, _ = parse_cluster("256x8xH100")
     question = Question(

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.rows import MEMORY_SD, Z_90, memory_verdict, price_rows
+from autoplan.planner.cost.row_prices import price_rows
+from autoplan.planner.cost.verdicts import MEMORY_SD, Z_90, memory_verdict
 
 DATA = Path(__file__).parent / "data"
 GIB = 2**30

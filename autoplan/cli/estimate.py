@@ -11,6 +11,7 @@ from autoplan.cli.output import JsonOption, console, print_json
 from autoplan.errors import UsageError
 
 DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
+MOST_REASONS = 5
 _SCALE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -32,6 +33,9 @@ def estimate_command(
     intra: Annotated[
         float | None, typer.Option("--intra-gbytes-per-s", help="Inside a node, per GPU and direction.")
     ] = None,
+    input_rate: Annotated[
+        float | None, typer.Option("--input-tokens-per-s", help="What all loader workers of a node deliver together.")
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many layouts to show.")] = 5,
     rows: Annotated[Path | None, typer.Option("--rows", help="Price the rows of a CSV table instead.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="With --rows: where the priced table goes.")] = None,
@@ -41,6 +45,13 @@ def estimate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Price a transformer on a cluster: the best layouts, memory and time by part, time to train, cost."""
+    if rows is not None and not (model is None and cluster is None):
+        raise UsageError(
+            "--rows and --model or --cluster do not go together",
+            hint="A table has a column for each: model, chip, num_gpus, ... (docs/estimate.md).",
+        )
+    if out is not None and rows is None:
+        raise UsageError("--out goes with --rows", hint="A cluster's estimate is printed: --json > FILE keeps it.")
     factors = _fit(calibrate) if calibrate is not None else None
     if rows is not None:
         _price_table(rows, out, factors, as_json)
@@ -51,7 +62,7 @@ def estimate_command(
             hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
         )
     document = _price_cluster(
-        model, cluster, tokens, price, seq_len, global_batch, fix or [], inter, intra, top, factors
+        model, cluster, tokens, price, seq_len, global_batch, fix or [], inter, intra, input_rate, top, factors
     )
     if as_json:
         print_json(document)
@@ -71,17 +82,20 @@ def _price_cluster(
     fix: list[str],
     inter: float | None,
     intra: float | None,
+    input_rate: float | None,
     top: int,
     factors: Any,
 ) -> dict[str, Any]:
     from autoplan.planner.cost.cluster import parse_cluster
     from autoplan.planner.cost.cluster_report import estimate_cluster
     from autoplan.planner.cost.layout_search import Question
-    from autoplan.planner.cost.rows import find_transformer
+    from autoplan.planner.cost.transformer import find_transformer
 
     transformer = find_transformer(model)
     tokens = parse_tokens(tokens_text) if tokens_text is not None else None
-    cluster, assumed = parse_cluster(cluster_text, inter_gbits_per_s_per_gpu=inter, intra_gbytes_per_s=intra)
+    cluster, assumed = parse_cluster(
+        cluster_text, inter_gbits_per_s_per_gpu=inter, intra_gbytes_per_s=intra, input_tokens_per_s=input_rate
+    )
     if price is not None:
         cluster = cluster.model_copy(update={"price_per_gpu_hour": price})
     length = seq_len or transformer.max_length or 2048
@@ -132,36 +146,52 @@ def _fit(path: Path) -> Any:
     import numpy as np
 
     from autoplan.planner.cost.fit import fit_factors
-    from autoplan.planner.cost.rows import measured_seconds, price_rows, read_rows
+    from autoplan.planner.cost.row_prices import price_rows
+    from autoplan.planner.cost.rows import measured_seconds, read_rows
 
     table = read_rows(path)
     seconds = measured_seconds(table)
     priced = price_rows(table)
     usable = [i for i in priced.place if np.isfinite(seconds[i])]
     if not usable or priced.layouts is None:
-        reason = next(iter(priced.reasons.values()), "no row has a step_time_s")
-        raise UsageError(f"no row of {path} can be calibrated on: {reason}", hint="Give rows with step_time_s.")
+        failed = [reason for i, reason in priced.reasons.items() if np.isfinite(seconds[i])]
+        reason = failed[0] if failed else "none has a step_time_s"
+        raise UsageError(
+            f"no row of {path} can be calibrated on: {reason}",
+            hint="It takes the columns of --rows, and step_time_s as it was measured.",
+        )
     layouts = priced.layouts.take([priced.place[i] for i in usable])
     return fit_factors(layouts, seconds[usable])
 
 
 def _price_table(path: Path, out: Path | None, factors: Any, as_json: bool) -> None:
-    from autoplan.planner.cost.rows import merged_row, price_rows, read_rows, write_rows
+    from autoplan.planner.cost.row_prices import OUTPUT, merged_row, price_rows, write_rows
+    from autoplan.planner.cost.rows import INPUT, read_rows, unread_columns
 
     table = read_rows(path)
     priced = price_rows(table, factors)
     calibrated = factors is not None
+    names = [name for name in (table[0] if table else {}) if name is not None]
+    unread = unread_columns(names, (*INPUT, *OUTPUT))
     if out is not None:
         write_rows(out, table, priced, calibrated=calibrated)
     if as_json:
         rows = [merged_row(row, priced, i, calibrated=calibrated) for i, row in enumerate(table)]
         found = None if factors is None else factors.model_dump()
-        print_json({"status": "ok", "rows": rows, "priced": len(priced.place), "factors": found})
+        print_json({"status": "ok", "rows": rows, "priced": len(priced.place), "unread": unread, "factors": found})
     else:
         told = console(stderr=True)
-        told.print(f"{len(priced.place)} of {len(table)} rows priced" + (f", written to {out}" if out else ""))
-        for i, reason in list(priced.reasons.items())[:5]:
-            told.print(f"  row {i + 1}: {reason}")
+
+        def say(text: str) -> None:
+            told.print(text, markup=False, soft_wrap=True)
+
+        say(f"{len(priced.place)} of {len(table)} rows priced" + (f", written to {out}" if out else ""))
+        if unread:
+            say(f"  not read: {', '.join(unread)}")
+        for i, reason in list(priced.reasons.items())[:MOST_REASONS]:
+            say(f"  row {i + 1}: {reason}")
+        if len(priced.reasons) > MOST_REASONS:
+            say(f"  and {len(priced.reasons) - MOST_REASONS} more, each with its reason in the table")
         if out is None:
             _print_rows(table, priced, calibrated)
 
@@ -170,7 +200,7 @@ def _print_rows(table: list[dict[str, str]], priced: Any, calibrated: bool) -> N
     import csv
     import sys
 
-    from autoplan.planner.cost.rows import merged_row, output_names
+    from autoplan.planner.cost.row_prices import merged_row, output_names
 
     writer = csv.DictWriter(sys.stdout, output_names(table), extrasaction="ignore")
     writer.writeheader()

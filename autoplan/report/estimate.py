@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GIB = 2**30
+# parts whose names say too little beside others
+NAMES = {"memory": "passes over memory", "step": "optimizer step", "bubble": "pipeline bubble"}
 
 
 def show_estimate(document: dict[str, Any], screen: Console) -> None:
@@ -20,35 +22,62 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     )
     for line in document["assumed"]:
         _say(screen, f"  assumed: {line}")
+    shared = " ".join(f"{knob}={document['best'][0]['layout'][knob]}" for knob in ("precision", "compile", "attention"))
+    _say(screen, f"  with {shared} optimizer={document['optimizer']} (--fix changes them)")
+    if document["fixed"]:
+        _say(screen, f"  fixed: {' '.join(f'{knob}={value}' for knob, value in document['fixed'].items())}")
+    if cluster["input_tokens_per_s"] is not None:
+        _say(screen, f"  input: {cluster['input_tokens_per_s']:,.0f} tokens/s from the loaders of a node")
     _say(
         screen,
-        f"  {document['configurations_priced']} layouts priced in {document['pricing_s']:.3f} s, "
-        f"{document['configurations_that_fit']} fit",
+        f"  {_count(document['configurations_priced'], 'layout')} priced in {document['pricing_s']:.3f} s, "
+        f"{document['configurations_that_fit']:,} fit",
     )
     _layouts(document["best"], screen)
     best = document["best"][0]
     _parts(best, screen)
-    training = document["training"]
-    if training is not None:
-        cost = "" if training["cost"] is None else f", cost {training['cost']:,.0f}"
-        _say(
-            screen,
-            f"\n{training['tokens']:.3g} tokens: {training['days']:.1f} days ({training['days_low']:.1f} to "
-            f"{training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours{cost}",
-        )
+    _training(document["training"], cluster, screen)
     smallest = document["smallest_cluster"]
     if smallest is not None:
-        _say(screen, f"\nfewest GPUs that hold it: {smallest['num_gpus']} ({_layout(smallest['layout'])})")
+        _say(
+            screen,
+            f"\nfewest GPUs that hold it: {smallest['num_gpus']}, at {smallest['step_time_s']:.3g} s a step "
+            f"({_layout(smallest['layout'])})",
+        )
     _scaling(document["scaling"], screen)
-    _say(screen, "\nwhy the others lose")
+    if document["why_others_lose"]:
+        _say(screen, "\nwhy the others lose (the best layout of each family)")
+    families: dict[str, list[str]] = {}
     for entry in document["why_others_lose"]:
-        _say(screen, f"  {entry['family']}: {entry['why']}")
+        families.setdefault(entry["why"], []).append(entry["family"])
+    for why, names in families.items():
+        _say(screen, f"  {', '.join(names)}: {why}")
 
 
 def _layout(layout: dict[str, Any]) -> str:
     text = f"tp={layout['tp']} pp={layout['pp']} dp={layout['dp_replicate']}x{layout['dp_shard']} {layout['sharding']}"
-    text += f" micro_batch={layout['micro_batch']} checkpointing={layout['checkpointing']}"
+    text += f" micro_batch={layout['micro_batch']} accumulation={layout['accumulation']}"
+    if layout["gradient_sync"] == "every":
+        text += " gradient_sync=every"
+    text += f" checkpointing={layout['checkpointing']}"
     return text + (f" virtual_stages={layout['virtual_stages']}" if layout["virtual_stages"] > 1 else "")
+
+
+def _training(training: dict[str, Any] | None, cluster: dict[str, Any], screen: Console) -> None:
+    price = cluster["price_per_gpu_hour"]
+    if training is None:
+        more = "" if price is None else f"; an hour of the cluster costs {price * cluster['num_gpus']:,.2f}"
+        _say(screen, f"\ntime to train and cost: give --tokens and --price-per-gpu-hour{more}")
+        return
+    cost = "cost: give --price-per-gpu-hour"
+    if training["cost"] is not None:
+        cost = f"cost {training['cost']:,.0f} ({training['cost_low']:,.0f} to {training['cost_high']:,.0f}) at "
+        cost += f"{price:g} a GPU hour"
+    _say(
+        screen,
+        f"\n{_tokens(training['tokens'])} tokens: {training['steps']:,} steps, {training['days']:.1f} days "
+        f"({training['days_low']:.1f} to {training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours, {cost}",
+    )
 
 
 def _layouts(best: list[dict[str, Any]], screen: Console) -> None:
@@ -58,30 +87,53 @@ def _layouts(best: list[dict[str, Any]], screen: Console) -> None:
             screen,
             f"  {number}. {_layout(entry['layout'])}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
             f"{entry['step_time_high_s']:.3g}), {entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}, "
-            f"{entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU",
+            f"HFU {entry['hfu']:.0%}, {entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU",
         )
 
 
 def _parts(best: dict[str, Any], screen: Console) -> None:
     step, peak = best["step_time_s"], best["peak_memory_bytes"]
-    times = ", ".join(f"{name} {s:.3g} s ({s / step:.0%})" for name, s in best["time_parts_s"].items() if s > 0)
-    memory = ", ".join(f"{name} {b / GIB:.1f} GiB" for name, b in best["memory_parts_bytes"].items() if b > 0)
-    _say(screen, f"\nthe best one's step: {times}; {best['bound']} binds")
+    times = ", ".join(
+        f"{NAMES.get(name, name)} {s:.3g} s ({s / step:.0%})"
+        for name, s in best["time_parts_s"].items()
+        if s / step >= 0.005
+    )
+    memory = ", ".join(
+        f"{NAMES.get(name, name)} {b / GIB:.1f} GiB" for name, b in best["memory_parts_bytes"].items() if b >= GIB / 20
+    )
+    _say(screen, f"\nthe best one's step: {times}; {best['bound'].replace('_', ' ')} binds")
     _say(screen, f"the best one's memory: {memory}; {peak / GIB:.1f} GiB in all")
+    needed = f"{best['input_tokens_per_s_needed']:,.0f} tokens/s"
+    if best["bound"] == "input":
+        _say(screen, f"the best one's input: too slow; the loaders of a node would have to deliver {needed}")
+    else:
+        _say(screen, f"the best one's input: keeps up if the loaders of a node deliver {needed}")
 
 
 def _scaling(entries: list[dict[str, Any]], screen: Console) -> None:
     _say(screen, "\nhow it scales, the global batch kept")
     for entry in entries:
         if entry["step_time_s"] is None:
-            _say(screen, f"  {entry['num_gpus']} GPUs: {entry['why']}")
+            _say(screen, f"  {_count(entry['num_gpus'], 'GPU')}: {entry['why']}")
         else:
             _say(
                 screen,
-                f"  {entry['num_gpus']} GPUs: {entry['step_time_s']:.3g} s, {entry['tokens_per_s']:,.0f} tokens/s, "
-                f"MFU {entry['mfu']:.0%} ({_layout(entry['layout'])})",
+                f"  {_count(entry['num_gpus'], 'GPU')}: {entry['step_time_s']:.3g} s, "
+                f"{entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}"
+                f"{', input binds' if entry['bound'] == 'input' else ''} ({_layout(entry['layout'])})",
             )
 
 
+def _tokens(number: float) -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= scale:
+            return f"{number / scale:g}{letter}"
+    return f"{number:g}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("s" if number != 1 else "")
+
+
 def _say(screen: Console, text: str) -> None:
-    screen.print(text, soft_wrap=True)
+    screen.print(text, markup=False, soft_wrap=True)

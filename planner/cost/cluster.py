@@ -19,13 +19,16 @@ USUAL_GBITS_PER_GPU = {"Volta": 50.0, "Ampere": 200.0, "Hopper": 400.0, "Blackwe
 
 
 class Cluster(Record):
-    """A cluster. Bandwidths per GPU and direction."""
+    """A cluster. Bandwidths per GPU and direction; the input pipeline per node."""
 
     nodes: int = Field(ge=1)
     gpus_per_node: int = Field(ge=1)
     chip: str
     intra_gbytes_per_s: float | None = Field(default=None, gt=0, description="None: the chip's own NVLink or PCIe")
     inter_gbits_per_s_per_gpu: float | None = Field(default=None, gt=0)
+    input_tokens_per_s: float | None = Field(
+        default=None, gt=0, description="what all loader workers of a node deliver together; None: no limit"
+    )
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
 
     @property
@@ -34,7 +37,7 @@ class Cluster(Record):
         return self.nodes * self.gpus_per_node
 
     def of(self, num_gpus: int) -> Cluster:
-        """The same hardware with so many GPUs: whole nodes, or part of one."""
+        """The same hardware with so many GPUs: whole nodes, or part of one, which keeps the loaders of all of it."""
         per_node = min(num_gpus, self.gpus_per_node)
         return self.model_copy(update={"nodes": -(-num_gpus // per_node), "gpus_per_node": per_node})
 
@@ -43,7 +46,11 @@ _FORM = re.compile(r"^(?:(\d+)\s*[xX]\s*)?(?:(\d+)\s*[xX]\s*)?(.+)$")
 
 
 def parse_cluster(
-    text: str, *, inter_gbits_per_s_per_gpu: float | None = None, intra_gbytes_per_s: float | None = None
+    text: str,
+    *,
+    inter_gbits_per_s_per_gpu: float | None = None,
+    intra_gbytes_per_s: float | None = None,
+    input_tokens_per_s: float | None = None,
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Reads `nodes x GPUs x chip`, `GPUs x chip`, a chip alone, or a JSON file with Cluster's fields.
 
@@ -58,13 +65,18 @@ def parse_cluster(
         given["inter_gbits_per_s_per_gpu"] = inter_gbits_per_s_per_gpu
     if intra_gbytes_per_s is not None:
         given["intra_gbytes_per_s"] = intra_gbytes_per_s
+    if input_tokens_per_s is not None:
+        given["input_tokens_per_s"] = input_tokens_per_s
     try:
         cluster = Cluster.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
+        size = first["loc"][:1] in (("nodes",), ("gpus_per_node",))
         raise UsageError(
             f"the cluster {text!r} cannot be: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            hint="For example: --cluster 4x8xA100 is four nodes of eight GPUs each.",
+            hint="For example: --cluster 4x8xA100 is four nodes of eight GPUs each."
+            if size
+            else "nodes, gpus_per_node and chip must be given; what is not known is left out (docs/estimate.md).",
         ) from None
     chip = find_chip(cluster.chip)
     assumed = list(chip.assumed)
@@ -72,15 +84,18 @@ def parse_cluster(
         rate = chip.intra_bytes_per_s / 1e9
         kind = chip.sheet.nvlink if chip.sheet.nvlink_links else f"{chip.sheet.pcie} x16"
         assumed.append(f"inside a node: {kind}, {rate:.0f} GB/s per GPU and direction")
-    if cluster.nodes > 1 and cluster.inter_gbits_per_s_per_gpu is None:
-        usual = USUAL_GBITS_PER_GPU.get(chip.sheet.architecture) if chip.sheet.nvlink_links else None
-        if usual is None or text.endswith(".json"):
+    if cluster.inter_gbits_per_s_per_gpu is None:
+        known = chip.sheet.nvlink_links and not text.endswith(".json")
+        usual = USUAL_GBITS_PER_GPU.get(chip.sheet.architecture) if known else None
+        if usual is None and cluster.nodes > 1:
             raise UsageError(
                 f"{cluster.nodes} nodes of {chip.sheet.name}, and no link between them is given",
-                hint="Give --inter-gbits-per-gpu, or inter_gbits_per_s_per_gpu in the cluster file.",
+                hint="Give --inter-gbits-per-gpu (25, 100, 400), or inter_gbits_per_s_per_gpu in the cluster file.",
             )
-        cluster = cluster.model_copy(update={"inter_gbits_per_s_per_gpu": usual})
-        assumed.append(f"between nodes: {usual:.0f} Gbit/s per GPU, as such servers are sold")
+        if usual is not None:
+            cluster = cluster.model_copy(update={"inter_gbits_per_s_per_gpu": usual})
+            where = "between nodes" if cluster.nodes > 1 else "between nodes, where more than this one are priced"
+            assumed.append(f"{where}: {usual:.0f} Gbit/s per GPU, as such servers are sold")
     return cluster, tuple(assumed)
 
 

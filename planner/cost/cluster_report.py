@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import NoFeasiblePlanError
-from autoplan.planner.cost.layout_search import (
-    Question,
-    scaling,
-    search_layouts,
-    show_layout,
-    smallest_cluster,
-    why_others_lose,
-)
+from autoplan.planner.cost.layout_answer import scaling, show_layout, smallest_cluster, why_others_lose
+from autoplan.planner.cost.layout_search import DEFAULT_OPTIMIZER, Answer, Question, search_layouts
 from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD
 from autoplan.planner.cost.reckon import reckon
-from autoplan.planner.cost.rows import Z_90
+from autoplan.planner.cost.verdicts import MEMORY_SD, RESERVE, Z_90
 
 
 def estimate_cluster(
@@ -37,15 +31,7 @@ def estimate_cluster(
     spread = math.exp(Z_90 * (UNCALIBRATED_SD if question.factors is None else CALIBRATED_SD))
     smallest = smallest_cluster(question)
     if answer.best is None:
-        i = int(np.argmin(answer.table.peak_memory_bytes))
-        need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
-        more = f"At least {smallest['num_gpus']} of these GPUs are needed. " if smallest else ""
-        raise NoFeasiblePlanError(
-            f"{model_name} fits no layout of {question.cluster.num_gpus} x {question.cluster.chip}: the leanest takes "
-            f"{need:.1f} of {have:.0f} GiB on a GPU",
-            hint=more
-            + "More GPUs, larger ones, a lighter optimizer (--fix optimizer=adamw_8bit) or shorter sequences.",
-        )
+        raise _fits_nowhere(question, answer, smallest, model_name)
     best = show_layout(answer, answer.best, spread=spread)
     document: dict[str, Any] = {
         "status": "ok",
@@ -53,6 +39,8 @@ def estimate_cluster(
         "cluster": question.cluster.model_dump() | {"num_gpus": question.cluster.num_gpus},
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
+        "optimizer": question.fixed.get("optimizer", DEFAULT_OPTIMIZER),
+        "fixed": dict(question.fixed),
         "assumed": list(assumed),
         "configurations_priced": len(answer.layouts),
         "configurations_that_fit": len(answer.order),
@@ -74,18 +62,39 @@ def estimate_cluster(
     return document
 
 
+def _fits_nowhere(
+    question: Question, answer: Answer, smallest: dict[str, Any] | None, model_name: str
+) -> NoFeasiblePlanError:
+    """The error for a cluster that is too small, or on which no layout is sure to fit."""
+    i = int(np.argmin(answer.table.peak_memory_bytes))
+    need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
+    high = need * math.exp(Z_90 * MEMORY_SD)
+    fixed = " ".join(f"{knob}={value}" for knob, value in question.fixed.items())
+    more = f"{smallest['num_gpus']} of these GPUs would do. " if smallest else ""
+    return NoFeasiblePlanError(
+        f"{model_name} {'is not sure to fit any' if answer.verdicts[i] == 'too_close' else 'fits no'} layout of "
+        f"{question.cluster.num_gpus} x {question.cluster.chip}{f' with {fixed}' if fixed else ''}: the leanest takes "
+        f"{need:.1f} GiB (up to {high:.1f}) on a GPU that has {have:.1f}, {RESERVE:.0%} of it left free",
+        hint=more + "More GPUs, larger ones, a lighter optimizer (--fix optimizer=adamw_8bit) or shorter sequences.",
+    )
+
+
 def _training(question: Question, best: dict[str, Any], tokens: float | None) -> dict[str, Any] | None:
     if tokens is None:
         return None
     seconds = tokens / best["tokens_per_s"]
-    gpu_hours = seconds / 3600 * question.cluster.num_gpus
+    steps = tokens / (question.global_batch * question.seq_len)
+    low, high = steps * best["step_time_low_s"], steps * best["step_time_high_s"]
     price = question.cluster.price_per_gpu_hour
+    hourly = None if price is None else price * question.cluster.num_gpus
     return {
         "tokens": tokens,
-        "steps": math.ceil(tokens / (question.global_batch * question.seq_len)),
+        "steps": math.ceil(steps),
         "days": seconds / 86400,
-        "days_low": tokens / (question.global_batch * question.seq_len) * best["step_time_low_s"] / 86400,
-        "days_high": tokens / (question.global_batch * question.seq_len) * best["step_time_high_s"] / 86400,
-        "gpu_hours": gpu_hours,
-        "cost": None if price is None else gpu_hours * price,
+        "days_low": low / 86400,
+        "days_high": high / 86400,
+        "gpu_hours": seconds / 3600 * question.cluster.num_gpus,
+        "cost": None if hourly is None else seconds / 3600 * hourly,
+        "cost_low": None if hourly is None else low / 3600 * hourly,
+        "cost_high": None if hourly is None else high / 3600 * hourly,
     }

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.cost.candidates import Floats, Ints
+from autoplan.planner.cost.chips import Chip
+from autoplan.planner.cost.transformer import Transformer
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 CHECKPOINTING = ("none", "selective", "full")
@@ -36,6 +38,7 @@ class Layouts:
         attention_width, kv_width: Width of queries; of keys.
         peak_flops_per_s: Dense, in the row's precision; memory_*: of the chip; processors: multiprocessors (SMs).
         intra_bytes_per_s, inter_bytes_per_s: Per GPU, one direction.
+        input_tokens_per_s: What all loader workers of one node deliver together; infinite where it is not known.
         matmul_efficiency: What large matrix products reach of the peak before any calibration.
         trainable: Parameters that are trained; the others are frozen (LoRA).
         step_bytes: Per trained parameter, what the optimizer step allocates and frees.
@@ -68,6 +71,7 @@ class Layouts:
     gpus_per_node: Floats
     intra_bytes_per_s: Floats
     inter_bytes_per_s: Floats
+    input_tokens_per_s: Floats
     tp: Floats
     sequence_parallel: NDArray[np.bool_]
     pp: Floats
@@ -121,3 +125,32 @@ class Layouts:
     def take(self, index: Any) -> Layouts:
         """The rows at an index (mask or positions)."""
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+def dimension_columns(model: Transformer) -> dict[str, Any]:
+    """The columns of Layouts that a model fills."""
+    return {
+        "layers": float(model.layers),
+        "hidden": float(model.hidden),
+        "heads": float(model.heads),
+        "attention_width": float(model.attention_width),
+        "kv_width": float(model.kv_width),
+        "ffn": float(model.ffn),
+        "vocab": float(model.vocab),
+        "gated_mlp": model.gated_mlp,
+        "tied": model.tied_embeddings,
+        "parameters": float(model.parameters),
+        "block_parameters": float(model.block_parameters),
+        "trainable": float(model.parameters),
+    }
+
+
+def chip_columns(chip: Chip, peak_flops_per_s: float) -> dict[str, Any]:
+    """The columns of Layouts that a chip fills, in one precision."""
+    return {
+        "peak_flops_per_s": peak_flops_per_s,
+        "memory_bytes_per_s": chip.sheet.memory_bandwidth_bytes_per_s.value,
+        "memory_bytes": chip.sheet.memory_bytes.value,
+        "processors": chip.processors,
+        "matmul_efficiency": chip.matmul_efficiency,
+    }

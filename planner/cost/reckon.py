@@ -140,7 +140,8 @@ def _tensor_limit(model: Transformer, intra: float, peak: float) -> dict[str, An
 def _gradient_exchange(model: Transformer, cluster: Cluster, s: int, batch: int, peak: float) -> dict[str, Any]:
     """2 x 2N bytes of a ring all-reduce of 16-bit gradients beside 6ND FLOPs shared by all GPUs at 40 % of the peak."""
     gpus = cluster.num_gpus
-    bandwidth = (cluster.inter_gbits_per_s_per_gpu or 0.0) * 1e9 / 8 or find_chip(cluster.chip).intra_bytes_per_s
+    between = (cluster.inter_gbits_per_s_per_gpu or 0.0) * 1e9 / 8 if cluster.nodes > 1 else 0.0
+    bandwidth = between or find_chip(cluster.chip).intra_bytes_per_s
     per_gpu = 2.0 * 2.0 * model.parameters / min(gpus, 8)  # a node's eight GPUs share one model copy
     compute = 6.0 * model.parameters * batch * s / gpus / (0.4 * peak)
     return {

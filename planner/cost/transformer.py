@@ -5,6 +5,9 @@ Nothing is traced and no torch is loaded: this is what `autoplan estimate` price
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -98,4 +101,32 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
         f"{name} is of type {kind!r}, for which no closed form is known",
         hint=f"The closed form knows gpt2, bert, {', '.join(_GATED)}. Any model can be traced and priced on this "
         "machine with autoplan search --dry-run; or give its dimensions in a table: --rows.",
+    )
+
+
+@functools.cache
+def find_transformer(name: str) -> Transformer:
+    """A built-in model's dimensions, or those of a config.json.
+
+    Raises:
+        WorkloadError: no such model, or a family without a closed form.
+    """
+    from autoplan.strategies.families.registry import canonical_name, list_models, near_names, read_config
+
+    known = canonical_name(name)
+    if known is not None:
+        return from_config(read_config(known), known)
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix == ".json" and path.is_file():
+        try:
+            return from_config(json.loads(path.read_text()), name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WorkloadError(
+                f"{name} is no usable config.json: {type(error).__name__}: {error}",
+                hint="It is the config.json of a Hugging Face model, with model_type and its dimensions.",
+            ) from error
+    near = near_names(name)
+    raise WorkloadError(
+        f"no model is called {name!r}",
+        hint=(f"Did you mean {' or '.join(near)}? " if near else "") + f"Built in are: {', '.join(list_models())}.",
     )

@@ -16,9 +16,11 @@ from autoplan.planner.cost.cluster import parse_cluster
 from autoplan.planner.cost.cluster_report import estimate_cluster
 from autoplan.planner.cost.fit import fit_factors
 from autoplan.planner.cost.layout_search import Question, enumerate_layouts, search_layouts
-from autoplan.planner.cost.paper import Factors, activation_bytes, flops, price
+from autoplan.planner.cost.paper import Factors, flops, node_tokens, price
+from autoplan.planner.cost.paper_memory import activation_bytes
 from autoplan.planner.cost.reckon import reckon
-from autoplan.planner.cost.rows import OUTPUT, find_transformer, output_row, price_rows
+from autoplan.planner.cost.row_prices import OUTPUT, output_row, price_rows
+from autoplan.planner.cost.transformer import find_transformer
 from autoplan.strategies.families.registry import list_models
 
 ROW = {
@@ -359,3 +361,40 @@ def test_the_first_stage_has_the_input_embedding_and_a_whole_number_of_blocks() 
     assert table is not None
     model = find_transformer("llama2-7b")
     assert table.weights_bytes[0] == pytest.approx(2 * (11 * model.block_parameters + 32000 * 4096), rel=1e-3)
+
+
+def test_slow_input_binds_and_without_a_rate_nothing_changes() -> None:
+    """256 sequences of 4,096 tokens on a node that delivers 10,000 a second: 105 s, whatever the GPUs take."""
+    row = ROW | {"global_batch": 256, "seq_len": 4096}
+    priced = price_rows([row, row | {"input_tokens_per_s": 1e9}, row | {"input_tokens_per_s": 1e4}])
+    table = priced.table
+    assert table is not None
+    assert table.step_time_s[0] == table.step_time_s[1] < table.step_time_s[2]
+    assert list(table.input_s[:2]) == [0.0, 0.0]
+    assert table.step_time_s[2] == pytest.approx(256 * 4096 / 1e4)
+    assert table.input_s[2] == pytest.approx(table.step_time_s[2] - table.step_time_s[0])
+    assert np.array_equal(table.peak_memory_bytes, np.full(3, table.peak_memory_bytes[0]))
+    written = [output_row(priced, i, calibrated=False) for i in range(3)]
+    assert [row["bound"] for row in written] == ["compute", "compute", "input"]
+    assert written[2]["reason"].startswith("input") and float(written[2]["tokens_per_s"]) == pytest.approx(1e4)
+    assert written[2]["step_time_low_s"] == written[2]["step_time_s"], "the given rate is a floor"
+
+
+def test_only_data_parallel_ranks_need_samples_of_their_own() -> None:
+    """Two nodes of 8: each loads half the batch; where pipeline stages part them, each loads all of it."""
+    rows = [ROW | {"num_gpus": 16, "inter_gbits_per_s_per_gpu": 200} | more for more in (
+        {}, {"tp": 8, "sharding": "ddp"}, {"pp": 2, "sharding": "ddp"}, {"tp": 8, "pp": 2, "sharding": "ddp"}
+    )]  # fmt: skip
+    layouts = price_rows(rows).layouts
+    assert layouts is not None
+    assert list(node_tokens(layouts) / 4096) == [32, 32, 64, 64]
+
+
+def test_more_gpus_on_a_node_do_not_help_a_job_that_waits_for_its_input() -> None:
+    cluster, _ = parse_cluster("8xA100", input_tokens_per_s=5000)
+    asked = Question(model=find_transformer("llama2-7b"), cluster=cluster, seq_len=4096, global_batch=256, fixed={})
+    document = estimate_cluster(asked, model_name="llama2-7b", tokens=None, assumed=(), top=1)
+    best, by_gpus = document["best"][0], {entry["num_gpus"]: entry for entry in document["scaling"]}
+    assert best["bound"] == by_gpus[4]["bound"] == "input" and best["input_tokens_per_s_needed"] > 5000
+    assert by_gpus[4]["tokens_per_s"] == pytest.approx(by_gpus[8]["tokens_per_s"]) == pytest.approx(5000)
+    assert by_gpus[16]["tokens_per_s"] == pytest.approx(10_000), "a second node has loaders of its own"
