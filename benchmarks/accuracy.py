@@ -28,6 +28,7 @@ from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD, price
 from autoplan.planner.cost.paper_memory import activation_bytes
 from autoplan.planner.cost.row_prices import price_rows
 from autoplan.planner.cost.verdicts import Z_90
+from benchmarks import accuracy_time
 from benchmarks.accuracy_memory import show_memory
 from benchmarks.accuracy_trials import show_trials
 
@@ -333,6 +334,7 @@ def main() -> None:
         print(f"| {' | '.join(cells)} |" if options.markdown else " | ".join(cells))
     print()
     show_memory(markdown=options.markdown)
+    accuracy_time.show(accuracy_time.RESULTS, markdown=options.markdown)
     show_trials(options.trials, markdown=options.markdown)
     paper = korthikanti()
     print(f"\nformulas against arXiv 2205.05198 figure 1: states {paper['states']:.1%}, activations ", end="")

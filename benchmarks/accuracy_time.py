@@ -1,7 +1,8 @@
 """Step times on this machine against the cost model: recorded once, priced again by whoever changes the model.
 
-    python -m benchmarks.accuracy_time --record benchmarks/results/local_time    (quarter of an hour, nothing else running)
-    python -m benchmarks.accuracy_time                                           (prices what was recorded)
+    python -m benchmarks.accuracy_time --record     (a quarter of an hour, with nothing else running)
+    python -m benchmarks.accuracy_time --retrace    (probes and traces anew, keeps the recorded trials)
+    python -m benchmarks.accuracy_time              (prices what was recorded)
 
 Four families (benchmarks/accuracy_local.py), a spread of configurations each, all of them run twice over, a round after
 the other, so that the difference of the two rounds is the noise floor of the table. The profile with its timed
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gzip
 import json
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,45 @@ def record(folder: Path, count: int, box_s: float) -> None:
                     host_limit_bytes=LIMIT_BYTES,
                     directory=Path(scratch) / f"{name}-trials",
                 )
+                spread = _spread(profile, count)
                 rounds = [
-                    [_trial(runner, 100 * number + i, config, box_s) for i, config in enumerate(_spread(profile, count))]
+                    [_trial(runner, 100 * number + i, config, box_s) for i, config in enumerate(spread)]
                     for number in range(2)
                 ]
                 document = {
-                    "profile": json.loads(profile.model_dump_json()),
-                    "rounds": [[json.loads(trial.model_dump_json()) for trial in trials] for trials in rounds],
+                    "profile": json.loads(profile.model_dump_json(exclude_defaults=True)),
+                    "rounds": [
+                        [json.loads(trial.model_dump_json(exclude_defaults=True)) for trial in trials]
+                        for trials in rounds
+                    ],
                 }
-                (folder / f"{name}.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
+                _write(folder / f"{name}.json.gz", document)
                 print(f"{name}: {len(rounds[0])} configurations recorded twice", flush=True)
+
+
+def retrace(folder: Path) -> None:
+    """Probes and traces anew, and keeps the recorded trials: for whoever changes how either is done."""
+    with Zygote(preload=("torch", "transformers", "autoplan.strategies.prepare")) as zygote:
+        hardware = run_probes(zygote, device="cpu", fresh=True)
+        (folder / "hardware.json").write_text(hardware.model_dump_json(indent=1) + "\n")
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, spec in specs(Path(scratch)).items():
+                profile = trace_profile(
+                    spec, device="cpu", zygote=zygote, hardware=hardware, cache_dir=Path(scratch), fresh=True
+                )
+                document = _read(folder / f"{name}.json.gz")
+                document["profile"] = json.loads(profile.model_dump_json(exclude_defaults=True))
+                _write(folder / f"{name}.json.gz", document)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    # no time of writing inside, so that equal contents are equal files
+    path.write_bytes(gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return document
 
 
 def _spread(profile: ModelProfile, count: int) -> list[TrainingConfig]:
@@ -98,13 +128,11 @@ def read(folder: Path) -> tuple[HardwareProfile, list[Family]]:
     """What was recorded."""
     hardware = HardwareProfile.model_validate_json((folder / "hardware.json").read_text())
     families = []
-    for path in sorted(folder.glob("*.json")):
-        if path.name == "hardware.json":
-            continue
-        document = json.loads(path.read_text())
+    for path in sorted(folder.glob("*.json.gz")):
+        document = _read(path)
         first, second = ([Trial.model_validate(trial) for trial in trials] for trials in document["rounds"])
         profile = ModelProfile.model_validate(document["profile"])
-        families.append(Family(name=path.stem, profile=profile, rounds=(first, second)))
+        families.append(Family(name=path.name.removesuffix(".json.gz"), profile=profile, rounds=(first, second)))
     return hardware, families
 
 
@@ -139,6 +167,7 @@ def score(family: Family, hardware: HardwareProfile) -> dict[str, Any]:
     ]
     return {
         "configurations": len(both),
+        "noise_rank": rank_correlation(times[:, 0], times[:, 1]),
         "noise": float(np.mean(np.abs(times[:, 0] / times[:, 1] - 1))),
         "before": float(np.mean(np.abs(before.step_time_s / measured - 1))),
         "rank_before": rank_correlation(before.step_time_s, measured),
@@ -153,27 +182,28 @@ def score(family: Family, hardware: HardwareProfile) -> dict[str, Any]:
 def show(folder: Path, *, markdown: bool, rows: bool = False) -> None:
     """Prints the table; with `rows` every configuration too."""
     hardware, families = read(folder)
-    head = "step time | configurations | two rounds apart | before any trial | rank | after 3: mean | bias | "
-    head += "in interval | rank correlation"
+    head = "step time | configurations | two rounds apart | their rank | before any trial | rank"
+    head += " | after 3: mean | bias | in interval | rank correlation"
     print(f"\n| {head} |\n|" + "---|" * (head.count("|") + 1) if markdown else f"\n{head}")
     scores = [(family.name, score(family, hardware)) for family in families]
     for name, s in scores:
-        cells = [name, str(s["configurations"]), f"{s['noise']:.1%}", f"{s['before']:.1%}", f"{s['rank_before']:.2f}"]
+        cells = [name, str(s["configurations"]), f"{s['noise']:.1%}", f"{s['noise_rank']:.2f}"]
+        cells += [f"{s['before']:.1%}", f"{s['rank_before']:.2f}"]
         cells += [f"{s['after']:.1%}", f"{s['bias']:+.1%}", f"{s['inside']:.0%}", f"{s['rank']:.2f}"]
         print(f"| {' | '.join(cells)} |" if markdown else " | ".join(cells))
     weights = [s["configurations"] - TAUGHT for _, s in scores]
     mean = functools.partial(np.average, weights=weights)
-    cells = ["all", str(sum(weights) + TAUGHT * len(weights)), *(f"{mean([s[k] for _, s in scores]):.1%}" for k in ("noise", "before"))]
-    cells += [f"{mean([s['rank_before'] for _, s in scores]):.2f}"]
-    cells += [f"{mean([s[k] for _, s in scores]):.1%}" for k in ("after", "bias", "inside")]
-    cells += [f"{mean([s['rank'] for _, s in scores]):.2f}"]
+    cells = ["all", str(sum(weights) + TAUGHT * len(weights))]
+    for name in ("noise", "noise_rank", "before", "rank_before", "after", "bias", "inside", "rank"):
+        value = mean([s[name] for _, s in scores])
+        cells.append(f"{value:.2f}" if "rank" in name else f"{value:.1%}")
     print(f"| {' | '.join(cells)} |" if markdown else " | ".join(cells))
     for name, s in scores if rows else ():
         print(f"\n{name}")
         for row in s["rows"]:
             mark = "*" if row["taught"] else " "
-            print(f"{mark} {row['measured_s']:7.3f} s  apart {row['apart']:+6.1%}  before {row['before']:+6.1%}  ", end="")
-            print(f"after {row['after']:+6.1%}  {row['config']}")
+            print(f"{mark} {row['measured_s']:7.3f} s  apart {row['apart']:+6.1%}  ", end="")
+            print(f"before {row['before']:+6.1%}  after {row['after']:+6.1%}  {row['config']}")
 
 
 def main() -> None:
@@ -181,11 +211,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
     parser.add_argument("--record", action="store_true", help="run everything first; wants a quiet machine")
+    parser.add_argument("--retrace", action="store_true", help="probe and trace anew, keep the recorded trials")
     parser.add_argument("--count", type=int, default=14, help="configurations per family, besides the compiled ones")
     parser.add_argument("--box", type=float, default=5.0, help="seconds of measuring per trial")
     parser.add_argument("--rows", action="store_true", help="every configuration")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    if options.retrace:
+        retrace(options.folder)
     if options.record:
         record(options.folder, options.count, options.box)
     show(options.folder, markdown=options.markdown, rows=options.rows)

@@ -63,6 +63,7 @@ class Operation:
     dtype: str
     flops: float
     bytes_moved: float
+    output_bytes: float = 0.0
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
     recipe: Recipe | None = None
 
@@ -139,10 +140,12 @@ class Recorder(TorchDispatchMode):
         self.note_peak()
         inplace = func._schema.is_mutable
         if (fresh or inplace) and func not in _FREE:
-            self._record(func, args, kwargs, out, outputs)
+            self._record(func, args, kwargs, out, outputs, sum(t.untyped_storage().nbytes() for t in fresh))
         return out
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor], fresh_bytes: int
+    ) -> None:
         name = func._schema.name.removeprefix("aten::")
         if name.rstrip("_") in ("zero", "fill") and not outputs:
             return
@@ -173,6 +176,7 @@ class Recorder(TorchDispatchMode):
                 dtype=dtype,
                 flops=flops,
                 bytes_moved=moved,
+                output_bytes=float(fresh_bytes),
                 sizes=sizes,
                 recipe=Recipe(func, *pytree.tree_map(_shape_of, (args, kwargs))),
             )

@@ -13,7 +13,8 @@ from autoplan.planner.cost.profile import (
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.recorder import Operation, Recipe, Recording
+from autoplan.planner.recorder import Operation, Recording
+from autoplan.planner.replay import Timing
 
 GroupKey = tuple[Any, ...]
 
@@ -63,7 +64,7 @@ def minus(a: Counter[GroupKey], b: Counter[GroupKey], times: int) -> Counter[Gro
 
 def group_key(group: OperationGroup) -> GroupKey:
     """The key that a group was made from."""
-    laws = (group.flops, group.bytes_moved, group.m, group.n, group.k, group.batch)
+    laws = (group.flops, group.bytes_moved, group.output_bytes, group.m, group.n, group.k, group.batch)
     return (group.name, group.kind, group.phase, group.dtype, *((law.fixed, law.per_sample) for law in laws))
 
 
@@ -71,7 +72,7 @@ def laws_of(
     few: Recording,
     many: Recording,
     samples: tuple[int, int],
-    recipes: dict[GroupKey, tuple[Recipe, int, float]],
+    recipes: dict[GroupKey, Timing],
 ) -> Laws:
     groups: Counter[GroupKey] = Counter()
     start, end = _common_ends(few.operations, many.operations)
@@ -82,7 +83,7 @@ def laws_of(
         key = _group_key(a, b, samples)
         groups[key] += 1
         if a.recipe is not None:
-            recipes.setdefault(key, (a.recipe, 1, a.flops))
+            recipes.setdefault(key, Timing(few=a.recipe, many=b.recipe, count=1, flops=a.flops))
     between = few.operations[start : len(few.operations) - end], many.operations[start : len(many.operations) - end]
     groups.update(_grown_keys(*between, samples, recipes))
     peaks = {
@@ -113,7 +114,7 @@ def _grown_keys(
     few: list[Operation],
     many: list[Operation],
     samples: tuple[int, int],
-    recipes: dict[GroupKey, tuple[Recipe, int, float]],
+    recipes: dict[GroupKey, Timing],
 ) -> Counter[GroupKey]:
     """Groups for a stretch that grows by repetition (chunks of rows): alike operations as one batch of them."""
     totals: dict[tuple[str, str, str, str], list[list[Operation]]] = {}
@@ -125,6 +126,7 @@ def _grown_keys(
         laws = [
             line(sum(o.flops for o in a), sum(o.flops for o in b), samples),
             line(sum(o.bytes_moved for o in a), sum(o.bytes_moved for o in b), samples),
+            line(sum(o.output_bytes for o in a), sum(o.output_bytes for o in b), samples),
             *(Law(fixed=size) for size in (b or a)[0].sizes[:3]),
             line(len(a), len(b), samples),
         ]
@@ -132,12 +134,12 @@ def _grown_keys(
         groups[key] += 1
         recipe = a[0].recipe if a else None
         if recipe is not None:
-            recipes.setdefault(key, (recipe, len(a), a[0].flops))
+            recipes.setdefault(key, Timing(few=recipe, many=None, count=len(a), flops=a[0].flops))
     return groups
 
 
 def _group_key(few: Operation, many: Operation, samples: tuple[int, int]) -> GroupKey:
-    pairs = [(few.flops, many.flops), (few.bytes_moved, many.bytes_moved)]
+    pairs = [(few.flops, many.flops), (few.bytes_moved, many.bytes_moved), (few.output_bytes, many.output_bytes)]
     pairs += list(zip(few.sizes, many.sizes, strict=True))
     laws = [line(a, b, samples) for a, b in pairs]
     return (few.name, few.kind, few.phase, few.dtype, *((law.fixed, law.per_sample) for law in laws))
@@ -175,7 +177,7 @@ def to_profile(
 
 def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> OperationGroup:
     name, kind, phase, dtype, *laws = key
-    flops, moved, m, n, k, batch = (Law(fixed=fixed, per_sample=slope) for fixed, slope in laws)
+    flops, moved, made, m, n, k, batch = (Law(fixed=fixed, per_sample=slope) for fixed, slope in laws)
     split = "none"
     if segment == "block":
         split = {"matmul": "n", "attention": "batch"}.get(kind, "all")
@@ -191,6 +193,7 @@ def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> Op
             "count": count,
             "flops": flops,
             "bytes_moved": moved,
+            "output_bytes": made,
             "m": m,
             "n": n,
             "k": k,

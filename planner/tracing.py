@@ -27,8 +27,8 @@ from autoplan.planner.cost.profile import (
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.recorder import Recipe, Recorder, Recording, in_backward
-from autoplan.planner.replay import time_recipes
+from autoplan.planner.recorder import Recorder, Recording, in_backward
+from autoplan.planner.replay import Timed, Timing, time_recipes
 from autoplan.planner.trace_laws import (
     GroupKey,
     Laws,
@@ -182,8 +182,8 @@ class _Tracer:
         self.mode = mode
         fewest = workload.fixed_micro_batch or 2
         self.samples = (fewest, 2 * fewest)
-        self.timed: dict[GroupKey, float] = {}
-        self._recipes: dict[GroupKey, tuple[Recipe, int, float]] = {}
+        self.timed: dict[GroupKey, Timed] = {}
+        self._recipes: dict[GroupKey, Timing] = {}
         self.num_blocks: int | None = None
         self.block_gradient_bytes = 0.0
         self._plain: dict[str, tuple[Counter[GroupKey], Counter[GroupKey]]] = {}
@@ -298,16 +298,19 @@ class _Tracer:
         few, many = (self.record(key, depth, samples) for samples in self.samples)
         return laws_of(few, many, self.samples, self._recipes)
 
-    def recipes(self) -> dict[GroupKey, tuple[Recipe, int, float]]:
-        """For each group of operations how to run one again, how many it stands for, and its FLOPs."""
+    def recipes(self) -> dict[GroupKey, Timing]:
+        """For each group of operations how to run one again."""
         return self._recipes
 
     def with_time(self, group: OperationGroup) -> OperationGroup:
         """A group with the seconds that were measured for it, where they were."""
-        seconds = self.timed.get(group_key(group))
-        if seconds is None:
+        timed = self.timed.get(group_key(group))
+        if timed is None:
             return group
-        return group.model_copy(update={"measured_s": seconds, "measured_samples": float(self.samples[0])})
+        found = {"measured_s": timed.seconds, "measured_samples": float(self.samples[0])}
+        if timed.more_s is not None:
+            found |= {"measured_more_s": timed.more_s, "measured_more_samples": float(self.samples[0] * timed.times)}
+        return group.model_copy(update=found)
 
 
 def _record(workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: int, mode: Any) -> Recording:

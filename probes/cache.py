@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from autoplan.probes.profile import HardwareProfile, Record
 
 # raise it when what is measured, or how, changes: older files are then not found
-PROBES_VERSION = 2
+PROBES_VERSION = 3
 
 
 class CachedProfile(Record):

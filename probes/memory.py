@@ -3,6 +3,7 @@
 As in STREAM, bytes read and bytes written both count; buffers are larger than the caches.
 
 - "copy": a -> b, 2 x 4 x n bytes. "add": c = a + s b, 3 x 4 x n bytes. float32, shape (n,).
+- "first_touch": a new buffer is allocated and written once, so that every page of it faults; CPU only.
 - "host_to_device_pinned", "host_to_device_pageable" and back: shape (bytes,); each byte counts once.
 """
 
@@ -16,6 +17,7 @@ from autoplan.probes.timing import Operation, filled
 
 SMALLEST_BUFFER_BYTES = 128 << 20
 LARGEST_BUFFER_BYTES = 256 << 20
+FIRST_TOUCH_BYTES = 64 << 20
 TRANSFER_SIZES_BYTES = (1 << 20, 256 << 20)
 
 
@@ -38,6 +40,18 @@ def bandwidth_operations(device: torch.device, *, cache_bytes: int | None) -> It
         a, b, c = (filled((count,), torch.float32, device) for _ in range(3))
         return lambda: torch.add(a, b, alpha=0.5, out=c)
 
+    if device.type == "cpu":
+        # past 32 MiB glibc maps every allocation anew (mallopt(3), M_MMAP_THRESHOLD)
+        fresh = FIRST_TOUCH_BYTES // 4
+        yield Operation(
+            kind="first_touch",
+            dtype="float32",
+            shape=(fresh,),
+            work=float(FIRST_TOUCH_BYTES),
+            unit="bytes/s",
+            memory_bytes=FIRST_TOUCH_BYTES,
+            build=lambda: lambda: torch.empty(fresh, dtype=torch.float32).fill_(1.0),
+        )
     for kind, build, buffers in (("copy", build_copy, 2), ("add", build_add, 3)):
         yield Operation(
             kind=kind,

@@ -3,8 +3,9 @@
     log t_measured = log sum_p exp(theta_p) t_p + noise,      theta_p ~ N(0, sd_p)
 
 over the parts p of the predicted time: matmul per precision class, attention, memory-bound work, the same when
-compiled, dispatch, optimizer, communication. The maximum a posteriori is found by Gauss-Newton; its covariance gives
-the interval of a prediction: what the trials have pinned down is narrow, what they have not seen stays wide.
+compiled, dispatch, first touches of memory, optimizer, communication. The maximum a posteriori is found by
+Gauss-Newton; its covariance gives the interval of a prediction: what the trials have pinned down is narrow, what they
+have not seen stays wide.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PRIOR_SD = {
     "memory": 0.30,
     "fused_memory": 0.50,
     "dispatch": 0.60,
+    "first_touch": 0.50,
     "optimizer": 0.35,
     "communication": 0.50,
 }

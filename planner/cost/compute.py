@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.candidates import OPTIMIZERS, Candidates, Floats
+from autoplan.planner.cost.candidates import COMPILES, OPTIMIZERS, Candidates, Floats
 from autoplan.planner.cost.profile import ModelProfile, OperationGroup, VariantProfile
 from autoplan.planner.cost.rates import Rates
 
 # The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
 # over the whole model. Assumed to begin with (fusing gelu, dropout, residual and norm of a GPT-2 block leaves about a
-# third of the tensors read and written); the calibration corrects the time.
+# third of the tensors read and written); the calibration corrects the time. On a CPU, where such an operation was
+# measured, its work on the elements stays and takes most of its time.
 FUSED_BYTES = np.array([1.0, 0.45, 0.42])
+FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
 
 # Passes over fp32 parameters that an Adam step makes in each form, reads and writes: the fused one reads parameter,
@@ -33,6 +35,18 @@ CLIP_PASSES = 3.0
 # Selective checkpointing asks its policy in Python at every operation of a block, forward and recomputation (assumed;
 # compiled blocks settle it at compile time)
 SELECTIVE_DISPATCH_S = 3e-5
+
+# glibc's allocator: DEFAULT_MMAP_THRESHOLD_MAX on 64 bits; and the share of the other activations whose memory it gave
+# back since they were last held, in the backward or, checkpointed, block by block. Measured on four small models: 0 to
+# 0.6, and with full checkpointing 0.4 to 0.6 of what the blocks would have kept.
+LARGEST_KEPT_BYTES = 32 * 2**20
+GIVEN_BACK = 0.45
+# The pages of a step fault from several threads into memory that was given back in pieces; the probe's, from one
+# buffer, cost half as much (two models, measured)
+FAULTS_APART = 1.0
+# torch.utils.checkpoint per block and micro-step, twice through Python: hooks, the random state kept and set again
+# (assumed from 0.3 to 0.5 ms on small blocks)
+CHECKPOINT_DISPATCH_S = 3e-4
 
 PARTS = ("matmul", "attention", "memory", "fused_memory", "dispatch")
 
@@ -61,13 +75,18 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
         rest_forward=np.zeros(size),
     )
     slow = rates.thread_slowdown(candidates.threads)
-    fused = candidates.compiled > 0
+    whole = candidates.compiled == COMPILES.index("model")
     for group in variant.groups:
         seconds = _group_seconds(group, rates, candidates) * group.count
+        # what lies outside the blocks stays eager where blocks are compiled
+        fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
         if group.kind == "memory":
             row = np.where(fused, PARTS.index("fused_memory"), PARTS.index("memory"))
-            moved = _moved_seconds(group, rates, candidates) * group.count
-            seconds = np.where(fused, moved * FUSED_BYTES[candidates.compiled], seconds)
+            if rates.device == "cpu" and group.measured_s is not None:
+                left = seconds * FUSED_WORK[candidates.compiled]
+            else:
+                left = _moved_seconds(group, rates, candidates) * group.count * FUSED_BYTES[candidates.compiled]
+            seconds = np.where(fused, left, seconds)
         else:
             row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
             seconds = seconds * slow
@@ -76,7 +95,7 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
         asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
         dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
         if group.kind == "memory":
-            dispatch = dispatch * FUSED_LAUNCHES[candidates.compiled]
+            dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], 1.0)
         target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
         if group.phase == "forward":
             if group.segment == "block":
@@ -100,12 +119,8 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
     tp = candidates.tp
     share = np.where(candidates.sequence_parallel, tp, 1.0) if group.tensor_split == "all" else tp
     split = np.ones_like(tp) if group.tensor_split == "none" else share
-    work = group.flops if group.flops.at(1) > 0 else group.bytes_moved
     if group.measured_s is not None:
-        measured = (
-            group.measured_s * (work.fixed + work.per_sample * samples) / max(work.at(group.measured_samples), 1.0)
-        )
-        return np.asarray(measured / split)
+        return measured_seconds(group, samples) / split
     if group.kind == "memory":
         return _moved_seconds(group, rates, candidates)
     flops = (group.flops.fixed + group.flops.per_sample * samples) / split
@@ -133,6 +148,33 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
         out[here] = (
             batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + law.coefficients[4]
         )
+    return out
+
+
+def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
+    """What was timed, in proportion to its work; between two sizes that were timed, on the line between them."""
+    assert group.measured_s is not None
+    work = group.flops if group.flops.at(1) > 0 else group.bytes_moved
+    here = work.fixed + work.per_sample * samples
+    few = max(work.at(group.measured_samples), 1.0)
+    if group.measured_more_s is None:
+        return np.asarray(group.measured_s * here / few)
+    many = work.at(group.measured_more_samples)
+    between = group.measured_s + (group.measured_more_s - group.measured_s) * (here - few) / max(many - few, 1.0)
+    beyond = group.measured_more_s * here / many
+    below = group.measured_s * here / few
+    return np.where(here > many, beyond, np.where(here < few, below, between))
+
+
+def first_touches(variant: VariantProfile, num_blocks: int, candidates: Candidates) -> Floats:
+    """Bytes per micro-step in allocations so large that the C library maps each anew (glibc: past 32 MiB)."""
+    out = np.zeros(len(candidates))
+    for group in variant.groups:
+        # a batch of alike operations allocates one after the other
+        batch = max(group.batch.at(group.measured_samples or 1.0), 1.0) if group.kind == "memory" else 1.0
+        size = group.output_bytes.fixed + group.output_bytes.per_sample * candidates.micro_batch
+        count = group.count * (num_blocks if group.segment == "block" else 1)
+        out += np.where(size / batch > LARGEST_KEPT_BYTES, count * size, 0.0)
     return out
 
 

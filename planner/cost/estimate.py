@@ -13,9 +13,13 @@ from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, Z_90, Calibration
 from autoplan.planner.cost.candidates import Candidates, Floats, from_configs
 from autoplan.planner.cost.communication import exchange, links_of
 from autoplan.planner.cost.compute import (
+    CHECKPOINT_DISPATCH_S,
+    FAULTS_APART,
+    GIVEN_BACK,
     PARTS,
     SegmentTimes,
     executed_flops,
+    first_touches,
     optimizer_seconds,
     segment_times,
 )
@@ -129,6 +133,11 @@ class Estimator:
             )
             parts[:, here], bubble[here], flops[here] = self._time(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
+            fresh = (1 - some.checkpointed) * first_touches(plain, self.profile.num_blocks, some)
+            fresh = fresh + some.checkpointed * first_touches(full, self.profile.num_blocks, some)
+            fresh = fresh + GIVEN_BACK * self._unchecked_bytes(plain, some)
+            fresh = fresh * some.accumulation / some.tp / some.pp
+            parts[FACTORS.index("first_touch"), here] = FAULTS_APART * fresh * self.rates.first_touch_s_per_byte
             for row, name in enumerate(("parameters", "optimizer", "gradients", "activations", "gathered")):
                 memory[row, here] = getattr(held, name)
         step, sd = self.time_fit.predict(parts)
@@ -196,6 +205,7 @@ class Estimator:
             )
             full_flops = executed_flops(full, self.profile.num_blocks, c.micro_batch)
             flops = (1 - share) * flops + share * full_flops
+            times.block[-1] += share * CHECKPOINT_DISPATCH_S
         blocks = np.ceil(self.profile.num_blocks / c.pp)
         stage = times.block * blocks + times.rest  # the fullest stage: its blocks and the head
         if self.device == "cuda":
@@ -230,13 +240,27 @@ class Estimator:
             "matmul/full": np.where(half, 0.0, stage[PARTS.index("matmul")]) * c.accumulation,
             "matmul/half": np.where(half, stage[PARTS.index("matmul")], 0.0) * c.accumulation,
             "attention": stage[PARTS.index("attention")] * c.accumulation,
-            "memory": stage[PARTS.index("memory")] * c.accumulation,
+            "memory": stage[PARTS.index("memory")] * c.accumulation + self._adding_gradients_s(c),
             "fused_memory": stage[PARTS.index("fused_memory")] * c.accumulation,
             "dispatch": stage[PARTS.index("dispatch")] * c.accumulation,
+            "first_touch": np.zeros(len(c)),
             "optimizer": optimizer,
             "communication": communication,
         }
         return np.stack([rows[name] for name in FACTORS]), bubble, flops * c.accumulation * c.dp_replicate * c.dp_shard
+
+    def _unchecked_bytes(self, plain: VariantProfile, c: Candidates) -> Floats:
+        """Activations of a micro-step that keeps all: with checkpointing the same memory comes and goes, by blocks."""
+        key = plain.key.model_copy(update={"checkpointing": "none"})
+        whole = self.variant(key) if plain.key.checkpointing != "none" else plain
+        kept = whole.block_saved_bytes, whole.rest_saved_bytes
+        block, rest = (law.fixed + law.per_sample * c.micro_batch for law in kept)
+        return np.asarray(self.profile.num_blocks * block + rest)
+
+    def _adding_gradients_s(self, c: Candidates) -> Floats:
+        """Seconds per step of adding the later micro-steps' gradients to the first's: two read, one written."""
+        moved = 12.0 * self.profile.trainable / (c.tp * c.pp) * np.maximum(c.accumulation - 1, 0.0)
+        return np.asarray(moved / self.rates.memory_bytes_per_s)
 
     def _model_flops(self) -> float:
         """FLOPs of a step without recomputation, of the plainest variant."""
@@ -339,6 +363,7 @@ def binding(parts_s: dict[str, float]) -> str:
     """What binds within a step: the kind of work that takes the most of it."""
     kinds = {"matmul/full": "compute", "matmul/half": "compute", "attention": "compute", "memory": "memory_bandwidth"}
     kinds |= {"fused_memory": "memory_bandwidth", "optimizer": "memory_bandwidth", "dispatch": "launch"}
+    kinds |= {"first_touch": "memory_bandwidth"}
     sums = dict.fromkeys(_BOUNDS, 0.0)
     for name, seconds in parts_s.items():
         sums[kinds.get(name, name)] += seconds

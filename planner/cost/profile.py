@@ -12,7 +12,7 @@ from pydantic import Field
 
 from autoplan.probes.profile import Record
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -49,12 +49,15 @@ class OperationGroup(Record):
     count: float
     flops: Law = ZERO
     bytes_moved: Law = ZERO
+    output_bytes: Law = Field(default=ZERO, description="what one allocates")
     m: Law = ZERO
     n: Law = ZERO
     k: Law = ZERO
     batch: Law = ZERO
     measured_s: float | None = Field(default=None, description="seconds of one, timed on the device by itself")
     measured_samples: float = 0.0
+    measured_more_s: float | None = Field(default=None, description="the same at more samples, where there was time")
+    measured_more_samples: float = 0.0
     tensor_split: TensorSplit = Field(
         default="none", description="the size that tensor parallelism divides; all: bytes of a sequence-parallel part"
     )

@@ -53,6 +53,7 @@ class Rates:
         attention_flops_per_s: Fused attention per dtype, FLOPs as torch's counter has them (no causal discount).
         memory_bytes_per_s: Reads and writes together.
         dispatch_s: Host time per eager operation, autograd included.
+        first_touch_s_per_byte: What a page that was not there before costs more than one that was; CPU only.
         assumed: What no probe measured, in sentences.
     """
 
@@ -61,6 +62,7 @@ class Rates:
     attention_flops_per_s: dict[str, float]
     memory_bytes_per_s: float
     dispatch_s: float
+    first_touch_s_per_byte: float = 0.0
     thread_speed: dict[int, float] = field(default_factory=dict)
     threads: int = 0
     assumed: list[str] = field(default_factory=list)
@@ -124,10 +126,21 @@ def from_device(device: Device) -> Rates:
         attention_flops_per_s=attention,
         memory_bytes_per_s=memory,
         dispatch_s=launch * AUTOGRAD_OVERHEAD if launch is not None else ASSUMED_DISPATCH_S,
+        first_touch_s_per_byte=_first_touch_s_per_byte(device),
         thread_speed=_thread_speed(device),
         threads=device.cores or 0,
         assumed=assumed,
     )
+
+
+def _first_touch_s_per_byte(device: Device) -> float:
+    """Seconds per byte of the probe's touch of new memory, without the writing itself."""
+    rate = device.best_rate("first_touch", "float32")
+    if device.type != "cpu" or not rate:
+        return 0.0
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    writing = 1 / bandwidth.value if bandwidth is not None and bandwidth.value else 0.0
+    return max(1 / rate - writing, 0.0)
 
 
 def _thread_speed(device: Device) -> dict[int, float]:
