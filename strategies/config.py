@@ -23,6 +23,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"
 Attention = Literal["own", "eager", "sdpa"]
 LossHead = Literal["full", "fused"]
 OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
+GradientSync = Literal["last", "every"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
 
@@ -63,6 +64,11 @@ class TrainingConfig(Record):
         default=0,
         ge=0,
         description="FSDP2: blocks whose parameters are gathered ahead, in forward and backward; 0: torch's own order",
+    )
+    gradient_sync: GradientSync = Field(
+        default="last",
+        description="FSDP2, when gradients accumulate: scattered over the ranks at the last micro-step alone (whole "
+        "gradients are kept until then) or at every one (a share is kept; more is sent)",
     )
     ddp_bucket_mb: int = Field(
         default=25, ge=1, description="DDP: MiB of gradients per all-reduce; 25 is torch's own (its first bucket: 1)"

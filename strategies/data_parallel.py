@@ -6,7 +6,7 @@ over the data-parallel ranks, so `gradient_ranks` multiplies the loss by their n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -114,13 +114,32 @@ def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> 
 
     set_prefetch(units, config.fsdp_prefetch)
 
-    def set_gradient_sync(sync: bool) -> None:
+    build.set_gradient_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
+    return list(modules)
+
+
+def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[[bool], None]:
+    """What is called before each micro-step, with True before the last.
+
+    A reduce-scatter averages over the ranks and is added to the shard's gradient, so that the sum over micro-steps is
+    the same whether each is scattered or their sum is.
+
+    Args:
+        roots: The outermost units.
+        every: Each micro-step's gradients are scattered: a rank keeps its shard of them. Replicas (HSDP) share their
+            sums at the last. Else all ranks keep whole gradients up to the last micro-step, which scatters the sum.
+    """
+
+    def at_the_last(sync: bool) -> None:
         for root in roots:
             root.set_requires_gradient_sync(sync)
             root.set_is_last_backward(sync)
 
-    build.set_gradient_sync = set_gradient_sync
-    return list(modules)
+    def at_every(sync: bool) -> None:
+        for root in roots:
+            root.set_requires_all_reduce(sync)
+
+    return at_every if every else at_the_last
 
 
 def set_prefetch(units: Sequence[FSDPModule], ahead: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.recorded import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SCRIPT = '''
+SCRIPT = """
 import torch
 from torch import nn
 
@@ -49,7 +50,7 @@ plan = autoplan.search(
 run = plan.prepare(build, lambda p: torch.optim.AdamW(p, lr=0.01), loss)
 losses = [float(run.step(make_batch(run.local_batch, n)).loss) for n in range(30)]
 print("LEARNED", losses[-1] < losses[0] - 0.1, plan.parity.passed)
-'''
+"""
 
 
 @pytest.mark.slow
@@ -159,6 +160,14 @@ def test_a_plan_of_other_hardware_loads_and_says_so(tmp_path: Path, capsys: pyte
     assert "other hardware" in capsys.readouterr().err
     with pytest.raises(PlanError):
         autoplan.load_plan(tmp_path / "none.json")
+
+
+def test_a_plan_of_before_a_knob_was_there_loads(tmp_path: Path) -> None:
+    path = make_plan().save(tmp_path / "plan.json")
+    older = json.loads(path.read_text(), object_hook=lambda entry: {k: entry[k] for k in entry if k != "gradient_sync"})
+    assert "gradient_sync" not in older["config"]
+    path.write_text(json.dumps(older))
+    assert autoplan.load_plan(path) == make_plan()
 
 
 def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:

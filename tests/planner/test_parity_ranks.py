@@ -58,10 +58,11 @@ def test_one_rank_and_the_reference_is_kept(check, tmp_path):
         {"dp_replicate": 2},
         {"dp_replicate": 2, "ddp_static_graph": True},  # checked with one micro-batch per step
         {"dp_shard": 2},
+        {"dp_shard": 2, "gradient_sync": "every"},
         {"tp": 2},
         {"pp": 2, "pp_microbatches": 2, "micro_batch": 2},
     ],
-    ids=["ddp", "ddp_static", "fsdp2", "tp", "pp"],
+    ids=["ddp", "ddp_static", "fsdp2", "fsdp2_every", "tp", "pp"],
 )
 def test_two_ranks(check, knobs):
     verdict = check(**knobs)

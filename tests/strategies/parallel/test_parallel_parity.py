@@ -24,6 +24,8 @@ DATA = {
     "fsdp": {"dp_shard": 2},
     "fsdp_kept": {"dp_shard": 2, "reshard_after_forward": False},
     "fsdp_prefetch": {"dp_shard": 2, "fsdp_prefetch": 2},
+    "fsdp_every": {"dp_shard": 2, "gradient_sync": "every"},
+    "fsdp_kept_every": {"dp_shard": 2, "reshard_after_forward": False, "gradient_sync": "every"},
     "ddp_buckets": {"dp_replicate": 2, "ddp_bucket_mb": 1},
     "ddp_static": {"dp_replicate": 2, "ddp_static_graph": True, "micro_batch": 4},
 }
@@ -37,7 +39,9 @@ PIPELINE = {
 }
 FOUR_RANKS = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "hsdp_every": {"dp_replicate": 2, "dp_shard": 2, "gradient_sync": "every", "micro_batch": 1},
     "tp_fsdp": {"tp": 2, "dp_shard": 2},
+    "tp_fsdp_every": {"tp": 2, "dp_shard": 2, "gradient_sync": "every"},
     "tp_replicas": {"tp": 2, "dp_replicate": 2},
     "pp_ddp": {"pp": 2, "pp_microbatches": 2, "dp_replicate": 2},
     "pp_fsdp": {"pp": 2, "pp_microbatches": 2, "dp_shard": 2, "reshard_after_forward": False},
@@ -64,6 +68,7 @@ LOW_PRECISION = {
     for precision in ("bf16", "fp16")
     for name, knobs in {
         "fsdp": {"dp_shard": 2},
+        "fsdp_every": {"dp_shard": 2, "gradient_sync": "every"},
         "tp": {"tp": 2},
         "pp": {"pp": 2, "pp_microbatches": 4},
     }.items()
@@ -71,6 +76,7 @@ LOW_PRECISION = {
 COMPILED = {
     "ddp_compile_model": {"dp_replicate": 2, "compile": "model"},
     "fsdp_compile_block": {"dp_shard": 2, "compile": "block"},
+    "fsdp_every_compile_block": {"dp_shard": 2, "compile": "block", "gradient_sync": "every"},
     "tp_compile_block": {"tp": 2, "compile": "block"},
     "pp_compile_block": {"pp": 2, "pp_microbatches": 4, "compile": "block"},
 }
@@ -167,6 +173,27 @@ def wrong_scale(run: TrainingRun | None) -> None:
         run._build.gradient_ranks = 1
 
 
+def micro_steps_averaged(run: TrainingRun | None) -> None:
+    """Gradients that were scattered before are averaged with the new ones, where they should be added to."""
+    if run is not None:
+        run._build.gradient_ranks /= run.accumulation
+
+
+def replicas_apart(run: TrainingRun | None) -> None:
+    """Replicas of shards (HSDP) share the last micro-step's gradients alone: what was scattered before is dropped."""
+    if run is not None:
+        set_sync = run._build.set_gradient_sync
+        modules: Any = [module for module in run._build.module.modules() if hasattr(module, "_get_fsdp_state")]
+
+        def forget(sync: bool) -> None:
+            set_sync(sync)
+            for module in modules:
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    group._partial_reduce_output = None
+
+        run._build.set_gradient_sync = forget
+
+
 def embedding_not_summed(run: TrainingRun | None) -> None:
     """Each rank keeps the rows that it found, and zeros for the others'."""
     from autoplan.strategies import tensor_parallel
@@ -218,6 +245,9 @@ PLANTED = [
     (no_gradient_sync, DATA["ddp"]),
     (wrong_scale, DATA["ddp"]),
     (wrong_scale, DATA["fsdp"]),
+    (wrong_scale, DATA["fsdp_every"]),
+    (micro_steps_averaged, DATA["fsdp_every"]),
+    (replicas_apart, FOUR_RANKS["hsdp_every"]),
     (wrong_scale, FOUR_RANKS["pp_ddp"]),
     (embedding_not_summed, TENSOR_PARALLEL["tp"]),
     (norm_gradients_not_summed, TENSOR_PARALLEL["tp"]),

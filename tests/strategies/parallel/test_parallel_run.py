@@ -99,6 +99,13 @@ def build_encoder() -> Any:
         ({"pp": 2, "pp_microbatches": 4, "compile": "model"}, 2, ("graph of the whole model",)),
         ({"pp": 2, "pp_microbatches": 3}, 2, ("pp_microbatches=3", "does not divide")),
         ({"pp": 2, "pp_microbatches": 1}, 2, ("idle",)),
+        ({"dp_replicate": 2, "gradient_sync": "every"}, 2, ("gradient_sync=every needs FSDP2",)),
+        ({"dp_shard": 2, "gradient_sync": "every", "micro_batch": 4}, 2, ("micro_batch=4 on 2 ranks makes one",)),
+        (
+            {"pp": 2, "pp_microbatches": 2, "dp_shard": 2, "gradient_sync": "every"},
+            4,
+            ("does not go with a pipeline", "once per pass"),
+        ),
         ({"pp": 2, "pp_microbatches": 4, "virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, 2, ("4 blocks",)),
         (
             {
