@@ -32,6 +32,7 @@ class Candidates:
         full_variant: For each candidate the same variant with full checkpointing, for shares between none and full.
         checkpointed: Share of blocks that are checkpointed whole, 0 to 1; blends the two variants.
         matmul_dtype: The dtype of matmul rates: float32, tf32, bfloat16, float16, float8.
+        scatters_each: FSDP2 scatters gradients at every micro-step, not the sum of all at the last.
         sharding, schedule, optimizer, compiled: Indices into SHARDINGS, SCHEDULES, OPTIMIZERS, COMPILES.
         passes: Pipeline passes per optimizer step.
         threads: CPU threads per rank; 0: all.
@@ -54,6 +55,7 @@ class Candidates:
     passes: Floats
     schedule: Ints
     sharding: Ints
+    scatters_each: NDArray[np.bool_]
     optimizer: Ints
     compiled: Ints
     graphs: NDArray[np.bool_]
@@ -141,6 +143,7 @@ def from_configs(
                 for c in configs
             ]
         ),
+        scatters_each=np.array([config.gradient_sync == "every" for config in configs], dtype=bool),
         optimizer=coded([own if c.optimizer_step == "own" else OPTIMIZERS.index(c.optimizer_step) for c in configs]),
         compiled=coded([COMPILES.index(config.compile) for config in configs]),
         graphs=np.array([config.compile_mode in ("reduce-overhead", "max-autotune") for config in configs], dtype=bool),

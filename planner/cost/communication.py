@@ -115,7 +115,7 @@ class Exchange:
     Attributes:
         tensor_s: Per micro-step, of all blocks of a rank; nothing hides it.
         gather_s: Per micro-step, of gathering sharded parameters; overlaps with the micro-step.
-        gradient_s: Per optimizer step, of reducing gradients; overlaps with the last backward.
+        gradient_s: Per optimizer step, of reducing gradients; overlaps with the backward of each micro-step that does.
         after_s: Per optimizer step, of gathering updated parameters (ZeRO-1 and -2); overlaps with nothing.
         send_s: Per micro-step and stage boundary, forward and backward together.
     """
@@ -138,6 +138,7 @@ def exchange(
     gather_bytes: Floats,
     gradient_bytes: Floats,
     reduce_every_micro_step: bool | NDArray[np.bool_],
+    replicas_once: bool = False,
 ) -> Exchange:
     """What a rank exchanges.
 
@@ -151,6 +152,7 @@ def exchange(
             (Korthikanti et al. 2022, section 4); sequence parallelism swaps each for a gather and a scatter.
         gather_bytes, gradient_bytes: Bytes per element, gathered and reduced.
         reduce_every_micro_step: ZeRO-2 and -3 scatter gradients at each micro-step (no accumulation of whole ones).
+        replicas_once: Replicas of shards then reduce theirs once per step all the same, not at each micro-step.
     """
     c = candidates
     node = np.asarray(links.ranks_per_node, dtype=np.float64)
@@ -172,9 +174,9 @@ def exchange(
     scatter = links.gather_s(reduced, ranks, local_shard) + np.where(zero3, waiting, 0.0)
     shards = np.where(sharded, scatter, links.all_reduce_s(reduced, ranks, local_shard))
     replicas = links.all_reduce_s(reduced / np.where(sharded, ranks, 1.0), c.dp_replicate, local_replicas)
-    gradient = shards + replicas
     scattering = np.isin(c.sharding, (2, 3)) & reduce_every_micro_step
-    gradient = np.where(scattering, gradient * c.accumulation, gradient)
+    times = np.where(scattering, c.accumulation, 1.0)
+    gradient = shards * times + replicas * (1.0 if replicas_once else times)
     after = np.where(sharded & ~zero3, once, 0.0)
     crosses = (c.tp * c.dp_shard * c.dp_replicate >= node).astype(np.float64)
     send = np.where(c.pp > 1, 2 * links.send_s(boundary_bytes / c.tp, crosses), 0.0)

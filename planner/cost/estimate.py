@@ -224,7 +224,8 @@ class Estimator:
             # FSDP2 gathers the blocks in 16 bits under autocast on CUDA (strategies/data_parallel.py)
             gather_bytes=np.where(half & (self.device == "cuda"), 2.0, 4.0),
             gradient_bytes=np.full(len(c), 4.0),
-            reduce_every_micro_step=False,
+            reduce_every_micro_step=c.scatters_each,
+            replicas_once=True,  # strategies/data_parallel.py, fsdp_gradient_sync
         )
         one = stage.sum(axis=0) + moved.tensor_s + moved.send_s
         micro = c.accumulation / c.passes
@@ -232,7 +233,8 @@ class Estimator:
         bubble = np.maximum(total - c.accumulation * one, 0.0)
         hidden = OVERLAP[self.device] * one
         gather = np.maximum(moved.gather_s - hidden, 0.0) * c.accumulation
-        gradient = np.maximum(moved.gradient_s - 0.6 * hidden, 0.1 * moved.gradient_s)
+        reducing = np.where(c.scatters_each, c.accumulation, 1.0)  # micro-steps whose backward hides some of it
+        gradient = np.maximum(moved.gradient_s - 0.6 * hidden * reducing, 0.1 * moved.gradient_s)
         communication = (moved.tensor_s + moved.send_s) * c.accumulation + gather + gradient + moved.after_s
         shards = np.where(c.sharding > 0, c.dp_shard, 1.0)
         optimizer = optimizer_seconds(self.profile, self.rates, c, 1 / (c.tp * c.pp * shards))

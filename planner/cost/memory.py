@@ -57,11 +57,10 @@ def traced_memory(
     zero3 = c.sharding == SHARDINGS.index("zero3")
     scattered = np.isin(c.sharding, (2, 3))
     parameters = profile.parameter_bytes * mine / np.where(np.isin(c.sharding, (2, 3)), shards, 1.0)
-    gradients = 4.0 * profile.trainable * mine / np.where(scattered, shards, 1.0)
+    # FSDP2 keeps whole gradients between micro-steps of which only the last scatters (strategies/data_parallel.py)
+    kept_whole = ~scattered | (~c.scatters_each & (c.accumulation > 1))
+    gradients = 4.0 * profile.trainable * mine / np.where(kept_whole, 1.0, shards)
     optimizer = profile.optimizer_state_bytes_per_parameter * profile.trainable * mine / shards
-    # without sharding of what accumulates: FSDP2 keeps whole gradients between micro-steps that do not synchronise
-    held_whole = scattered & (c.accumulation > 1)
-    gradients = np.where(held_whole, 4.0 * profile.trainable * mine, gradients)
     gathered = np.where(
         zero3,
         2 * 4.0 * profile.largest_unit_parameters * mine,
@@ -70,7 +69,15 @@ def traced_memory(
     gathered = np.where(shards > 1, gathered, 0.0)
     gathered = gathered + np.where((c.dp_replicate > 1) & (c.sharding == 0), DDP_BUCKET_BYTES, 0.0)
 
-    first, later = _micro_step_peak(variant, full, c, profile.fewest_samples)
+    block, outside = _unit_gradient_bytes(profile)
+    first, later = _micro_step_peak(
+        variant,
+        full,
+        c,
+        profile.fewest_samples,
+        kept=1 / np.where(kept_whole, 1.0, shards),
+        unscattered=np.where(kept_whole, 0.0, outside + 2 * block),
+    )
     held = held_micro_batches(c, c.accumulation / c.passes)
     saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
     # of a pipeline's first stage: L/p blocks for each of the micro-batches it holds, beyond the one that runs
@@ -88,7 +95,9 @@ def traced_memory(
     if profile.optimizer_state_bytes_per_parameter < 4:
         temporaries = np.zeros(len(c))
     micro = np.where(c.accumulation > 1, np.maximum(first, later + gradients), first)
-    peak = np.maximum(micro, gradients + temporaries)
+    # what lies outside the blocks is scattered at the very end, when nothing else of the micro-step is left
+    at_end = np.where(kept_whole, 0.0, 2 * outside * mine)
+    peak = np.maximum(micro, gradients + np.maximum(temporaries, at_end))
     shown_gradients = np.minimum(gradients, peak)
     return MemoryParts(
         parameters=np.asarray(parameters),
@@ -106,10 +115,35 @@ def _blend(none: Law, full: Law, candidates: Candidates) -> Floats:
     return np.asarray((1 - share) * _at(none, samples) + share * _at(full, samples))
 
 
+def _unit_gradient_bytes(profile: ModelProfile) -> tuple[float, float]:
+    """Bytes of the gradients of one block, and of all that lies outside the blocks: what FSDP2 scatters at once.
+
+    A unit's gradients are whole until its backward ends, and copied in one piece to be scattered. The outermost unit's
+    backward ends last, and that of the output head is among its first gradients.
+    """
+    trained = 4.0 * profile.trainable / max(profile.parameters, 1)
+    outside = profile.parameters - profile.num_blocks * profile.block_parameters
+    outside = outside if profile.num_blocks else profile.largest_unit_parameters
+    return trained * profile.block_parameters, trained * outside
+
+
 def _micro_step_peak(
-    variant: VariantProfile, full: VariantProfile, candidates: Candidates, fewest_samples: float
+    variant: VariantProfile,
+    full: VariantProfile,
+    candidates: Candidates,
+    fewest_samples: float,
+    *,
+    kept: Floats,
+    unscattered: Floats,
 ) -> tuple[Floats, Floats]:
-    """Largest bytes alive in a micro-step: with the gradients it makes, and without any gradient."""
+    """Largest bytes alive in a micro-step: with the gradients it makes, and without those that are kept.
+
+    Args:
+        variant, full, candidates: As `traced_memory` has them.
+        fewest_samples: The smallest micro-batch that was traced.
+        kept: The share of the gradients made that this rank keeps; the rest is scattered as the backward goes on.
+        unscattered: Bytes of whole gradients that the backward holds besides.
+    """
     of_full = {peak.part: peak for peak in full.peaks}
     first = np.zeros(len(candidates))
     later = np.zeros(len(candidates))
@@ -126,5 +160,7 @@ def _micro_step_peak(
                 np.minimum(here[0], np.where(shrunk < 1, shrunk * _blend(peak.first, other.first, at_fewest), here[0])),
                 np.minimum(here[1], np.where(shrunk < 1, shrunk * _blend(peak.later, other.later, at_fewest), here[1])),
             )
-        first, later = np.maximum(first, here[0]), np.maximum(later, here[1])
+        more = unscattered if peak.part in ("backward", "tail") else 0.0
+        first = np.maximum(first, here[1] + kept * (here[0] - here[1]) + more)
+        later = np.maximum(later, here[1] + more)
     return first, later
