@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autoplan.errors import ConfigError, WorkloadError
+from autoplan.errors import ConfigError
+from autoplan.planner.offers import drop_losing_precisions, family_of, narrow, offered_values
 from autoplan.planner.plan import LeftOutFamily
 from autoplan.planner.search.options import Bound
-from autoplan.probes.profile import Device, Record
+from autoplan.probes.profile import Device
 from autoplan.strategies.config import (
     KNOBS,
     TrainingConfig,
@@ -55,13 +57,6 @@ MAX_CANDIDATES = 20_000
 
 CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 
-LOSING_RATE_SHARE = 0.6
-"""A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
-everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
-bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
-
-PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
@@ -76,15 +71,6 @@ class Space:
     candidates: tuple[TrainingConfig, ...]
     left_out: tuple[LeftOutFamily, ...]
     values: Mapping[str, tuple[Any, ...]]
-
-
-class Dropped(Record):
-    """A value a knob does not take here."""
-
-    knob: str
-    value: Any
-    reason: str
-    by: str = ""
 
 
 def generate(
@@ -115,10 +101,10 @@ def generate(
     fixed, bounds = dict(fixed or {}), dict(bounds or {})
     for knob in (*fixed, *bounds):
         knob_values(knob)
-    values, dropped = _offered(choices, global_batch)
-    _drop_losing_precisions(values, dropped, device, fixed)
+    values, dropped = offered_values(choices, global_batch, but=DEGREES)
+    drop_losing_precisions(values, dropped, device, fixed)
     for knob in list(values):
-        values[knob] = _narrow(knob, values[knob], dropped, fixed, bounds)
+        values[knob] = narrow(knob, values[knob], dropped, fixed, bounds)
     varied, reasons = with_data_parallel_knobs(degrees, _asked_of_data_parallel(fixed, bounds))
     combinations = [d for d in varied if _degrees_allowed(d, fixed, bounds)]
     if not combinations:
@@ -134,102 +120,11 @@ def generate(
             + ", ".join([f"{k}={v}" for k, v in fixed.items()] + [f"{k}={b.describe()}" for k, b in bounds.items()]),
             hint=f"micro_batch x dp_replicate x dp_shard must divide the global batch of {global_batch}; compile_mode "
             "needs compile; CUDA-graph modes need compile=model; with ddp_static_graph micro_batch x dp_replicate is "
-            "the whole global batch.",
+            "the whole global batch; with gradient_sync=every it is at most half of it.",
         )
-    left_out = [_family(drop, len(candidates), values) for drop in dropped]
+    left_out = [family_of(drop, len(candidates), values) for drop in dropped]
     used = {knob: _in_order(knob, {getattr(c, knob) for c in candidates}) for knob in KNOBS}
     return Space(candidates=tuple(candidates), left_out=(*left_out, *degrees_left_out), values=used)
-
-
-def _offered(choices: Sequence[KnobChoices], global_batch: int) -> tuple[dict[str, list[Any]], list[Dropped]]:
-    values: dict[str, list[Any]] = {"micro_batch": list(micro_batches(global_batch))}
-    dropped: list[Dropped] = []
-    for choice in choices:
-        if choice.knob in DEGREES:
-            continue  # these come as whole combinations
-        values[choice.knob] = list(choice.values)
-        dropped += [Dropped(knob=choice.knob, value=out.value, reason=out.reason) for out in choice.left_out]
-    return values, dropped
-
-
-def _drop_losing_precisions(
-    values: dict[str, list[Any]], dropped: list[Dropped], device: Device, fixed: Mapping[str, Any]
-) -> None:
-    """Leaves out precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
-    if "fp32" not in values.get("precision", ()) or "precision" in fixed:
-        return
-    for precision in [p for p in values["precision"] if p in PRECISION_DTYPES]:
-        rates = _paired_rates(device, PRECISION_DTYPES[precision])
-        if rates is None:
-            continue
-        rate, plain = rates
-        if rate < LOSING_RATE_SHARE * plain:
-            values["precision"].remove(precision)
-            dropped.append(
-                Dropped(
-                    knob="precision",
-                    value=precision,
-                    reason="measured: a linear layer's forward and backward is slower than in fp32 on this device",
-                    by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {plain / rate:.1f} times slower",
-                )
-            )
-
-
-def _paired_rates(device: Device, dtype: str) -> tuple[float, float] | None:
-    """FLOP/s of a precision and of fp32, training a linear layer, the best over the shapes measured in both."""
-
-    def by_shape(name: str) -> dict[tuple[int, ...], float]:
-        found = device.readings("linear_train", name)
-        return {r.shape: r.rate.value for r in found if r.rate.value is not None}
-
-    mine, plain = by_shape(dtype), by_shape("float32")
-    common = set(mine) & set(plain)
-    if not common:
-        return None
-    return max(mine[shape] for shape in common), max(plain[shape] for shape in common)
-
-
-def _narrow(
-    knob: str, offered: list[Any], dropped: list[Dropped], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]
-) -> list[Any]:
-    """The values of a knob that the user allows.
-
-    Raises:
-        ConfigError: none of those offered, or a fixed one that is not offered, with the reason.
-    """
-    if knob in fixed:
-        value = check_knob(knob, fixed[knob])
-        if value in offered or (knob == "threads" and value is not None):
-            return [value]
-        if knob == "micro_batch" and not offered:
-            return [value]
-        raise ConfigError(f"{knob}={value} is not possible here: {_why_not(knob, value, dropped)}", hint=_hint(offered))
-    if knob == "micro_batch" and not offered:
-        raise WorkloadError(
-            "the micro-batch of this workload must be fixed by you: " + _why_not(knob, None, dropped),
-            hint="Fix it with --fix micro_batch=N, the micro-batch that the training is meant to have.",
-        )
-    if knob not in bounds:
-        return offered
-    allowed = [value for value in offered if bounds[knob].allows(value)]
-    if not allowed:
-        raise ConfigError(
-            f"no value of {knob} that is possible here is within {bounds[knob].describe()}", hint=_hint(offered)
-        )
-    return allowed
-
-
-def _why_not(knob: str, value: Any, dropped: Sequence[Dropped]) -> str:
-    reasons = [drop.reason for drop in dropped if drop.knob == knob and (value is None or drop.value == value)]
-    if reasons:
-        return reasons[0]
-    if knob == "micro_batch":
-        return "it does not divide the global batch, which is never changed"
-    return "this workload does not offer it on this device"
-
-
-def _hint(offered: Sequence[Any]) -> str:
-    return "Possible here: " + ", ".join(map(str, offered)) + "."
 
 
 def _asked_of_data_parallel(fixed: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, list[Any]]:
@@ -306,16 +201,6 @@ def _in_order(knob: str, used: set[Any]) -> tuple[Any, ...]:
     return tuple(sorted(used, key=lambda value: (value is not None, value or 0)))
 
 
-def _family(drop: Dropped, candidates: int, values: Mapping[str, Sequence[Any]]) -> LeftOutFamily:
-    """A value that a knob does not take, as a family: about as many configurations as each value taken has."""
-    return LeftOutFamily(
-        family=f"{drop.knob}={drop.value}",
-        limit=drop.reason,
-        by=drop.by,
-        configurations=candidates // max(1, len(values.get(drop.knob, ()))),
-    )
-
-
 def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device: str) -> float:
     """What one rank may take: on CPU the limit is for all ranks together, on CUDA for each device."""
     return memory_limit_bytes / config.world_size if device == "cpu" else memory_limit_bytes
@@ -326,8 +211,8 @@ def keep_what_may_win(
 ) -> tuple[list[int], list[LeftOutFamily]]:
     """Indices of the candidates worth a trial, in their order, and the families that are not, with by how much.
 
-    Left out is what cannot fit (even the low end of its predicted peak is above the limit) and, beyond
-    MAX_CANDIDATES, what is predicted to be slowest.
+    Left out is what cannot fit (even the low end of its predicted peak is above the limit), what saves memory that is
+    not needed, and, beyond MAX_CANDIDATES, what is predicted to be slowest.
     """
     shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
     too_big = table.peak_memory_low_bytes > shares
@@ -351,7 +236,20 @@ def keep_what_may_win(
                 configurations=len(members),
             )
         )
-    kept = np.flatnonzero(~too_big)
+    needless = _needless(candidates, table, shares)
+    if needless:
+        slower = table.step_time_s[list(needless)] / table.step_time_s[list(needless.values())] - 1
+        left_out.append(
+            LeftOutFamily(
+                family="gradient_sync=every",
+                limit="gradient_sync=last fits with all else the same, and sends less",
+                by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
+                configurations=len(needless),
+            )
+        )
+    worth = ~too_big
+    worth[list(needless)] = False
+    kept = np.flatnonzero(worth)
     if len(kept) > MAX_CANDIDATES:
         order = kept[np.argsort(table.step_time_low_s[kept], kind="stable")]
         slow = order[MAX_CANDIDATES:]
@@ -368,9 +266,29 @@ def keep_what_may_win(
     return [int(index) for index in kept], left_out
 
 
+def _needless(candidates: Sequence[TrainingConfig], table: CostTable, shares: NDArray[np.float64]) -> dict[int, int]:
+    """Where gradient_sync=every is not worth a trial, to where the same with gradient_sync=last is.
+
+    The latter fits at the high end of its predicted peak, and is predicted to be no slower.
+    """
+    every = [index for index, config in enumerate(candidates) if config.gradient_sync == "every"]
+    if not every:
+        return {}
+    last = {config: i for i, config in enumerate(candidates) if config.dp_shard > 1 and config.gradient_sync == "last"}
+    found = {}
+    for index in every:
+        twin = last.get(candidates[index].model_copy(update={"gradient_sync": "last"}))
+        if twin is None or table.peak_memory_high_bytes[twin] > shares[twin]:
+            continue
+        if table.step_time_s[twin] <= table.step_time_s[index]:
+            found[index] = twin
+    return found
+
+
 def _memory_family(config: TrainingConfig) -> str:
     names = [f"micro_batch={config.micro_batch}", f"checkpointing={config.checkpointing}", f"loss={config.loss}"]
     names += [f"{knob}={getattr(config, knob)}" for knob in RANK_COUNTS if getattr(config, knob) > 1]
+    names += ["gradient_sync=every"] if config.gradient_sync == "every" else []
     return " ".join(names)
 
 

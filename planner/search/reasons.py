@@ -9,6 +9,7 @@ from autoplan.planner.search.selection import Entry
 from autoplan.planner.search.session import Session
 from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.strategies.config import KNOBS, TrainingConfig
+from autoplan.strategies.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
 
 ABOUT = 0.01
 """Expected differences below this share are "as fast"."""
@@ -64,10 +65,25 @@ def _compare(ratio: float) -> str:
 
 
 def _only_reason(session: Session, knob: str) -> str:
+    why = _left_out_reason(session, knob)
+    return f"the only value here ({why})" if why else "the only value here"
+
+
+def _left_out_reason(session: Session, knob: str) -> str | None:
     for family in session.ground.left_out:
         if family.family.startswith(f"{knob}="):
-            return f"the only value here ({family.family} left out: {family.limit})"
-    return "the only value here"
+            return f"{family.family} left out: {family.limit}"
+    return None
+
+
+def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str | None:
+    """Which rule of data parallelism forbids each other value of a knob beside the rest of the plan, if one does."""
+    if knob not in DATA_PARALLEL_KNOBS:
+        return None
+    others = (value for value in session.ground.space.values.get(knob, ()) if value != getattr(config, knob))
+    batch = session.ground.spec.global_batch
+    found = [reason_against_data_parallel(config.model_dump() | {knob: value}, batch) for value in others]
+    return "; ".join(reason for reason in found if reason) if all(found) else None
 
 
 def _reason_one_by_one(session: Session, winner: Entry, knob: str) -> str:
@@ -85,7 +101,10 @@ def _reason_one_by_one(session: Session, winner: Entry, knob: str) -> str:
         if other == config or (other not in session.picker.legal and other not in tried):
             continue
         told.append(f"{knob}={value} " + _word_on(session, winner, other, tried.get(other)))
-    return ", ".join(told[:4]) or "no other value is legal with the rest of the plan and predicted to fit"
+    if told:
+        return ", ".join(told[:4])
+    why = _illegal_reason(session, config, knob) or _left_out_reason(session, knob)
+    return why or "no other value is legal with the rest of the plan and predicted to fit"
 
 
 def _word_on(session: Session, winner: Entry, other: TrainingConfig, trial: Trial | None) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import optuna
 import pytest
 
+from autoplan.planner.plan import LeftOutFamily
 from autoplan.planner.search.reasons import explain_choices
 from autoplan.planner.search.sampler import NoCandidateError, Picker
 from autoplan.planner.search.selection import Entry, contenders, enter, rank, speed_ratio
@@ -297,14 +298,35 @@ def test_a_value_that_was_tried_comes_with_what_became_of_it():
     )
 
 
-def reasons_for(trials: list[Trial], ended_by: str) -> dict[str, str]:
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"dp_replicate": 2}, "gradient_sync=every needs FSDP2"),
+        ({"dp_shard": 2, "micro_batch": 8}, "gradient_sync=every needs several micro-batches per step"),
+        ({"dp_shard": 2}, "gradient_sync=every left out: it is not needed"),
+    ],
+)
+def test_a_value_that_does_not_go_with_the_plan_says_which_rule_forbids_it(knobs: dict[str, int], words: str):
+    config = TrainingConfig(**({"micro_batch": 2} | knobs))
+    family = LeftOutFamily(family="gradient_sync=every", limit="it is not needed", by="", configurations=1)
+    reasons = reasons_for(
+        [finalist(0, config, 1.0)], "time", values={"gradient_sync": ("last", "every")}, left_out=(family,)
+    )
+    assert reasons["gradient_sync"].startswith(words)
+
+
+def reasons_for(
+    trials: list[Trial], ended_by: str, values: dict[str, Any] = VALUES, left_out: tuple[LeftOutFamily, ...] = ()
+) -> dict[str, str]:
     def predict(config: TrainingConfig) -> Any:
         slower = (0.91 if config.precision == "bf16" else 1.0) * (4 / 3 if config.checkpointing == "full" else 1.0)
         return SimpleNamespace(step_time_s=slower)
 
     session: Any = SimpleNamespace(
         options=SimpleNamespace(fixed={}),
-        ground=SimpleNamespace(space=SimpleNamespace(values=VALUES), left_out=()),
+        ground=SimpleNamespace(
+            space=SimpleNamespace(values=values), left_out=left_out, spec=SimpleNamespace(global_batch=16)
+        ),
         store=SimpleNamespace(trials=tuple(trials)),
         picker=SimpleNamespace(legal=frozenset(CANDIDATES)),
         predict=predict,

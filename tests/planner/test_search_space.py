@@ -9,7 +9,7 @@ from autoplan.planner.cost.estimate import CostTable
 from autoplan.planner.search.options import Bound
 from autoplan.planner.space import generate, keep_what_may_win, parse_bound
 from autoplan.probes.profile import Device, OperationReading, Reading
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import TrainingConfig, parse_knob
 from autoplan.strategies.inspect import KnobChoices, LeftOutValue
 
 
@@ -150,6 +150,7 @@ WAYS = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard"
         ({"ddp_bucket_mb": 50}, [WAYS[1], WAYS[4]]),
         ({"ddp_static_graph": True}, [WAYS[1]]),
         ({"fsdp_prefetch": 2}, [WAYS[2], WAYS[3]]),
+        ({"gradient_sync": "every"}, [WAYS[2], WAYS[3]]),
     ],
 )
 def test_a_knob_of_data_parallelism_that_is_fixed_goes_where_it_means_something(fixed, ways):
@@ -161,6 +162,21 @@ def test_a_knob_of_data_parallelism_that_is_fixed_goes_where_it_means_something(
     assert all(getattr(config, knob) == value for config in space.candidates for knob, value in fixed.items())
     if "ddp_static_graph" in fixed:
         assert {config.accumulation(12) for config in space.candidates} == {1}
+    if "gradient_sync" in fixed:
+        assert {config.accumulation(12) for config in space.candidates} == {2, 3, 6}
+
+
+def test_gradients_are_scattered_at_every_micro_step_wherever_that_means_something():
+    space = generate(CHOICES, global_batch=12, device=device(), degrees=(*WAYS, {"dp_shard": 2, "pp": 2}))
+    assert len(set(space.candidates)) == len(space.candidates)
+    assert space.values["gradient_sync"] == ("last", "every")
+    several = {c for c in space.candidates if c.dp_shard > 1 and c.pp == 1 and c.accumulation(12) > 1}
+    every = {c for c in space.candidates if c.gradient_sync == "every"}
+    assert every and several == every | {c.model_copy(update={"gradient_sync": "last"}) for c in every}
+    asked = generate(
+        CHOICES, global_batch=12, device=device(), degrees=WAYS, bounds={"gradient_sync": Bound(values=("last",))}
+    )
+    assert {c.gradient_sync for c in asked.candidates} == {"last"}
 
 
 def test_knobs_of_data_parallelism_vary_only_where_they_are_asked_for():
@@ -179,6 +195,9 @@ def test_knobs_of_data_parallelism_vary_only_where_they_are_asked_for():
     ("fixed", "text"),
     [
         ({"fsdp_prefetch": 2, "dp_replicate": 2, "dp_shard": 1}, "nothing else gathers parameters"),
+        ({"gradient_sync": "every", "dp_replicate": 2, "dp_shard": 1}, "needs FSDP2"),
+        ({"gradient_sync": "every", "pp": 2}, "needs FSDP2"),
+        ({"gradient_sync": "every", "dp_shard": 2, "dp_replicate": 1, "micro_batch": 6}, "at most half of it"),
         ({"ddp_bucket_mb": 50, "dp_shard": 2}, "FSDP2 keeps the replicas' gradients together"),
         ({"ddp_static_graph": True, "pp": 2}, "several forwards before a backward"),
         ({"ddp_static_graph": True, "micro_batch": 1}, "whole global batch"),
@@ -212,6 +231,22 @@ def test_what_cannot_fit_is_dropped_by_family_with_by_how_much():
     assert [(family.configurations, "2.00 GiB too much" in family.by) for family in families] == [(2, True)]
 
 
+def test_gradients_are_scattered_at_every_micro_step_only_where_memory_asks_for_it():
+    configs = [
+        TrainingConfig.model_validate({"micro_batch": m, "dp_shard": 2, "gradient_sync": sync})
+        for m in (1, 2, 4)
+        for sync in ("last", "every")
+    ]
+    # of 10 GiB: last fits at 1, may fit at 2, cannot at 4
+    table = columns(*(g * 2**30 for g in (8, 5, 9, 6, 14, 8)), times=(1.0, 1.2, 1.0, 1.1, 1.0, 1.05))
+    kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda")
+    assert kept == [0, 2, 3, 5]
+    needless = next(family for family in families if family.family == "gradient_sync=every")
+    assert needless.configurations == 1 and "20.0%" in needless.by and "sends less" in needless.limit
+    fixed = keep_what_may_win(configs[1::2], columns(5.0, 6.0, 8.0), 10 * 2**30, "cuda")
+    assert fixed == ([0, 1, 2], [])
+
+
 def test_on_cpu_the_ranks_share_the_memory_and_on_cuda_each_has_its_own():
     configs = [TrainingConfig(micro_batch=1), TrainingConfig(micro_batch=1, dp_replicate=2)]
     table = columns(1.9 * 2**30, 1.9 * 2**30)
@@ -232,7 +267,16 @@ def test_a_very_large_space_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch):
 def test_reading_bounds():
     assert parse_bound("micro_batch=1..8") == ("micro_batch", Bound(low=1, high=8))
     assert parse_bound("micro-batch=..8") == ("micro_batch", Bound(low=None, high=8))
+    assert parse_knob("gradient-sync=every") == ("gradient_sync", "every")
+    assert parse_bound("gradient_sync=last,every") == ("gradient_sync", Bound(values=("last", "every")))
     assert parse_bound("precision=fp32,bf16") == ("precision", Bound(values=("fp32", "bf16")))
-    for text in ("micro_batch", "micro_batch=8..1", "precision=fp32..bf16", "colour=1..2", "precision=fp99"):
+    for text in (
+        "micro_batch",
+        "micro_batch=8..1",
+        "precision=fp32..bf16",
+        "gradient_sync=first",
+        "colour=1..2",
+        "precision=fp99",
+    ):
         with pytest.raises(ConfigError):
             parse_bound(text)
