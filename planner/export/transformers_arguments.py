@@ -32,7 +32,8 @@ if not torch.cuda.is_available():
 path = os.path.join(tempfile.mkdtemp(), "arguments.json")
 json.dump(given, open(path, "w"))
 (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
-print("READ " + json.dumps({key: getattr(arguments, key) for key in given}, default=str))
+plain = lambda value: value.to_dict() if hasattr(value, "to_dict") else str(value)
+print("READ " + json.dumps({key: getattr(arguments, key) for key in given}, default=plain))
 """
 
 
@@ -114,6 +115,8 @@ def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], lost: li
         said["ddp_bucket_mb"] = config.ddp_bucket_mb
     if config.ddp_static_graph:
         said["ddp_static_graph"] = True
+    if config.gradient_sync == "every":
+        said["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     lost += [f"{knob}={value} is no training argument here" for knob, value in said.items() if keys.get(knob) is None]
     if config.fsdp_prefetch:
         lost.append(f"fsdp_prefetch={config.fsdp_prefetch}: the Trainer leaves FSDP2 in torch's own order")

@@ -73,6 +73,19 @@ def test_training_arguments_are_read_back_by_the_real_class(config: TrainingConf
     assert ("fused loss" in lost) == (config.loss == "fused")
 
 
+@pytest.mark.slow
+def test_gradients_scattered_at_every_micro_step_are_asked_of_accelerate(tmp_path: Path) -> None:
+    """What the real class hands to accelerate's GradientAccumulationPlugin."""
+    said = {}
+    for sync in ("last", "every"):
+        config = TrainingConfig.model_validate({"micro_batch": 2, "dp_shard": 2, "gradient_sync": sync})
+        exported = export_plan(make_plan(config), "transformers", tmp_path / f"{sync}.json")
+        real = read_back_arguments(exported.paths[0].read_text())
+        said[sync] = real.get("accelerator_config", {}).get("gradient_accumulation_kwargs")
+        assert "gradient_sync" not in " ".join(exported.not_carried)
+    assert said == {"last": None, "every": {"sync_each_batch": True}}
+
+
 def test_what_is_not_carried_stands_in_the_companion(tmp_path: Path) -> None:
     export = TransformersTarget().render(make_plan(CONFIGS[3]), "args")
     (_, module) = export.files.values()

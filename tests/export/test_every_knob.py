@@ -17,6 +17,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "compile_mode": {"compile": "model"},
     "reshard_after_forward": {"dp_shard": 2},
     "fsdp_prefetch": {"dp_shard": 2},
+    "gradient_sync": {"dp_shard": 2},
     "ddp_bucket_mb": {"dp_replicate": 2},
     "ddp_static_graph": {"dp_replicate": 2},
     "pp_schedule": {"pp": 2},
