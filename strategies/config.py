@@ -23,6 +23,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"
 Attention = Literal["own", "eager", "sdpa"]
 LossHead = Literal["full", "fused"]
 OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
+Allocator = Literal["own", "keep"]
 GradientSync = Literal["last", "every"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
@@ -55,6 +56,11 @@ class TrainingConfig(Record):
         default="own", description="own: as the workload's optimizer has it; torch's for-loop, foreach or fused form"
     )
     threads: int | None = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
+    allocator: Allocator = Field(
+        default="own",
+        description="CPU: own leaves the C library as it is; keep has it hold on to freed memory, which the next "
+        "micro-step then takes without page faults (glibc; for the whole process)",
+    )
     dp_replicate: int = Field(default=1, ge=1, description="data-parallel replicas (DDP; the outer degree of HSDP)")
     dp_shard: int = Field(default=1, ge=1, description="ranks over which FSDP2 shards parameters and states")
     reshard_after_forward: bool = Field(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autoplan.strategies.affinity import place_rank
+from autoplan.strategies.allocator import AllocatorStrategy
 from autoplan.strategies.attention import AttentionStrategy
 from autoplan.strategies.base import Build, Strategy
 from autoplan.strategies.checkpointing import CheckpointingStrategy
@@ -30,6 +31,7 @@ from autoplan.strategies.workload import TrainingModule, Workload
 STRATEGIES: tuple[Strategy, ...] = (
     MicroBatchStrategy(),  # refuses before anything is changed
     ThreadsStrategy(),  # before any operation of the run: the thread pool takes its size at first use
+    AllocatorStrategy(),  # for the process too, before the first large allocation
     PipelineStrategy(),  # drops what other stages hold, so that all below works on this rank's part alone
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
     LossStrategy(),  # swaps the head and the loss, likewise
@@ -54,8 +56,9 @@ def prepare(
 ) -> TrainingRun:
     """Builds the training run of a workload under a config.
 
-    Two settings belong to the process, not to the run, and stay set: torch's number of threads (where the config
-    names one) and, on CUDA, whether fp32 matmuls round to TF32. The random state is seeded with the workload's seed.
+    Three settings belong to the process, not to the run, and stay set: torch's number of threads (where the config
+    names one), with allocator=keep what the C library does with freed memory, and, on CUDA, whether fp32 matmuls round
+    to TF32. The random state is seeded with the workload's seed.
 
     Args:
         workload: What is trained.

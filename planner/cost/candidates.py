@@ -35,6 +35,7 @@ class Candidates:
         scatters_each: FSDP2 scatters gradients at every micro-step, not the sum of all at the last.
         sharding, schedule, optimizer, compiled: Indices into SHARDINGS, SCHEDULES, OPTIMIZERS, COMPILES.
         passes: Pipeline passes per optimizer step.
+        keeps_memory: The C library keeps freed memory (allocator=keep).
         threads: CPU threads per rank; 0: all.
     """
 
@@ -59,6 +60,7 @@ class Candidates:
     optimizer: Ints
     compiled: Ints
     graphs: NDArray[np.bool_]
+    keeps_memory: NDArray[np.bool_]
     threads: Floats
 
     def __len__(self) -> int:
@@ -147,5 +149,6 @@ def from_configs(
         optimizer=coded([own if c.optimizer_step == "own" else OPTIMIZERS.index(c.optimizer_step) for c in configs]),
         compiled=coded([COMPILES.index(config.compile) for config in configs]),
         graphs=np.array([config.compile_mode in ("reduce-overhead", "max-autotune") for config in configs], dtype=bool),
+        keeps_memory=np.array([config.allocator == "keep" for config in configs], dtype=bool),
         threads=np.array([config.threads or 0 for config in configs], dtype=np.float64),
     )

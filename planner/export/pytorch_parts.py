@@ -46,12 +46,16 @@ def knob_settings(config: TrainingConfig) -> dict[str, Any]:
     return said
 
 
+_ALLOCATOR_CONSTANTS = ("M_TRIM_THRESHOLD", "M_MMAP_THRESHOLD", "LARGEST_MAPPED_BYTES", "NEVER")
+
+
 def imports(plan: Plan, task: str) -> str:
     """The import lines."""
     config, function = plan.config, plan.workload.kind == "function"
     fused = config.loss == "fused"
     plain = {"argparse", "time"} | (set() if config.precision in AUTOCAST else {"contextlib"})
     plain |= {"inspect", "importlib.util", "sys", "types"} if function else {"json"}
+    plain |= {"ctypes", "sys"} if config.allocator == "keep" else set()
     plain |= {"functools"} if fused or config.checkpointing == "selective" else set()
     lines = [f"import {name}" for name in sorted(plain)]
     lines += ["from collections.abc import Callable, Iterable"] if function else []
@@ -224,6 +228,9 @@ def techniques(plan: Plan) -> str:
     ]
     if config.threads is not None:
         lines += ["    torch.set_num_threads(THREADS)"]
+    if config.allocator == "keep":
+        pieces.append(take("allocator.py", "can_keep_freed_memory", "keep_freed_memory", *_ALLOCATOR_CONSTANTS))
+        lines += ["    keep_freed_memory()"]
     lines += [
         "    torch.manual_seed(SEED)",
         "    with torch.device(device):",

@@ -18,6 +18,9 @@ from autoplan.planner.export.base import Export, comment, provenance_lines, same
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 
+# mallopt(3), as strategies/allocator.py sets them
+MALLOPT = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
+
 # parse_json_file is how transformers' own example scripts read such a file. bf16 and fp16 want a GPU or use_cpu;
 # tf32 is refused on every CPU, whatever is written, so this check leaves it out where there is no GPU.
 _READ_BACK = """
@@ -174,6 +177,7 @@ def companion(plan: Plan, arguments_file: str, lost: list[str], version: str, ve
         '"""What the plan sets that is no training argument. Use: '
         'Trainer(model=prepare_model(model), args=load_arguments(), ...)."""',
         "",
+        *(["import ctypes"] if config.allocator == "keep" else []),
         "from pathlib import Path",
         "",
         "import torch",
@@ -194,6 +198,11 @@ def companion(plan: Plan, arguments_file: str, lost: list[str], version: str, ve
         body.append(f"    model.set_attn_implementation({config.attention!r})")
     if config.threads is not None:
         body.append(f"    torch.set_num_threads({config.threads})")
+    if config.allocator == "keep":
+        body += [
+            "    libc = ctypes.CDLL(None)  # glibc keeps freed memory, for the whole process (mallopt(3))",
+            *(f"    libc.mallopt({option}, {value})  # {name}" for name, (option, value) in MALLOPT.items()),
+        ]
     if config.compile == "block":
         body += [
             "    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]",

@@ -114,7 +114,9 @@ def run_plan(plan: Plan) -> list[float]:
 
 CONFIGS = {
     "plain": TrainingConfig(micro_batch=2),
-    "selective": TrainingConfig(micro_batch=4, checkpointing="selective", attention="eager", threads=1),
+    "selective": TrainingConfig(
+        micro_batch=4, checkpointing="selective", attention="eager", threads=1, allocator="keep"
+    ),
     "every_2": TrainingConfig(micro_batch=8, checkpointing="every_2", optimizer_step="foreach", attention="sdpa"),
     "fused": TrainingConfig(micro_batch=1, loss="fused", optimizer_step="fused", checkpointing="full"),
     "bf16": TrainingConfig(micro_batch=4, loss="fused", precision="bf16"),

@@ -1,11 +1,15 @@
 """What each technique does to a model: kernels of the fused loss, checkpointing, compile, optimizer forms, threads."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.errors import ConfigError
 from autoplan.strategies import compilation
+from autoplan.strategies.allocator import AllocatorStrategy
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload, read_inspection, run_inspect_rank
 from autoplan.strategies.loss_kernels import (
@@ -225,6 +229,15 @@ def test_eager_attention_is_set_in_every_block():
 def test_threads_are_set_for_the_process():
     prepare(language(), PLAIN.model_copy(update={"threads": 2}))
     assert torch.get_num_threads() == 2
+
+
+def test_the_allocator_keeps_memory_on_a_cpu_alone():
+    """What that does to page faults is shown in tests/planner/test_replay.py."""
+    run = prepare(language(), PLAIN.model_copy(update={"allocator": "keep"}))
+    assert run.config.allocator == "keep"
+    elsewhere = SimpleNamespace(config=PLAIN.model_copy(update={"allocator": "keep"}), device=torch.device("meta"))
+    with pytest.raises(ConfigError, match="needs a CPU and glibc"):
+        AllocatorStrategy().apply(elsewhere)
 
 
 def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):
