@@ -56,7 +56,7 @@ def traced_memory(
     shards = np.where(c.sharding > 0, c.dp_shard, 1.0)
     zero3 = c.sharding == SHARDINGS.index("zero3")
     scattered = np.isin(c.sharding, (2, 3))
-    parameters = profile.parameter_bytes * mine / np.where(np.isin(c.sharding, (2, 3)), shards, 1.0)
+    parameters = profile.parameter_bytes * mine / np.where(scattered, shards, 1.0)
     # FSDP2 keeps whole gradients between micro-steps of which only the last scatters (strategies/data_parallel.py)
     kept_whole = ~scattered | (~c.scatters_each & (c.accumulation > 1))
     gradients = 4.0 * profile.trainable * mine / np.where(kept_whole, 1.0, shards)
@@ -76,7 +76,8 @@ def traced_memory(
         c,
         profile.fewest_samples,
         kept=1 / np.where(kept_whole, 1.0, shards),
-        unscattered=np.where(kept_whole, 0.0, outside + 2 * block),
+        # of those kept whole the last micro-step copies one block's at a time
+        unscattered=np.where(kept_whole, np.where(scattered, block, 0.0), outside + 2 * block),
     )
     held = held_micro_batches(c, c.accumulation / c.passes)
     saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
@@ -142,7 +143,7 @@ def _micro_step_peak(
         variant, full, candidates: As `traced_memory` has them.
         fewest_samples: The smallest micro-batch that was traced.
         kept: The share of the gradients made that this rank keeps; the rest is scattered as the backward goes on.
-        unscattered: Bytes of whole gradients that the backward holds besides.
+        unscattered: Bytes of gradients on their way that the backward holds besides.
     """
     of_full = {peak.part: peak for peak in full.peaks}
     first = np.zeros(len(candidates))
