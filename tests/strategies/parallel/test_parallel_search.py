@@ -34,11 +34,13 @@ def search(folder: Path, **options: Any) -> SearchResult:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", ["dp_shard", "tp", "pp"])
-def test_a_search_measures_two_ranks(tmp_path: Path, degree: str) -> None:
-    result = search(tmp_path, fixed=SMALL | {degree: 2})
+@pytest.mark.parametrize(
+    "knobs", [{"dp_shard": 2}, {"dp_shard": 2, "gradient_sync": "every"}, {"tp": 2}, {"pp": 2}], ids=str
+)
+def test_a_search_measures_two_ranks(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    result = search(tmp_path, fixed=SMALL | knobs)
     assert result.status == "plan_found", result.reason
-    shared = [trial for trial in result.trials if getattr(trial.config, degree) == 2]
+    shared = [trial for trial in result.trials if trial.config.model_dump().items() >= knobs.items()]
     assert shared
     assert {trial.outcome for trial in shared} <= {Outcome.OK, Outcome.PRUNED}, [t.reason for t in shared]
     assert result.plan is not None and result.plan.parity.passed
