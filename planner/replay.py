@@ -1,14 +1,16 @@
 """Times recorded operations on the device, one by one, on tensors of the recorded shapes.
 
 Whole-model timing would take every variant; the operations of all variants together are some hundred, and each is run
-a few times. An operation of a training step finds its operands out of the nearest caches, since others ran in between;
-so each run here takes other tensors than the runs before it. It is timed at two sizes, because what fits the caches at
-few samples does not at many. On a CPU the memory is kept between runs: what new pages cost is priced apart
-(`first_touch` of the probes). What the sum leaves out, the host's own time between operations, is dispatch.
+a few times, or, where time runs out, stands in proportion to one of its kind. An operation of a training step finds
+its operands out of the nearest caches, since others ran in between; so each run here takes other tensors than the runs
+before it. It is timed at two sizes, because what fits the caches at few samples does not at many. On a CPU the memory
+is kept between runs: what new pages cost is priced apart (`first_touch` of the probes). What the sum leaves out, the
+host's own time between operations, is dispatch.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -22,14 +24,16 @@ from torch.utils import _pytree as pytree
 from autoplan.planner.recorder import Recipe, TensorShape
 from autoplan.strategies.allocator import keep_freed_memory
 
-REPEATS = 5
-# an operation slower than this is run once after its first run
-SLOW_S = 0.15
+# how often an operation is run after its first run, by what that took
+REPEATS = ((0.003, 5), (0.02, 3), (0.15, 2), (float("inf"), 1))
+# of each kind of operation the largest within these is timed first
+REPRESENTATIVE_BYTES = 64 << 20
+REPRESENTATIVE_FLOPS = 1e10
 # operands rotate through as much memory: several times what a core's own caches hold; on a GPU its L2
 POOL_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 # an operation is timed at so many times the samples too, if that stays within the seconds and bytes below
 TIMES = (8, 4, 2)
-LONGEST_MORE_S = 0.06
+LONGEST_MORE_S = 0.03
 LARGEST_MORE_BYTES = 192 << 20
 
 Key = TypeVar("Key", bound=Hashable)
@@ -47,6 +51,11 @@ class Timing:
     count: int
     flops: float
 
+    @property
+    def work(self) -> float:
+        """FLOPs, or bytes of the operands where it has none."""
+        return self.flops or float(_bytes_of(self.few))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
@@ -58,42 +67,69 @@ class Timed:
 
 
 def time_recipes(recipes: Mapping[Key, Timing], device: torch.device, budget_s: float) -> dict[Key, Timed]:
-    """Seconds of each group of operations, as far as the budget goes; the small ones first, since they teach the rate.
+    """Seconds of each group of operations.
+
+    First one of each kind (operation and dtypes), then the others, the small ones first, as far as the budget goes.
+    What is left takes the seconds of the next in size of its kind, in proportion to its work.
 
     Args:
         recipes: For each group what to run.
         device: Where they run.
-        budget_s: Seconds for all of them. One that is expected to take more than what is left is skipped.
+        budget_s: Seconds for all of them. One that is expected to take more than what is left is not run.
     """
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
         keep_freed_memory()
     stand = _Stand(device)
-    timed: dict[Key, Timed] = {}
-    rates: dict[str, float] = {}
     kept: dict[str, Timed] = {}
-    for key, timing in sorted(recipes.items(), key=lambda item: item[1].flops):
+    kinds: dict[Hashable, dict[float, float]] = {}
+    timed: dict[Key, Timed] = {}
+    for key in _in_order(recipes):
+        timing = recipes[key]
         left = ends - time.perf_counter()
-        if left <= 0:
-            break
-        dtype = _dtype_of(timing.few)
-        if timing.flops and dtype in rates and 2 * timing.flops / rates[dtype] > left:
-            continue
-        place = repr((timing.few, timing.many))
+        place, kind = repr((timing.few, timing.many)), _kind_of(timing.few)
         if place not in kept:
+            known = _by_proportion(kinds.get(kind, {}), timing.work)
+            if left <= 0 or (known is not None and 3 * known > left):
+                continue
             seconds = stand.time(timing.few)
             if seconds is None:
                 continue
             kept[place] = _with_more(stand, timing, seconds, left)
-            if timing.flops > 1e8:
-                rates[dtype] = max(rates.get(dtype, 0.0), timing.flops / seconds)
-        one = kept[place]
-        timed[key] = Timed(
-            seconds=timing.count * one.seconds,
-            more_s=None if one.more_s is None else timing.count * one.more_s,
-            times=one.times,
-        )
+            kinds.setdefault(kind, {})[timing.work] = seconds
+        timed[key] = _of_all(kept[place], timing.count)
+    for key, timing in recipes.items():
+        if key not in timed:
+            seconds = _by_proportion(kinds.get(_kind_of(timing.few), {}), timing.work)
+            if seconds is not None:
+                timed[key] = _of_all(Timed(seconds=seconds), timing.count)
     return timed
+
+
+def _in_order(recipes: Mapping[Key, Timing]) -> list[Key]:
+    """One of each kind first, the largest that runs fast enough to be worth it; then all by their work."""
+    order = sorted(recipes, key=lambda key: recipes[key].work)
+    first: dict[Hashable, Key] = {}
+    for key in order:
+        timing = recipes[key]
+        small = _bytes_of(timing.few) <= REPRESENTATIVE_BYTES and timing.flops <= REPRESENTATIVE_FLOPS
+        if small or _kind_of(timing.few) not in first:
+            first[_kind_of(timing.few)] = key
+    chosen = set(first.values())
+    return [*first.values(), *(key for key in order if key not in chosen)]
+
+
+def _by_proportion(known: Mapping[float, float], work: float) -> float | None:
+    """The seconds of the known work that is next in size, scaled; None: none is known."""
+    if not known:
+        return None
+    nearest = min(known, key=lambda other: abs(math.log(max(other, 1.0) / max(work, 1.0))))
+    return known[nearest] * work / max(nearest, 1.0)
+
+
+def _of_all(one: Timed, count: int) -> Timed:
+    more = None if one.more_s is None else count * one.more_s
+    return Timed(seconds=count * one.seconds, more_s=more, times=one.times)
 
 
 def _with_more(stand: _Stand, timing: Timing, seconds: float, left_s: float) -> Timed:
@@ -150,8 +186,8 @@ def _shapes(recipe: Recipe) -> list[TensorShape]:
     return [leaf for leaf in leaves if is_shape(leaf)]
 
 
-def _dtype_of(recipe: Recipe) -> str:
-    return next((str(shape.dtype) for shape in _shapes(recipe)), "")
+def _kind_of(recipe: Recipe) -> Hashable:
+    return (str(recipe.function), *(str(shape.dtype) for shape in _shapes(recipe)))
 
 
 def _span(shape: TensorShape) -> int:
@@ -181,7 +217,8 @@ class _Stand:
         try:
             with torch.no_grad():
                 first = self._once(recipe)
-                runs = [self._once(recipe) for _ in range(REPEATS if first < SLOW_S else 1)]
+                repeats = next(count for longest, count in REPEATS if first <= longest)
+                runs = [self._once(recipe) for _ in range(repeats)]
         except (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError):
             return None  # an operation that needs real values; the rates stand in for it
         finally:

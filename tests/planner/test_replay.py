@@ -50,12 +50,26 @@ def test_both_sizes_are_timed_and_the_larger_takes_longer() -> None:
 
 def test_what_does_not_grow_is_timed_once_and_what_cannot_run_is_left_out() -> None:
     batch = Timing(few=recipe(2), many=None, count=1, flops=1.0)
-    broken = Recipe(ATEN.mm.default, (shape(2, 3), shape(5, 7)), {})
+    broken = Recipe(ATEN.bmm.default, (shape(1, 2, 3), shape(1, 5, 7)), {})
     found = time_recipes(
         {"batch": batch, "broken": Timing(few=broken, many=None, count=1, flops=1.0)}, torch.device("cpu"), 5.0
     )
     assert found["batch"].more_s is None
     assert "broken" not in found
+
+
+def test_what_there_is_no_time_for_stands_in_proportion_to_its_kind() -> None:
+    """A budget that the first of the kind uses up: the others have half and twice its work."""
+    sizes = {"small": 1 << 20, "middle": 2 << 20, "large": 4 << 20}
+    recipes = {
+        name: Timing(few=Recipe(ATEN.exp.default, (shape(size),), {}), many=None, count=1, flops=0.0)
+        for name, size in sizes.items()
+    }
+    found = time_recipes(recipes, torch.device("cpu"), 1e-9)
+    assert found == {}
+    found = time_recipes(recipes, torch.device("cpu"), 0.002)  # room for the first; three times another is more
+    assert set(found) == set(recipes)
+    assert found["small"].seconds == pytest.approx(found["large"].seconds / 4)
 
 
 def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> None:
