@@ -36,6 +36,7 @@ def trace_profile(
     hardware: HardwareProfile | None = None,
     cache_dir: Path | None = None,
     fresh: bool = False,
+    timing_budget_s: float = TIMING_BUDGET_S,
 ) -> ModelProfile:
     """The profile of a workload, from the cache or traced in a rank.
 
@@ -46,6 +47,7 @@ def trace_profile(
         hardware: Where the operations are timed too; part of the cache's key. None: nothing is timed.
         cache_dir: Where profiles are kept; None: the user's cache folder.
         fresh: Trace again, whatever the cache holds.
+        timing_budget_s: Seconds that timing the operations may take, where they are timed.
 
     Raises:
         WorkloadError: the model cannot be traced, and why.
@@ -57,7 +59,7 @@ def trace_profile(
         cached = _read_cache(path)
         if cached is not None:
             return cached
-    budget_s = TIMING_BUDGET_S if hardware is not None else 0.0
+    budget_s = timing_budget_s if hardware is not None else 0.0
     task = Task(
         target="autoplan.planner.trace:_trace_rank", args=(spec, device, budget_s), deadlines_s={"*": DEADLINE_S}
     )

@@ -62,9 +62,12 @@ class TimeFit:
         """Takes in one measured time whose predicted parts (one per factor) are these, and fits anew."""
         if not parts.sum() > 0 or not seconds > 0:
             return
+        expected, sd = self.predict(parts[:, None])
+        # further off than three standard deviations, something that no factor means took the time: it counts for less
+        excess = max(abs(np.log(seconds / expected[0])) - 3 * sd[0], 0.0)
         self.rows.append(parts)
         self.seen.append(seconds)
-        self.weights.append(1 / noise**2)
+        self.weights.append(1 / (noise**2 + excess**2))
         self._fit()
 
     def _fit(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoplan.errors import ConfigError, DeviceError, WorkloadError
 from autoplan.planner.plan import LeftOutFamily
 from autoplan.planner.record import write_atomically
-from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space import Space, generate, keep_what_may_win
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Task, Zygote
@@ -33,6 +33,9 @@ PRELOAD = (
     "autoplan.strategies.prepare",
     "autoplan.strategies.sources",
 )
+
+TIMING_SHARE = 0.05
+"""Of the budget, for timing the model's operations on the device: one trial or less, and it spares several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,7 @@ def lay_groundwork(
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
     from autoplan.planner.cost.estimate import Estimator
-    from autoplan.planner.trace import trace_profile
+    from autoplan.planner.trace import TIMING_BUDGET_S, trace_profile
     from autoplan.probes.run import read_host_profile
 
     now = read_host_profile()
@@ -119,7 +122,8 @@ def lay_groundwork(
     )
 
     observer.on_phase("trace", f"counting the operations of {spec.name}")
-    profile = trace_profile(spec, device=device, zygote=zygote)
+    timing_s = min(TIMING_BUDGET_S, TIMING_SHARE * (options.budget_s or DEFAULT_BUDGET_S))
+    profile = trace_profile(spec, device=device, zygote=zygote, hardware=hardware, timing_budget_s=timing_s)
     observer.on_phase("space", f"pricing {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoplan.planner.cost.calibrate import FACTORS
+from autoplan.planner.cost.calibrate import FACTORS, TimeFit
 from autoplan.planner.cost.candidates import checkpointed_share, from_configs
 from autoplan.planner.cost.communication import Links, exchange
 from autoplan.planner.cost.estimate import Estimator, binding
@@ -220,6 +220,19 @@ def test_trials_teach_factors_that_carry_over(profile: ModelProfile, hardware: H
     assert np.all(np.abs(np.log(after.step_time_s / real))[2:] < 0.45 * before[2:])
     narrow = model.estimate(configs)[3]
     assert narrow.step_time_high_s / narrow.step_time_low_s < wide.step_time_high_s / wide.step_time_low_s
+
+
+def test_a_trial_that_something_else_slowed_down_teaches_little() -> None:
+    """Thirty times the expected: no factor means that. A trial near the expected then counts as ever."""
+    parts = np.zeros(len(FACTORS))
+    parts[:4] = 0.25
+    fit = TimeFit()
+    fit.observe(parts, 30.0)
+    fooled, _ = fit.predict(parts[:, None])
+    assert fooled[0] < 2.0
+    fit.observe(parts, 1.05)
+    after, sd = fit.predict(parts[:, None])
+    assert after[0] == pytest.approx(1.05, rel=0.1)
 
 
 def test_the_optimizer_step_is_learnt_apart(profile: ModelProfile, hardware: HardwareProfile) -> None:
