@@ -1,6 +1,6 @@
-"""The cost model against real runs on this machine: memory of many configurations, and time after three trials.
+"""The cost model's memory against real runs on this machine, many configurations of four families.
 
-    python benchmarks/accuracy_local.py [--quick] [--time] [--out results.json]
+    python -m benchmarks.accuracy_local [--quick] [--out results.json]
 
 Each configuration is built by prepare() in a rank of its own and runs two optimizer steps. Live bytes are the
 profiler's own record of every allocation; resident bytes are the kernel's. Four families: a GPT-2, a Llama, an image
@@ -22,8 +22,6 @@ import numpy as np
 from autoplan.planner.cost.estimate import Estimator
 from autoplan.planner.cost.profile import ModelProfile
 from autoplan.planner.trace import trace_profile
-from autoplan.planner.trials.outcome import Outcome
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import run_probes
 from autoplan.processes import RankContext, Task, Zygote
@@ -241,58 +239,6 @@ def memory_rows(zygote: Zygote, hardware: HardwareProfile, count: int) -> list[d
     return rows
 
 
-def time_rows(zygote: Zygote, hardware: HardwareProfile, count: int) -> list[dict[str, Any]]:
-    """Measured step times, and what was predicted before any trial and after three of them."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for family, spec in specs(Path(folder)).items():
-            profile = trace_profile(
-                spec, device="cpu", zygote=zygote, hardware=hardware, cache_dir=Path(folder), fresh=True
-            )
-            estimator = Estimator(profile, hardware, device="cpu", global_batch=GLOBAL_BATCH, memory_limit_bytes=None)
-            runner = TrialRunner(
-                zygote,
-                spec,
-                device="cpu",
-                memory_limit_bytes=8 << 30,
-                host_limit_bytes=8 << 30,
-                directory=Path(folder) / f"{family}-trials",
-            )
-            configs = configurations(profile, count, seed=len(family))
-            before = estimator.table(configs).step_time_s
-            trials = []
-            for number, config in enumerate(configs):
-                order = TrialOrder(
-                    number=number,
-                    purpose="search",
-                    config=config,
-                    prediction=None,
-                    time_box_s=8.0,
-                    deadline_s=120.0,
-                )
-                trials.append(runner.run(order))
-            good = [i for i, trial in enumerate(trials) if trial.outcome is Outcome.OK and trial.step_time_s]
-            for i in good[:3]:
-                estimator.observe(trials[i])
-            after = estimator.table(configs)
-            for place, i in enumerate(good):
-                interval = trials[i].step_time_s
-                assert interval is not None
-                rows.append(
-                    {
-                        "family": family,
-                        "config": configs[i].describe(),
-                        "measured_s": interval.median,
-                        "untried_s": float(before[i]),
-                        "predicted_s": float(after.step_time_s[i]),
-                        "low_s": float(after.step_time_low_s[i]),
-                        "high_s": float(after.step_time_high_s[i]),
-                        "used_to_calibrate": place < 3,
-                    }
-                )
-    return rows
-
-
 def summary(rows: list[dict[str, Any]], measured: str, predicted: str) -> str:
     """Mean, 95th percentile and bias of the relative error."""
     errors = np.array([row[predicted] / row[measured] - 1 for row in rows if row[measured]])
@@ -300,36 +246,23 @@ def summary(rows: list[dict[str, Any]], measured: str, predicted: str) -> str:
     return f"n={len(errors)} mean {mean:.1%} p95 {high:.1%} bias {np.mean(errors):+.1%}"
 
 
-def rank_correlation(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    """Spearman's."""
-    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
-
-
 def main() -> None:
     """Runs, prints, and keeps the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three configurations a family")
-    parser.add_argument("--time", action="store_true", help="step times too; wants a quiet machine")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     count = 4 if options.quick else 12
     with Zygote(preload=("torch", "transformers", "autoplan.strategies.prepare")) as zygote:
         hardware = run_probes(zygote, device="cpu")
         rows = memory_rows(zygote, hardware, count)
-        times = time_rows(zygote, hardware, count) if options.time else []
     families = sorted({row["family"] for row in rows})
     for family in [*families, "all"]:
         some = [row for row in rows if family in (row["family"], "all")]
         print(f"memory {family}: live {summary(some, 'live_bytes', 'predicted_live_bytes')}; ", end="")
         print(f"resident {summary(some, 'resident_bytes', 'predicted_resident_bytes')}")
-    for family in [*families, "all"] if times else []:
-        some = [row for row in times if family in (row["family"], "all") and not row["used_to_calibrate"]]
-        inside = np.mean([row["low_s"] <= row["measured_s"] <= row["high_s"] for row in some])
-        ranks = rank_correlation(*(np.array([row[n] for row in some]) for n in ("measured_s", "predicted_s")))
-        print(f"time {family}: after 3 trials {summary(some, 'measured_s', 'predicted_s')}; ", end="")
-        print(f"before {summary(some, 'measured_s', 'untried_s')}; in the interval {inside:.0%}; rank {ranks:.2f}")
     if options.out is not None:
-        options.out.write_text(json.dumps({"memory": rows, "time": times}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"memory": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
