@@ -28,14 +28,14 @@ class Recorded:
 
 
 def find_records(paths: Sequence[Path]) -> list[Path]:
-    """The files meant: each file itself; in a folder, its record.jsonl files, else its search documents (*.json)."""
+    """The files meant: each file itself; below a folder, its record.jsonl files, else its search documents (*.json)."""
     found: list[Path] = []
     for path in paths:
         if path.is_file():
             found.append(path)
             continue
         records = sorted(path.rglob("record.jsonl"))
-        found += records or [p for p in sorted(path.glob("*.json")) if read_record(p) is not None]
+        found += records or [p for p in sorted(path.rglob("*.json")) if read_record(p) is not None]
     return found
 
 
@@ -46,7 +46,7 @@ def read_record(path: Path) -> Recorded | None:
         OSError: it cannot be read.
     """
     text = path.read_text()
-    name = path.parent.name if path.name == "record.jsonl" else path.stem
+    name = path.parent.name if path.name in ("record.jsonl", "search.json") else path.stem
     try:
         if path.suffix == ".jsonl":
             lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]

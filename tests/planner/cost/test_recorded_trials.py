@@ -94,7 +94,7 @@ def test_a_document_and_a_store_give_the_same(tmp_path: Path, capsys: pytest.Cap
     assert accuracy_trials.find_records([tmp_path / "alone"]) == [tmp_path / "alone" / "search.json"]
     accuracy_trials.show_trials([tmp_path / "search.json", tmp_path / "other.json"], markdown=True)
     shown = capsys.readouterr().out
-    assert "| search | 7 | 6 |" in shown and "no record of a search: other.json" in shown
+    assert f"| {tmp_path.name} | 7 | 6 |" in shown and "no record of a search: other.json" in shown
 
 
 def test_ties_share_their_rank() -> None:
