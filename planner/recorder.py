@@ -3,17 +3,20 @@
 It watches through a dispatch mode, so that autograd, autocast, checkpointing and their recomputation are all seen, and
 works on fake tensors: a storage is alive until its last reference goes, as in a real run. What is left out is what no
 dispatch shows: workspaces inside one operation, the allocator's rounding, the process itself.
+
+One run can stand for several micro-batches: where the samples that run are a prime that divides no other size, what is
+divisible by it grows with the samples, and all else does not (`Samples`).
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -35,6 +38,30 @@ _FREE = {
 _ATTENTION_WORDS = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The micro-batch that runs, and those whose figures are wanted.
+
+    With `at == (run,)` a figure is what it is. Else `run` is a prime that divides no size but those that grow with the
+    samples: a figure that it divides is taken to be proportional to them, any other to be fixed.
+    """
+
+    run: int
+    at: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether what runs is what is wanted."""
+        return self.at == (self.run,)
+
+    def scaled(self, figure: float, samples: int) -> float:
+        """A size, a count or FLOPs as they are at so many samples."""
+        return figure * samples / self.run if not self.exact and figure % self.run == 0 else figure
+
+
 @dataclass(frozen=True, slots=True)
 class TensorShape:
     """A tensor without its values, so that the operation can be run again on its own."""
@@ -53,6 +80,35 @@ class Recipe:
     options: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation's overload and arguments as they ran, and the micro-batch that is wanted."""
+
+    function: Any
+    arguments: Any
+    options: Any
+    batch: Samples
+    samples: int
+
+    def recipe(self) -> Recipe:
+        """How to run it again at the micro-batch that is wanted."""
+        return Recipe(self.function, self._brought(self.arguments), self._brought(self.options))
+
+    def _brought(self, value: Any) -> Any:
+        if self.batch.exact:
+            return value
+        if isinstance(value, TensorShape):
+            return TensorShape(self._brought(value.shape), self._brought(value.stride), value.dtype)
+        if isinstance(value, dict):
+            return {name: self._brought(part) for name, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            parts = [self._brought(part) for part in value]
+            return parts if isinstance(value, list) else tuple(parts)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return int(self.batch.scaled(value, self.samples))
+        return value
+
+
 @dataclass(kw_only=True, slots=True)
 class Operation:
     """One operation as it ran. Sizes m, n, k, batch are those of matrix products; zero elsewhere."""
@@ -65,7 +121,20 @@ class Operation:
     bytes_moved: float
     output_bytes: float = 0.0
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
-    recipe: Recipe | None = None
+    call: Call | None = None
+
+    @property
+    def figures(self) -> tuple[Any, ...]:
+        """All but how it was called."""
+        return (
+            *(self.name, self.kind, self.phase, self.dtype),
+            *(self.flops, self.bytes_moved, self.output_bytes, self.sizes),
+        )
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How to run it again; made when it is asked for, since few of the operations are."""
+        return self.call.recipe() if self.call is not None else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,22 +150,41 @@ class Recording:
     saved_after_forward: float = 0.0
     block_saved: list[float] = field(default_factory=list)
 
+    def same_as(self, other: Recording) -> bool:
+        """Whether two recordings are of the same operations on the same shapes, with the same bytes alive."""
+        mine, theirs = ((r.peaks, r.saved_after_forward, r.block_saved) for r in (self, other))
+        return mine == theirs and [(o.figures, o.recipe) for o in self.operations] == [
+            (o.figures, o.recipe) for o in other.operations
+        ]
+
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode that fills a Recording."""
+    """The dispatch mode that fills a Recording for each of the micro-batches that are wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Samples) -> None:
         super().__init__()
-        self.recording = Recording()
+        self.samples = samples
+        self.recordings = tuple(Recording() for _ in samples.at)
         self.part = "forward"
-        self.alive = 0
         self.gradient_bytes = 0
+        self._fixed = 0
+        self._growing = 0  # at samples.run
         self._in_backward = False
         self._seen: dict[int, weakref.ref[Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # guarding every dispatch against torch.compile costs a tenth of the trace; nothing compiles in it
+
     # Bytes alive.
 
-    def watch(self, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
+    @property
+    def alive(self) -> tuple[float, ...]:
+        """Bytes alive now, at each of the micro-batches."""
+        growing = self._growing / self.samples.run
+        return tuple(self._fixed + growing * samples for samples in self.samples.at)
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts the storages of tensors as alive from now on, each once."""
         for tensor in tensors:
             try:
@@ -107,86 +195,128 @@ class Recorder(TorchDispatchMode):
             if key in self._seen:
                 continue
             size = storage.nbytes()
-            self._seen[key] = weakref.ref(storage, self._forget(key, size))
-            self.alive += size
+            grows = not self.samples.exact and size % self.samples.run == 0
+            self._seen[key] = weakref.ref(storage, self._forget(key, size, grows))
+            self._count(size, grows)
 
-    def _forget(self, key: int, size: int) -> Any:
+    def _count(self, size: int, grows: bool) -> None:
+        if grows:
+            self._growing += size
+        else:
+            self._fixed += size
+
+    def _forget(self, key: int, size: int, grows: bool) -> Any:
         def forget(_: Any) -> None:
             if self._seen.pop(key, None) is not None:
-                self.alive -= size
+                self._count(-size, grows)
 
         return forget
 
     def note_peak(self) -> None:
         """Holds the bytes alive now against the peak of the current part."""
-        alive, bare = self.recording.peaks.get(self.part, (0.0, 0.0))
-        self.recording.peaks[self.part] = (max(alive, self.alive), max(bare, self.alive - self.gradient_bytes))
+        for recording, now in zip(self.recordings, self.alive, strict=True):
+            alive, bare = recording.peaks.get(self.part, (0.0, 0.0))
+            recording.peaks[self.part] = (max(alive, now), max(bare, now - self.gradient_bytes))
 
     # Operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # more than half of all that is dispatched under fake tensors
+            return args[0].device
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asking for a device or a dtype
+        if func.namespace == "prim":  # asking for a dtype or a layout
             return func(*args, **kwargs)
         if not self._in_backward and in_backward():
             self._in_backward = True
-            self.recording.saved_after_forward = self.alive
+            for recording, now in zip(self.recordings, self.alive, strict=True):
+                recording.saved_after_forward = now
         out = func(*args, **kwargs)
         if func.is_view:
             return out
-        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        outputs = _tensors(out)
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._seen]
         self.watch(fresh)
         self.note_peak()
-        inplace = func._schema.is_mutable
-        if (fresh or inplace) and func not in _FREE:
-            self._record(func, args, kwargs, out, outputs, sum(t.untyped_storage().nbytes() for t in fresh))
+        if (fresh or _is_mutable(func)) and func not in _FREE:
+            self._record(func, args, kwargs, out, outputs, fresh)
         return out
 
     def _record(
-        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor], fresh_bytes: int
+        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor], fresh: list[torch.Tensor]
     ) -> None:
-        name = func._schema.name.removeprefix("aten::")
+        name = _name(func)
         if name.rstrip("_") in ("zero", "fill") and not outputs:
             return
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        moved = float(sum(t.numel() * t.element_size() for t in (*inputs, *outputs)))
+        inputs = _tensors((args, kwargs))
+        sizes = [t.numel() * t.element_size() for t in (*inputs, *outputs)]
         if name in ("embedding", "index_select", "gather"):  # reads the rows it takes, not the table
-            moved = 2.0 * sum(t.numel() * t.element_size() for t in outputs)
+            sizes = 2 * sizes[len(inputs) :]
         elif name in ("embedding_dense_backward",):
-            moved += float(inputs[0].numel() * inputs[0].element_size())
+            sizes.append(sizes[0])
         packet = func._overloadpacket
         flops = 0.0
         kind: Kind = "memory"
-        sizes = (0, 0, 0, 0)
+        product = (0, 0, 0, 0)
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
             kind = _kind_of(name)
-            sizes = _product_sizes(name, args)
+            product = _product_sizes(name, args)
         elif any(word in name for word in _ATTENTION_WORDS):
             kind = "attention"
             flops = _attention_flops(name, inputs)
         dtype = "float32" if kind == "memory" else str(inputs[0].dtype).removeprefix("torch.")
         phase: Literal["forward", "backward"] = "backward" if self._in_backward else "forward"
-        self.recording.operations.append(
-            Operation(
-                name=name,
-                kind=kind,
-                phase=phase,
-                dtype=dtype,
-                flops=flops,
-                bytes_moved=moved,
-                output_bytes=float(fresh_bytes),
-                sizes=sizes,
-                recipe=Recipe(func, *pytree.tree_map(_shape_of, (args, kwargs))),
+        recorded = _shapes(args), _shapes(kwargs)
+        made = [t.untyped_storage().nbytes() for t in fresh]
+        scaled = self.samples.scaled
+        for recording, samples in zip(self.recordings, self.samples.at, strict=True):
+            m, n, k, batch = (int(scaled(size, samples)) for size in product)
+            recording.operations.append(
+                Operation(
+                    name=name,
+                    kind=kind,
+                    phase=phase,
+                    dtype=dtype,
+                    flops=scaled(flops, samples),
+                    bytes_moved=float(sum(scaled(size, samples) for size in sizes)),
+                    output_bytes=float(sum(scaled(size, samples) for size in made)),
+                    sizes=(m, n, k, batch),
+                    call=Call(func, *recorded, self.samples, samples),
+                )
             )
-        )
 
 
-def _shape_of(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return TensorShape(tuple(value.shape), tuple(value.stride()), value.dtype)
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
+@functools.cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results; pytree's own walk takes three times as long."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
+
+
+def _shapes(value: Any) -> Any:
+    """Arguments with a TensorShape for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return TensorShape(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, dict):
+        return {name: _shapes(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_shapes(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
 
 
 def in_backward() -> bool:

@@ -82,8 +82,8 @@ def laws_of(
     for a, b in pairs:
         key = _group_key(a, b, samples)
         groups[key] += 1
-        if a.recipe is not None:
-            recipes.setdefault(key, Timing(few=a.recipe, many=b.recipe, count=1, flops=a.flops))
+        if key not in recipes and a.recipe is not None:
+            recipes[key] = Timing(few=a.recipe, many=b.recipe, count=1, flops=a.flops)
     between = few.operations[start : len(few.operations) - end], many.operations[start : len(many.operations) - end]
     groups.update(_grown_keys(*between, samples, recipes))
     peaks = {
@@ -132,9 +132,9 @@ def _grown_keys(
         ]
         key = (name, kind, phase, dtype, *((law.fixed, law.per_sample) for law in laws))
         groups[key] += 1
-        recipe = a[0].recipe if a else None
+        recipe = a[0].recipe if a and key not in recipes else None
         if recipe is not None:
-            recipes.setdefault(key, Timing(few=recipe, many=None, count=len(a), flops=a[0].flops))
+            recipes[key] = Timing(few=recipe, many=None, count=len(a), flops=a[0].flops)
     return groups
 
 
@@ -205,12 +205,30 @@ def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> Op
 
 def swap_loss(
     key: VariantKey, plain: VariantProfile, bare: VariantProfile, bare_fused: VariantProfile
-) -> VariantProfile:
-    """A checkpointed variant with the fused loss: the checkpointed one, with the loss's own terms exchanged."""
+) -> VariantProfile | None:
+    """A variant with the fused loss, from the same with the full loss and what the fused loss changes in another.
+
+    Args:
+        key: The variant.
+        plain: The same with the full loss.
+        bare, bare_fused: Without checkpointing and with the model's own attention, under either loss.
+
+    Returns:
+        None where the loss is not all that differs.
+    """
 
     def exchange(a: Law, b: Law, c: Law) -> Law:
         return Law(fixed=a.fixed - b.fixed + c.fixed, per_sample=a.per_sample - b.per_sample + c.per_sample)
 
+    rest: Counter[GroupKey] = Counter()
+    known: dict[GroupKey, OperationGroup] = {}
+    for variant, sign in ((plain, 1), (bare, -1), (bare_fused, 1)):
+        for group in variant.groups:
+            if group.segment == "rest":
+                rest[group_key(group)] += sign * group.count  # type: ignore[assignment]
+                known[group_key(group)] = group
+    if any(count < 0 for count in rest.values()):
+        return None
     by_part = {p.part: p for p in bare.peaks}, {p.part: p for p in bare_fused.peaks}
     peaks = tuple(
         PeakLaw(
@@ -221,11 +239,12 @@ def swap_loss(
         for p in plain.peaks
         if p.part in by_part[0] and p.part in by_part[1]
     )
-    blocks = tuple(g for g in plain.groups if g.segment == "block")
-    rest = tuple(g for g in bare_fused.groups if g.segment == "rest")
     return VariantProfile(
         key=key,
-        groups=blocks + rest,
+        groups=(
+            *(group for group in plain.groups if group.segment == "block"),
+            *(known[group].model_copy(update={"count": float(count)}) for group, count in rest.items() if count),
+        ),
         kernels=plain.kernels - bare.kernels + bare_fused.kernels,
         peaks=peaks,
         block_saved_bytes=plain.block_saved_bytes,

@@ -1,14 +1,12 @@
-"""The tracing itself: builds each variant with prepare() under fake tensors, records it, and fits the laws."""
+"""Traces every variant of a workload, under fake tensors or for real, and puts the profile together."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterator
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,46 +18,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.planner.cost.profile import (
-    Law,
-    ModelProfile,
-    OperationGroup,
-    VariantKey,
-    VariantProfile,
-)
-from autoplan.planner.recorder import Recorder, Recording, in_backward
-from autoplan.planner.replay import Timed, Timing, time_recipes
-from autoplan.planner.trace_laws import (
-    GroupKey,
-    Laws,
-    add,
-    blocks_apart,
-    group_key,
-    laws_of,
-    minus,
-    scale,
-    swap_loss,
-    to_profile,
-    total_flops,
-    total_moved,
-)
-from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.prepare import prepare
+from autoplan.planner.cost.profile import Law, ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.replay import time_recipes
+from autoplan.planner.trace_models import gradient_bytes, uniform_depth
+from autoplan.planner.tracer import DEPTHS, Tracer
 from autoplan.strategies.structure import Structure, find_structure
 from autoplan.strategies.workload import Workload
 
-DEPTHS = (2, 3)
-# whole-depth against the law from cut models: kept only where they agree this well
-DEPTH_TOLERANCE = 0.01
 _ADAM_LIKE_BYTES = 8.0
-
-
-@dataclass(kw_only=True, slots=True)
-class _Cut:
-    """How a model is shortened: each stack to `depth` blocks; None: whole."""
-
-    depth: int | None
-    num_blocks: int
 
 
 def profile_workload(workload: Workload, device: str, *, identity: str, timing_budget_s: float = 0.0) -> ModelProfile:
@@ -75,14 +41,15 @@ def profile_workload(workload: Workload, device: str, *, identity: str, timing_b
         WorkloadError: the program runs neither on fake tensors nor on real ones: which operation stood in the way.
     """
     try:
-        tracer = _Tracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
-        return _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
+        tracer = Tracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
+        with _frozen():
+            return _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"{error.func} asks for the values of a tensor"
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     notes = (f"not traced on fake tensors ({why}): micro-steps were run for real instead",)
-    tracer = _Tracer(workload, device, contextlib.nullcontext())
+    tracer = Tracer(workload, device, contextlib.nullcontext())
     try:
         profile = _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -93,18 +60,28 @@ def profile_workload(workload: Workload, device: str, *, identity: str, timing_b
     return profile.model_copy(update={"method": "measured_block", "notes": notes + profile.notes})
 
 
-def _profile(tracer: _Tracer, *, identity: str, timing_budget_s: float) -> ModelProfile:
-    with tracer.mode, torch.device(tracer.device):
-        model = tracer.workload.build_model()
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Keeps the garbage collector off what torch and the model library hold: a tenth of a trace goes into it."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _profile(tracer: Tracer, *, identity: str, timing_budget_s: float) -> ModelProfile:
+    model = tracer.models.built()
     structure = find_structure(model)
     notes: list[str] = []
-    depth = _uniform_depth(structure)
+    depth = uniform_depth(structure)
+    tracer.try_one_run(DEPTHS[0] if depth is not None and depth > DEPTHS[1] else None)
     if depth is not None and depth > DEPTHS[1] and not tracer.depth_law_holds(depth):
         notes.append("the blocks differ: every variant was traced at whole depth")
         depth = None
     tracer.num_blocks = depth
     if depth:
-        tracer.block_gradient_bytes = _gradient_bytes(structure) / depth
+        tracer.block_gradient_bytes = gradient_bytes(structure) / depth
     variants: dict[str, VariantProfile] = {}
     for key in _variant_keys(structure):
         same = tracer.same_as_own(key)
@@ -136,262 +113,6 @@ def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
         )
 
 
-def _gradient_bytes(structure: Structure) -> float:
-    """Bytes of the gradients of all blocks."""
-    parameters = (p for _, block in structure.blocks for p in block.parameters() if p.requires_grad)
-    return float(sum(p.numel() * p.element_size() for p in parameters))
-
-
-def _uniform_depth(structure: Structure) -> int | None:
-    """Blocks per stack, where all stacks are as long and each is of one class; else None."""
-    lengths = {len(stack) for stack in structure.stacks}
-    classes = [{type(block) for _, block in stack} for stack in structure.stacks]
-    return lengths.pop() if len(lengths) == 1 and all(len(kinds) == 1 for kinds in classes) else None
-
-
-def _cut_model(model: nn.Module, depth: int) -> None:
-    """Leaves the first `depth` blocks of each stack, in place."""
-    for stack in find_structure(model).stacks:
-        name = stack[0][0].rpartition(".")[0]
-        parent = model.get_submodule(name)
-        if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            raise TypeError(f"{name} is a {type(parent).__name__}")
-        del parent[depth:]
-    config = getattr(model, "config", None)
-    for attribute in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
-        if isinstance(getattr(config, attribute, None), int):
-            setattr(config, attribute, depth)
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy with parameters and buffers of its own: fake tensors have no data that deepcopy could ask for."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer)
-    return copy.deepcopy(model, memo)
-
-
-class _Tracer:
-    """Records variants at cut depths and two micro-batches, and keeps what was recorded."""
-
-    def __init__(self, workload: Workload, device: str, mode: Any) -> None:
-        self.workload = workload
-        self.device = device
-        self.mode = mode
-        fewest = workload.fixed_micro_batch or 2
-        self.samples = (fewest, 2 * fewest)
-        self.timed: dict[GroupKey, Timed] = {}
-        self._recipes: dict[GroupKey, Timing] = {}
-        self.num_blocks: int | None = None
-        self.block_gradient_bytes = 0.0
-        self._plain: dict[str, tuple[Counter[GroupKey], Counter[GroupKey]]] = {}
-        self._models: dict[int | None, nn.Module] = {}
-        self._kept: dict[tuple[str, int | None, int], Recording] = {}
-
-    def depth_law_holds(self, depth: int) -> bool:
-        """Whether cut models foretell the whole one, for the plain variant."""
-        key = VariantKey()
-        try:
-            shallow, deep = (self.record(key, d, self.samples[0]) for d in DEPTHS)
-        except (AttributeError, IndexError, TypeError, RuntimeError):
-            return False
-        whole = self.record(key, None, self.samples[0])
-        for figure in (total_flops, total_moved, lambda recording: recording.saved_after_forward):
-            a, b, real = figure(shallow), figure(deep), figure(whole)
-            if abs(b + (b - a) * (depth - DEPTHS[1]) - real) > DEPTH_TOLERANCE * real:
-                return False
-        return True
-
-    def record(self, key: VariantKey, depth: int | None, samples: int) -> Recording:
-        """One micro-step of a variant."""
-        place = (key.text(), depth, samples)
-        if place not in self._kept:
-            self._kept[place] = _record(self.workload, self.device, key, self._model(depth), samples, self.mode)
-        return self._kept[place]
-
-    def _model(self, depth: int | None) -> nn.Module:
-        """A fresh copy of the model, cut to a depth."""
-        with self.mode:
-            if depth not in self._models:
-                with torch.device(self.device):
-                    model = self.workload.build_model()
-                if depth is not None:
-                    _cut_model(model, depth)
-                self._models[depth] = model
-            fake = isinstance(self.mode, FakeTensorMode)
-            return _copy(self._models[depth]) if fake else copy.deepcopy(self._models[depth])
-
-    def variant(self, key: VariantKey) -> VariantProfile:
-        """The laws of a variant; the fused loss under checkpointing is put together from what it changes without."""
-        plain = key.model_copy(update={"loss": "full"})
-        if key.loss == "fused" and key.checkpointing != "none":
-            bare, bare_fused = (
-                self._laws(key.model_copy(update={"checkpointing": "none", "loss": loss})) for loss in ("full", "fused")
-            )
-            return swap_loss(key, self._laws(plain), bare, bare_fused)
-        return self._laws(key)
-
-    def same_as_own(self, key: VariantKey) -> VariantKey | None:
-        """The same variant with the model's own attention, where that is the asked one already."""
-        if key.attention == "own":
-            return None
-        depth = DEPTHS[0] if self.num_blocks is not None and self.num_blocks > DEPTHS[1] else None
-        try:
-            own, other = (self.record(VariantKey(attention=a), depth, self.samples[0]) for a in ("own", key.attention))
-        except ConfigError:
-            return None
-        same = [o.name for o in own.operations] == [o.name for o in other.operations]
-        return key.model_copy(update={"attention": "own"}) if same else None
-
-    def _laws(self, key: VariantKey) -> VariantProfile:
-        depth = self.num_blocks
-        if depth is None or depth <= DEPTHS[1]:
-            laws = self._at_depth(key, None)
-            block_saved = scale(laws.block_saved, 1 / max(depth or 0, 1))
-            return to_profile(key, Counter(), laws.groups, laws.peaks, block_saved, laws.saved, depth or 0)
-        shallow = self._at_depth(key, DEPTHS[0])
-        block, rest = self._split(key, shallow)
-        block_saved = scale(shallow.block_saved, 1 / DEPTHS[0])
-        more = depth - DEPTHS[0]
-        # under autocast a checkpointed block keeps its cast weights to the end of the forward, and no longer
-        later = block_saved if key.checkpointing == "none" else Law(per_sample=block_saved.per_sample)
-        peaks = {
-            part: self._deepen(part, pair, block_saved if part == "forward" else later, more)
-            for part, pair in shallow.peaks.items()
-        }
-        return to_profile(key, block, rest, peaks, block_saved, add(shallow.saved, block_saved, more), depth)
-
-    def _split(self, key: VariantKey, shallow: Laws) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
-        """What one block does and what the rest does.
-
-        The plain variant of each precision is recorded at two depths, which tells them apart. What is not in the blocks
-        is the same under every attention and checkpointing, and the blocks are the same under either loss.
-        """
-        plain = VariantKey(precision=key.precision)
-        if plain.precision not in self._plain:
-            two, three = (self._at_depth(plain, depth).groups for depth in DEPTHS)
-            self._plain[plain.precision] = blocks_apart(two, three)
-        block, rest = self._plain[plain.precision]
-        if key == plain:
-            return block, rest
-        if key.loss != plain.loss:
-            rest = minus(shallow.groups, block, DEPTHS[0])
-        else:
-            in_blocks = minus(shallow.groups, rest, 1)
-            block = Counter({group: count // DEPTHS[0] for group, count in in_blocks.items()})
-            if any(count % DEPTHS[0] for count in in_blocks.values()):
-                rest[next(iter(rest))] = -1  # not alike after all
-        if any(count < 0 for count in (block | rest).values()) or any(count < 0 for count in rest.values()):
-            return blocks_apart(shallow.groups, self._at_depth(key, DEPTHS[1]).groups)
-        return block, rest
-
-    def _deepen(self, part: str, pair: tuple[Law, Law], block_saved: Law, more: int) -> tuple[Law, Law]:
-        """The peaks with `more` blocks: what these keep; at the end of the backward their gradients instead."""
-        first, later = pair
-        if part == "tail":
-            return Law(fixed=first.fixed + more * self.block_gradient_bytes, per_sample=first.per_sample), later
-        return add(first, block_saved, more), add(later, block_saved, more)
-
-    def _at_depth(self, key: VariantKey, depth: int | None) -> Laws:
-        few, many = (self.record(key, depth, samples) for samples in self.samples)
-        return laws_of(few, many, self.samples, self._recipes)
-
-    def recipes(self) -> dict[GroupKey, Timing]:
-        """For each group of operations how to run one again."""
-        return self._recipes
-
-    def with_time(self, group: OperationGroup) -> OperationGroup:
-        """A group with the seconds that were measured for it, where they were."""
-        timed = self.timed.get(group_key(group))
-        if timed is None:
-            return group
-        found = {"measured_s": timed.seconds, "measured_samples": float(self.samples[0])}
-        if timed.more_s is not None:
-            found |= {"measured_more_s": timed.more_s, "measured_more_samples": float(self.samples[0] * timed.times)}
-        return group.model_copy(update=found)
-
-
-def _record(workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: int, mode: Any) -> Recording:
-    """Prepares a variant with prepare() and records one micro-step of it."""
-    config = TrainingConfig.model_validate(
-        {
-            "micro_batch": 1,
-            "precision": "bf16" if key.precision == "half" else "fp32",
-            "attention": key.attention,
-            "checkpointing": key.checkpointing,
-            "loss": key.loss,
-        }
-    )
-    with mode:
-        blocks = [block for _, block in find_structure(model).blocks]
-        # built where it belongs already; under fake tensors torch cannot swap parameters that are looked at
-        model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
-        run = prepare(workload, config, device=device, model=model)
-        batch = workload.make_batch(samples, 0)
-        recorder = Recorder()
-        recorder.watch([*model.parameters(), *model.buffers()])
-        at_start = recorder.alive
-        _watch_gradients(recorder, run.parameters)
-        _mark_parts(recorder, blocks)
-        divisor = torch.tensor(1.0, device=device)
-        with recorder:
-            run.micro_step(batch, divisor, sync=True)
-    recording = recorder.recording
-    recording.peaks = {part: (a - at_start, b - at_start) for part, (a, b) in recording.peaks.items()}
-    recording.saved_after_forward -= at_start
-    return recording
-
-
-def _watch_gradients(recorder: Recorder, parameters: list[nn.Parameter]) -> None:
-    def count(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            recorder.gradient_bytes += parameter.grad.untyped_storage().nbytes()
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(count)
-
-
-def _mark_parts(recorder: Recorder, blocks: list[nn.Module]) -> None:
-    """Hooks that tell the recorder where it is: see Recording for the parts."""
-    if not blocks:
-        return
-    first, last = blocks[0], blocks[-1]
-    alive_before: dict[int, int] = {}
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if not in_backward():
-            alive_before[id(module)] = recorder.alive
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():  # the recomputation of a checkpointed block
-            return
-        recorder.recording.block_saved.append(recorder.alive - alive_before[id(module)])
-        if module is last:
-            recorder.part = "head"
-            _on_gradient(output, lambda: _go(recorder, "backward", {"forward", "head"}))
-            _on_gradient(args, lambda: _go(recorder, "middle", {"backward"}))
-        if module is first and first is not last:
-            _on_gradient(output, lambda: _go(recorder, "tail", {"middle", "backward", "head"}))
-
-    for block in blocks:
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
-
-
-def _go(recorder: Recorder, part: str, come_from: set[str]) -> None:
-    if recorder.part in come_from:
-        recorder.part = part
-
-
-def _on_gradient(tensors: Any, then: Callable[[], None]) -> None:
-    for tensor in pytree.tree_leaves(tensors):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: then())
-            return
-
-
 def _optimizer_state(workload: Workload, count: int) -> tuple[str, float, str | None]:
     """Name, state bytes per fp32 element, and a note where the latter had to be assumed; one tiny real step tells."""
     parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(max(1, count))]  # as many as the model trains
@@ -408,7 +129,7 @@ def _optimizer_state(workload: Workload, count: int) -> tuple[str, float, str | 
 
 
 def _assemble(
-    tracer: _Tracer,
+    tracer: Tracer,
     model: nn.Module,
     structure: Structure,
     depth: int | None,

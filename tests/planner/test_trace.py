@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from autoplan.planner.cost.candidates import from_configs
 from autoplan.planner.cost.memory import traced_memory
 from autoplan.planner.cost.profile import ModelProfile, VariantKey
 from autoplan.planner.trace import _read_cache, _write_cache, cache_path, trace_workload
+from autoplan.planner.tracer import Tracer
 from autoplan.planner.tracing import profile_workload
 from autoplan.strategies.batch import split_batch
 from autoplan.strategies.config import TrainingConfig
@@ -97,6 +99,30 @@ def test_live_bytes_are_those_of_the_real_run(
     plain, full = (traced.variants[key.text()] for key in keys)
     predicted = float(traced_memory(plain, full, traced, candidates).live[0])
     assert predicted == pytest.approx(live_bytes(spec, config), rel=0.10)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"precision": "half"}, {"attention": "eager"}, {"checkpointing": "full"}])
+def test_one_run_gives_what_a_run_for_each_micro_batch_gives(spec: WorkloadSpec, knobs: dict[str, str]) -> None:
+    key = VariantKey.model_validate(knobs)
+    one, two = (Tracer(load_workload(spec), "cpu", FakeTensorMode(allow_non_fake_inputs=True)) for _ in range(2))
+    one.try_one_run(2)
+    assert one.one_run and not two.one_run
+    assert all(one.record(key, 2, which).same_as(two.record(key, 2, which)) for which in range(2))
+
+
+def test_sizes_that_do_not_grow_with_the_samples_take_a_run_for_each_micro_batch() -> None:
+    plain, padded = tiny_workload(branch=False), tiny_workload(branch=False)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        rows = F.pad(batch["x"], (0, 0, 0, -len(batch["x"]) % 8))  # to the next multiple of eight
+        logits = model(rows)[: len(batch["x"])]
+        return LossSum(F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]))
+
+    padded.loss = loss
+    for workload, one_run in ((plain, True), (padded, False)):
+        tracer = Tracer(workload, "cpu", FakeTensorMode(allow_non_fake_inputs=True))
+        tracer.try_one_run(None)
+        assert tracer.one_run is one_run
 
 
 class Tiny(nn.Module):
