@@ -1,10 +1,14 @@
-"""What a rank holds under DDP, FSDP2 and tensor parallelism: resident memory against what is expected.
+"""What a rank holds under DDP, FSDP2, tensor and pipeline parallelism: resident memory against what is expected.
 
     python -m benchmarks.sharding_memory
 
 GPT-2 (124 M parameters), 64 tokens, one sequence per rank, fp32 with AdamW on CPU over gloo, after two steps and a
 malloc_trim. Expected is what lasts between steps: 12 bytes per parameter that the rank holds (the parameter and Adam's
 two moments; step() clears gradients), and 4 more under DDP, whose buckets keep the gradients' memory.
+
+Then what `gradient_sync` does to the peak of a step of four micro-steps under FSDP2: of 16 blocks of 3.2 M parameters
+with little outside them and SGD, above what is resident between steps. Expected of gradients is 4 bytes per parameter
+(last), or half of that and two whole blocks on their way (every); gathered units and activations come on top of both.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
+from tests.strategies.parallel.test_parallel_gradient_sync import peak_of_a_step
 
 RESULTS = Path(__file__).parent / "results" / "sharding_memory.json"
 WAYS: dict[str, dict[str, Any]] = {
@@ -51,16 +56,24 @@ def measure(context: RankContext, config: TrainingConfig) -> dict[str, float]:
     return {"resident": psutil.Process().memory_info().rss - before, "elements": elements}
 
 
+def run(zygote: Zygote, target: Any, config: TrainingConfig) -> list[dict[str, float]]:
+    """What each of two ranks found."""
+    report = zygote.run(
+        Task(target=target, args=(config,), ranks=2, deadlines_s={"*": 300.0}, env={"OMP_NUM_THREADS": "1"})
+    )
+    assert report.first_failure is None, report.first_failure
+    return [rank.result for rank in report.ranks]
+
+
 def main() -> None:
-    rows = []
+    rows, peaks = [], []
     with Zygote() as zygote:
         for name, knobs in WAYS.items():
             config = TrainingConfig(**({"micro_batch": 1} | knobs))
-            report = zygote.run(
-                Task(target=measure, args=(config,), ranks=2, deadlines_s={"*": 300.0}, env={"OMP_NUM_THREADS": "1"})
-            )
-            assert report.first_failure is None, report.first_failure
-            rows.append({"way": name, "ranks": [rank.result for rank in report.ranks]})
+            rows.append({"way": name, "ranks": run(zygote, measure, config)})
+        for sync in ("last", "every"):
+            config = TrainingConfig.model_validate({"micro_batch": 1, "dp_shard": 2, "gradient_sync": sync})
+            peaks.append({"gradient_sync": sync, "ranks": run(zygote, peak_of_a_step, config)})
     whole = rows[0]["ranks"][0]
     print(f"{'way':6} {'rank':>4} {'parameters':>12} {'resident':>12} {'expected':>12} {'of DDP':>7} {'expected':>9}")
     for row in rows:
@@ -71,7 +84,16 @@ def main() -> None:
                 f"{expected / 2**20:8.0f} MiB {rank['resident'] / whole['resident']:7.2f} "
                 f"{expected / whole['elements'] / 16:9.2f}"
             )
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"\n{'gradient_sync':13} {'rank':>4} {'parameters':>12} {'peak':>12} {'gradients':>12}")
+    for row in peaks:
+        for number, rank in enumerate(row["ranks"]):
+            elements = rank["elements"]
+            kept = elements if row["gradient_sync"] == "last" else elements / 2 + 2 * rank["in_block"]
+            print(
+                f"{row['gradient_sync']:13} {number:4} {elements:12,.0f} {rank['peak'] / 2**20:8.0f} MiB "
+                f"{4 * kept / 2**20:8.0f} MiB"
+            )
+    RESULTS.write_text(json.dumps(rows + peaks, indent=1) + "\n")
 
 
 if __name__ == "__main__":
