@@ -35,6 +35,8 @@ FACTORS = tuple(PRIOR_SD)
 # What no factor explains: shapes, caches, neighbours on the machine.
 NOISE_SD = 0.06
 Z_90 = 1.645
+# A measurement counts as at most so many standard deviations off when intervals are widened
+WORST_SURPRISE = 8.0
 
 
 class Calibration(Record):
@@ -57,17 +59,17 @@ class TimeFit:
     rows: list[Floats] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
 
     def observe(self, parts: Floats, seconds: float, *, noise: float = NOISE_SD) -> None:
         """Takes in one measured time whose predicted parts (one per factor) are these, and fits anew."""
         if not parts.sum() > 0 or not seconds > 0:
             return
         expected, sd = self.predict(parts[:, None])
-        # further off than three standard deviations, something that no factor means took the time: it counts for less
-        excess = max(abs(np.log(seconds / expected[0])) - 3 * sd[0], 0.0)
+        self.surprises.append(min(abs(float(np.log(seconds / expected[0])) / float(sd[0])), WORST_SURPRISE))
         self.rows.append(parts)
         self.seen.append(seconds)
-        self.weights.append(1 / (noise**2 + excess**2))
+        self.weights.append(1 / noise**2)
         self._fit()
 
     def _fit(self) -> None:
@@ -95,7 +97,11 @@ class TimeFit:
         seconds = scaled.sum(axis=0)
         slope = scaled / np.maximum(seconds, 1e-30)
         variance = np.einsum("ic,ij,jc->c", slope, self.covariance, slope) + NOISE_SD**2
-        return seconds, np.sqrt(variance)
+        # measurements further off than their intervals say that the intervals are too narrow: all are widened, until
+        # others that were as expected outweigh them
+        off = np.square(self.surprises)
+        wider = max((1 + off.sum()) / (1 + len(off)), 1.0)
+        return seconds, np.sqrt(variance * wider)
 
 
 def most_informative(fit: TimeFit, parts: Floats, count: int, *, known: Sequence[int] = ()) -> list[int]:

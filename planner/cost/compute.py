@@ -48,6 +48,11 @@ FAULTS_APART = 1.0
 # (assumed from 0.3 to 0.5 ms on small blocks)
 CHECKPOINT_DISPATCH_S = 3e-4
 
+# Timed matrix products that take so much longer than the probe's law are not believed; only large ones are compared,
+# for small ones are mostly the host's time
+SLOWER_THAN_PROBED = 3.0
+COMPARED_FLOPS = 1e8
+
 PARTS = ("matmul", "attention", "memory", "fused_memory", "dispatch")
 
 
@@ -164,6 +169,35 @@ def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
     beyond = group.measured_more_s * here / many
     below = group.measured_s * here / few
     return np.where(here > many, beyond, np.where(here < few, below, between))
+
+
+def believed(profile: ModelProfile, rates: Rates) -> ModelProfile:
+    """The profile with its timed operations, or without where something else ran while they were timed.
+
+    The probes, which measured in more patience, know how long matrix products take; where the timed ones take several
+    times as long at the median, all that was timed with them is as wrong (a busy core makes two threads that wait for
+    each other ten to twenty times slower).
+    """
+    ratios = []
+    for variant in profile.variants.values():
+        for group in variant.groups:
+            sizes = [law.at(group.measured_samples) for law in (group.m, group.n, group.k)]
+            large = group.flops.at(group.measured_samples) >= COMPARED_FLOPS
+            if group.measured_s is None or group.kind != "matmul" or not (large and all(sizes)):
+                continue
+            m, n, k = (np.array([size]) for size in sizes)
+            batch = max(group.batch.at(group.measured_samples), 1.0)
+            ratios.append(group.measured_s / float(batch * rates.matmul_law(group.dtype).seconds(m, n, k)[0]))
+    if not ratios or np.median(ratios) < SLOWER_THAN_PROBED:
+        return profile
+    variants = {
+        name: variant.model_copy(
+            update={"groups": tuple(group.model_copy(update={"measured_s": None}) for group in variant.groups)}
+        )
+        for name, variant in profile.variants.items()
+    }
+    note = "the timed operations were left out: they took several times as long as the probes' (a busy machine)"
+    return profile.model_copy(update={"variants": variants, "notes": (*profile.notes, note)})
 
 
 def first_touches(variant: VariantProfile, num_blocks: int, candidates: Candidates) -> Floats:

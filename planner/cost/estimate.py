@@ -18,6 +18,7 @@ from autoplan.planner.cost.compute import (
     GIVEN_BACK,
     PARTS,
     SegmentTimes,
+    believed,
     executed_flops,
     first_touches,
     optimizer_seconds,
@@ -92,11 +93,11 @@ class Estimator:
         memory_limit_bytes: int | None,
         calibration: Calibration | None = None,
     ) -> None:
-        self.profile = profile
         self.device = device
         self.global_batch = global_batch
         self.memory_limit_bytes = memory_limit_bytes
         self.rates = from_device(hardware.device(device))
+        self.profile = believed(profile, self.rates)
         self.links = links_of(hardware, device)
         self.time_fit = TimeFit()
         self.memory_fit = MemoryFit(BASE_BYTES[device], SLACK[device])

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from autoplan.planner.cost.compute import measured_seconds
-from autoplan.planner.cost.profile import Law, OperationGroup
+from autoplan.planner.cost.compute import believed, measured_seconds
+from autoplan.planner.cost.profile import Law, ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.cost.rates import MatmulLaw, Rates
 from autoplan.planner.recorder import Recipe, TensorShape
 from autoplan.planner.replay import Timing, grown, time_recipes
 
 ATEN = torch.ops.aten
+NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": Law(), "rest_saved_bytes": Law()}
+PLAIN_PROFILE: dict[str, Any] = {
+    "identity": "x",
+    "method": "traced",
+    "device": "cpu",
+    "parameters": 1,
+    "trainable": 1,
+    "parameter_bytes": 4,
+    "block_parameters": 1.0,
+    "largest_unit_parameters": 1.0,
+    "num_blocks": 1,
+    "sequence_length": None,
+}
 
 
 def shape(*sizes: int) -> TensorShape:
@@ -88,6 +104,39 @@ def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> Non
     )
     found = measured_seconds(group, np.array([1.0, 2.0, 9.0, 16.0, 32.0]))
     assert found == pytest.approx([0.5, 1.0, 5.5, 10.0, 20.0])
+
+
+def test_times_that_a_busy_machine_spoilt_are_left_out() -> None:
+    """Products that take ten times as long as the probe found: nothing that was timed with them is believed."""
+    law = MatmulLaw(coefficients=np.array([1e-11, 0.0, 0.0, 0.0, 0.0]), measured=True)
+    rates = Rates(
+        device="cpu",
+        matmul={"float32": law},
+        attention_flops_per_s={"float32": 1e11},
+        memory_bytes_per_s=1e10,
+        dispatch_s=1e-6,
+    )
+    for times, kept in ((1.5, True), (10.0, False)):
+        product = OperationGroup(
+            name="mm",
+            kind="matmul",
+            segment="block",
+            phase="forward",
+            dtype="float32",
+            count=1,
+            flops=Law(per_sample=2e9),
+            m=Law(per_sample=1000.0),
+            n=Law(fixed=1000.0),
+            k=Law(fixed=1000.0),
+            measured_s=times * 2e9 * 1e-11,
+            measured_samples=1,
+        )
+        key = VariantKey()
+        variant = VariantProfile(key=key, groups=(product,), kernels=1, peaks=(), **NOTHING_SAVED)
+        profile = ModelProfile(**PLAIN_PROFILE, variants={key.text(): variant})
+        found = believed(profile, rates)
+        assert (found.variants[key.text()].groups[0].measured_s is not None) is kept
+        assert bool(found.notes) is not kept
 
 
 def test_an_allocator_that_keeps_memory_takes_no_new_pages() -> None:
