@@ -20,8 +20,8 @@ _HOME_OF = {
     "load_plan": "autoplan.api",
     "export": "autoplan.api",
     "Plan": "autoplan.planner.plan",
-    "Workload": "autoplan.strategies.workload",
-    "LossSum": "autoplan.strategies.workload",
+    "Workload": "autoplan.strategies.workloads.workload",
+    "LossSum": "autoplan.strategies.workloads.workload",
     "TrainingConfig": "autoplan.strategies.config",
     "TrainingRun": "autoplan.strategies.run",
     "HardwareProfile": "autoplan.probes.profile",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workload import LossSum, Workload
+    from autoplan.strategies.workloads.workload import LossSum, Workload
 
 
 def __getattr__(name: str) -> Any:

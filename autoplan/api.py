@@ -28,13 +28,14 @@ from autoplan.errors import (
 )
 from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.options import Bound, SearchObserver, SearchOptions, SearchResult
+from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
+from autoplan.planner.space.bounds import Bound
 from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s, parse_memory_bytes
 
 if TYPE_CHECKING:
-    from autoplan.strategies.workload import Workload
+    from autoplan.strategies.workloads.workload import Workload
 
 DeviceName = Literal["cuda", "cpu"]
 SamplerName = Literal["ours", "tpe", "random"]
@@ -226,7 +227,7 @@ def _visible_gpus(device: str | None) -> int:
 
 def _bound(knob: str, value: Any) -> Bound:
     """A bound from `(low, high)`, a list of values, or the text `1..8` or `a,b`."""
-    from autoplan.planner.space import parse_bound
+    from autoplan.planner.space.bounds import parse_bound
     from autoplan.strategies.config import check_knob
 
     if isinstance(value, Bound):
@@ -260,7 +261,7 @@ def _make_spec(
     workload: Any, *, parts: dict[str, Any], global_batch: int | None, sequence_length: int | None, seed: int
 ) -> WorkloadSpec:
     """The spec of what `search` was given: a text by reference, objects by cloudpickle."""
-    from autoplan.strategies import sources
+    from autoplan.strategies.workloads import sources
 
     given = {name: value for name, value in parts.items() if value is not None}
     if isinstance(workload, WorkloadSpec):

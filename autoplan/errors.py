@@ -15,7 +15,7 @@
     └── InterruptedSearchError  130   Ctrl-C; the state is saved
 
 The text of an error says what was given, which rule it broke and, in the hint, what to do next. What a
-trial does wrong is not an error of ours: it is an outcome (`autoplan.planner.trials.outcome`).
+trial does wrong is not an error of ours: it is an outcome (`autoplan.planner.records`).
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.fit import fit_factors
-from autoplan.planner.cost.layouts import CHECKPOINTING
-from autoplan.planner.cost.paper import CALIBRATED_SD, UNCALIBRATED_SD, price
-from autoplan.planner.cost.paper_memory import activation_bytes
-from autoplan.planner.cost.row_prices import price_rows
-from autoplan.planner.cost.verdicts import Z_90
+from autoplan.planner.cost.analytical.csv_estimates import price_rows
+from autoplan.planner.cost.analytical.fit import fit_factors
+from autoplan.planner.cost.analytical.layouts import CHECKPOINTING
+from autoplan.planner.cost.analytical.memory import activation_bytes
+from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, UNCALIBRATED_SD, price
+from autoplan.planner.cost.analytical.verdicts import Z_90
 from benchmarks import accuracy_time
 from benchmarks.accuracy_memory import show_memory
 from benchmarks.accuracy_trials import show_trials
@@ -292,9 +292,9 @@ def korthikanti() -> dict[str, float]:
 
 def speed() -> float:
     """Configurations priced per second on one core, over the layouts of Llama-2 70B on 2,048 H100s, repeated."""
-    from autoplan.planner.cost.cluster import parse_cluster
-    from autoplan.planner.cost.layout_search import Question, enumerate_layouts
-    from autoplan.planner.cost.transformer import find_transformer
+    from autoplan.planner.cost.analytical.cluster import parse_cluster
+    from autoplan.planner.cost.analytical.layout_search import Question, enumerate_layouts
+    from autoplan.planner.cost.analytical.transformer import find_transformer
 
     cluster, _ = parse_cluster("256x8xH100")
     question = Question(

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.estimate import Estimator
-from autoplan.planner.cost.profile import ModelProfile
-from autoplan.planner.trace import trace_profile
+from autoplan.planner.cost.traced.estimator import Estimator
+from autoplan.planner.trace.model_profile import ModelProfile
+from autoplan.planner.trace.trace import trace_profile
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import run_probes
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.sources import make_spec
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.sources import make_spec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 GLOBAL_BATCH = 16
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ IMAGE_MODEL = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from autoplan.strategies.workload import LossSum, Workload
+from autoplan.strategies.workloads.workload import LossSum, Workload
 
 
 class Block(nn.Module):
@@ -133,7 +133,7 @@ def measure_memory(
 
     from autoplan.planner.trials.device_watch import MemoryWatch
     from autoplan.strategies.prepare import prepare
-    from autoplan.strategies.sources import load_workload
+    from autoplan.strategies.workloads.sources import load_workload
 
     context.phase("build")
     workload = load_workload(spec)
@@ -148,7 +148,7 @@ def measure_memory(
             batch = workload.make_batch(config.micro_batch * min(run.accumulation, 3), step)
             divisor = run.loss_divisor(batch)
             total = count = torch.zeros(())
-            from autoplan.strategies.batch import split_batch
+            from autoplan.strategies.workloads.batch import split_batch
 
             micros = list(split_batch(batch, config.micro_batch))
             for number, micro in enumerate(micros, start=1):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.row_prices import price_rows
-from autoplan.planner.cost.verdicts import MEMORY_SD, Z_90, memory_verdict
+from autoplan.planner.cost.analytical.csv_estimates import price_rows
+from autoplan.planner.cost.analytical.verdicts import MEMORY_SD, Z_90, memory_verdict
 
 DATA = Path(__file__).parent / "data"
 GIB = 2**30

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from autoplan.planner.cost.calibrate import most_informative
-from autoplan.planner.cost.estimate import Estimator
-from autoplan.planner.cost.profile import ModelProfile
-from autoplan.planner.trace import trace_profile
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.cost.traced.estimator import Estimator
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.trace.model_profile import ModelProfile
+from autoplan.planner.trace.trace import trace_profile
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import run_probes

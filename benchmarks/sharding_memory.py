@@ -39,7 +39,7 @@ def measure(context: RankContext, config: TrainingConfig) -> dict[str, float]:
     import torch
 
     from autoplan.strategies.prepare import prepare
-    from autoplan.strategies.sources import load_workload, make_spec
+    from autoplan.strategies.workloads.sources import load_workload, make_spec
 
     torch.set_num_threads(1)
     context.init_process_group("gloo", 100.0)

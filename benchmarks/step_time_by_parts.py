@@ -21,7 +21,7 @@ from autoplan.planner.search.setup import PRELOAD
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.sources import make_spec
+from autoplan.strategies.workloads.sources import make_spec
 
 WORKLOADS = Path(__file__).resolve().parent.parent / "tests" / "planner" / "data" / "faulty.py"
 CASES = (

@@ -29,13 +29,13 @@ from typing import Any, Literal
 import numpy as np
 import optuna
 
-from autoplan.planner.cost.estimate import CostTable, Estimator
-from autoplan.planner.cost.profile import ModelProfile
+from autoplan.planner.cost.traced.estimator import CostTable, Estimator
+from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.options import Sampler
 from autoplan.planner.search.sampler import NoCandidateError, Picker
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.space import keep_what_may_win
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.accuracy_local import GLOBAL_BATCH
 from benchmarks.trials_saved_record import LIMIT_BYTES, SPACES, Recorded, read, record

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.profile import ModelProfile
+from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.setup import PRELOAD, lay_groundwork
-from autoplan.planner.space import parse_bound
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.space.bounds import parse_bound
+from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import run_probes
 from autoplan.processes import Zygote
 from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.sources import make_spec
+from autoplan.strategies.workloads.sources import make_spec
 from benchmarks.accuracy_local import GLOBAL_BATCH, specs
 
 LIMIT_BYTES = 8 << 30

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoplan
-from autoplan.strategies.workload import LossSum
+from autoplan.strategies.workloads.workload import LossSum
 
 CLASSES = 4
 

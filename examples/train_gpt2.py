@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import autoplan
-from autoplan.strategies.families.language_model import CausalHead, causal_loss, count_labels
+from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 
 VOCABULARY = 256  # a byte a token
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
 
@@ -19,16 +19,35 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autoplan.planner.plan import Plan
+    from autoplan.probes.profile import HardwareProfile
+    from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workload import LossSum, OutputHead, Workload
+    from autoplan.strategies.workloads.spec import WorkloadSpec
+    from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
+
+
+class PlanLike(Protocol):
+    """What applying reads of a plan."""
+
+    @property
+    def workload(self) -> WorkloadSpec: ...
+
+    @property
+    def config(self) -> TrainingConfig: ...
+
+    @property
+    def hardware(self) -> HardwareProfile: ...
+
+    @property
+    def device(self) -> str: ...
+
 
 AS_SEARCHED: Any = object()
 """For max_grad_norm: what the workload of the search had."""
 
 
 def prepare_plan(
-    plan: Plan,
+    plan: PlanLike,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
     loss: Callable[[nn.Module, Any], LossSum] | None = None,
@@ -84,7 +103,7 @@ def prepare_plan(
     return run
 
 
-def warn_of_other_hardware(plan: Plan, device: str) -> str | None:
+def warn_of_other_hardware(plan: PlanLike, device: str) -> str | None:
     """Says, as a warning, where this machine is not the one the plan was found on; returns what it said."""
     from autoplan.probes.run import read_host_profile
 
@@ -105,7 +124,7 @@ def _machine(hardware: Any, device: str) -> str:
     return f"{name}, torch {hardware.host.torch}"
 
 
-def _pick_device(plan: Plan, device: str | torch.device | None) -> torch.device:
+def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.device:
     import os
 
     import torch
@@ -124,7 +143,7 @@ def _pick_device(plan: Plan, device: str | torch.device | None) -> torch.device:
 
 
 def _workload(
-    plan: Plan,
+    plan: PlanLike,
     model: Any,
     optimizer: Any,
     loss: Any,
@@ -136,7 +155,7 @@ def _workload(
     searched = _searched_workload(plan) if plan.workload.kind != "object" else None
     fixed = plan.workload.options.get("fixed_micro_batch")
     if searched is None or model is not None:
-        from autoplan.strategies.objects import workload_from_objects
+        from autoplan.strategies.workloads.objects import workload_from_objects
 
         if searched is not None:  # what the user does not give is as it was in the search
             optimizer = optimizer or searched.build_optimizer
@@ -179,9 +198,9 @@ def _workload(
     return dataclasses.replace(searched, **changes)
 
 
-def _searched_workload(plan: Plan) -> Workload | None:
+def _searched_workload(plan: PlanLike) -> Workload | None:
     """The workload of the search, where its reference can be followed here."""
-    from autoplan.strategies.sources import load_workload
+    from autoplan.strategies.workloads.sources import load_workload
 
     try:
         return load_workload(plan.workload)

@@ -9,35 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationError
 
 from autoplan.errors import PlanError
-from autoplan.planner.trials.outcome import Interval, Trial
-from autoplan.probes.profile import HardwareProfile, Record
+from autoplan.planner.records import Interval, LeftOutFamily, Parity, Prediction, Trial
+from autoplan.probes.profile import HardwareProfile
+from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
 
 SCHEMA_VERSION = 1
-
-
-class Prediction(Record):
-    """What the cost model said of a configuration before it ran; low and high bound an interval of 90 %."""
-
-    step_time_s: float
-    step_time_low_s: float
-    step_time_high_s: float
-    peak_memory_bytes: float
-    peak_memory_low_bytes: float
-    peak_memory_high_bytes: float
-    verdict: Literal["fits", "too_close", "does_not_fit"]
-    bound: str = Field(description="what binds: compute, memory_bandwidth, launch, communication, input, bubble")
-    memory_parts_bytes: dict[str, float] = Field(default_factory=dict)
-    time_parts_s: dict[str, float] = Field(
-        default_factory=dict,
-        description="seconds of a step by kind of work; input comes beside the step: one process making its batch",
-    )
-    model_flops: float | None = Field(default=None, description="FLOPs of the model per optimizer step, no recompute")
-    hardware_flops: float | None = Field(default=None, description="FLOPs executed per optimizer step")
 
 
 class Measurement(Record):
@@ -59,34 +40,6 @@ class Alternative(Record):
     measurement: Measurement | None
     speed_ratio: Interval | None = Field(description="its tokens/s over the plan's; an interval that holds 1 is a tie")
     why: str
-
-
-class Parity(Record):
-    """Does the configuration still train the same thing? Compared with one plain fp32 process."""
-
-    passed: bool
-    tolerance: float = Field(description="largest relative difference that passes, for this precision")
-    worst_gradient_difference: float
-    worst_update_difference: float
-    worst_group: str
-    loss_difference: float
-    worst_gradient_error: float | None = Field(
-        default=None, description="largest relative distance of a module's gradient vector, not only of its norm"
-    )
-    gradient_error_tolerance: float | None = None
-    global_batch: int = Field(description="samples of the check")
-    sequence_length: int | None
-    changes_numerics: bool
-    note: str = ""
-
-
-class LeftOutFamily(Record):
-    """A family of configurations that was never tried: which, which limit it broke, by how much."""
-
-    family: str
-    limit: str
-    by: str
-    configurations: int
 
 
 class Choice(Record):

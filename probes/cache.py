@@ -9,7 +9,8 @@ from pathlib import Path
 import platformdirs
 from pydantic import Field, ValidationError
 
-from autoplan.probes.profile import HardwareProfile, Record
+from autoplan.probes.profile import HardwareProfile
+from autoplan.record import Record
 
 # raise it when what is measured, or how, changes: older files are then not found
 PROBES_VERSION = 3

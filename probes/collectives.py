@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from autoplan.probes.profile import CollectiveReading, Link, Reading
+from autoplan.probes.profile import CollectiveReading, Link
+from autoplan.record import Reading
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,9 @@ import psutil
 
 from autoplan.probes import catalog
 from autoplan.probes.nvml import CLOCK_EVENTS, Nvml, open_nvml
-from autoplan.probes.profile import Device, Link, Reading
+from autoplan.probes.profile import Device, Link
 from autoplan.probes.topology import read_links
+from autoplan.record import Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

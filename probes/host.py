@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 
 from autoplan.probes.cgroup import CgroupLimits, read_cgroup_limits
-from autoplan.probes.profile import Device, Host, Reading
+from autoplan.probes.profile import Device, Host
+from autoplan.record import Reading
 
 # what changes the speed of a training step on a CPU; the names are those of /proc/cpuinfo (x86 and Arm)
 VECTOR_FLAGS = (

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from autoplan.probes.profile import Reading
 from autoplan.probes.timing import summarise
+from autoplan.record import Reading
 
 # below the depth of CUDA's launch queue (about 1000), where launching would wait for the GPU
 CALLS = 200

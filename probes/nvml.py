@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.probes.profile import Reading
+from autoplan.record import Reading
 
 # NVML return codes (nvml.h, nvmlReturn_t) in words that say what they mean for the reader
 REASONS = {

@@ -13,8 +13,9 @@ from autoplan.errors import DeviceError, UsageError
 from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_cpu_device, read_host, read_last_level_cache_bytes
-from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading, Reading
+from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.probes.worker import Measured, ProbeRequest, ShapesRequest
+from autoplan.record import Reading
 
 if TYPE_CHECKING:
     from autoplan.processes import ProcessReport, Task, Zygote

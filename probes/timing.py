@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autoplan.probes.profile import OperationReading, Reading
+from autoplan.probes.profile import OperationReading
+from autoplan.record import Reading
 
 # one sample of a short operation is many calls: long enough for the clock and the interpreter not to show
 MIN_SAMPLE_S = 0.002

@@ -12,7 +12,8 @@ from typing import Any
 
 from autoplan.probes import catalog
 from autoplan.probes.nvml import Nvml
-from autoplan.probes.profile import Link, Reading
+from autoplan.probes.profile import Link
+from autoplan.record import Reading
 
 # nvml.h: nvmlNvLinkVersion_t values to generations, most links of any GPU, nvmlGpuP2PCapsIndex_t NVLINK, OK
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}

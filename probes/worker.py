@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from autoplan.probes.profile import OperationReading, Reading, Record
+from autoplan.probes.profile import OperationReading
+from autoplan.record import Reading, Record
 
 
 class Context(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import Field, ValidationError
 
 from autoplan.errors import ConfigError
-from autoplan.probes.profile import Record
+from autoplan.record import Record
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]

@@ -10,86 +10,22 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
-from autoplan.probes.profile import HardwareProfile, Record
-from autoplan.strategies.degrees import ParallelFacts
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.probes.profile import HardwareProfile
+from autoplan.record import Record
+from autoplan.strategies.analysis.facts import Dependence, KnobChoices, WorkloadFacts
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoplan.strategies.base import Choices
-    from autoplan.strategies.structure import MicroBatchDependent, Structure
-    from autoplan.strategies.workload import Workload
+    from autoplan.strategies.analysis.structure import MicroBatchDependent, Structure
+    from autoplan.strategies.techniques.base import Choices
+    from autoplan.strategies.workloads.workload import Workload
 
 
 LARGEST_RUN_PARAMETERS = 200_000_000
 """Models up to this size are run once, on two short samples, to look at their loss."""
-
-
-class LeftOutValue(Record):
-    """A value of a knob that is not offered, and why."""
-
-    value: Any
-    reason: str
-
-
-class KnobChoices(Record):
-    """The values of one knob for this workload on this machine, the plain one first, and what was left out."""
-
-    knob: str
-    values: tuple[Any, ...]
-    left_out: tuple[LeftOutValue, ...] = ()
-
-
-class Dependence(Record):
-    """A module that ties the training to one micro-batch."""
-
-    module: str
-    kind: str
-    why: str
-
-
-class WorkloadFacts(Record):
-    """What a workload is made of, and what each knob may be for it here.
-
-    `spec` is the spec with everything filled in that only the user's own function knew.
-    """
-
-    spec: WorkloadSpec
-    model_class: str
-    parameters: int = Field(description="each tied tensor counted once")
-    trainable_parameters: int
-    embedding_parameters: int
-    parameter_bytes: int
-    parameter_bytes_by_dtype: dict[str, int]
-    buffer_bytes: int
-    num_blocks: int
-    num_stacks: int
-    block_class: str | None
-    block_names: tuple[str, ...]
-    hidden_size: int | None = None
-    num_heads: int | None = None
-    num_key_value_heads: int | None = None
-    vocabulary_size: int | None = None
-    logits_per_sample: int | None = Field(default=None, description="elements: sequence length x vocabulary")
-    attention_dropout: float = 0.0
-    optimizer: str
-    optimizer_states: int = Field(description="fp32 tensors the optimizer keeps per parameter: 2 for Adam")
-    tied: tuple[tuple[str, ...], ...]
-    micro_batch_dependent: tuple[Dependence, ...]
-    fixed_micro_batch: int | None
-    choices: tuple[KnobChoices, ...]
-    parallel: ParallelFacts | None = Field(default=None, description="what its model allows of tp and pp")
-
-    def knob(self, name: str) -> KnobChoices:
-        """The choices of one knob; KeyError for a knob without."""
-        for choice in self.choices:
-            if choice.knob == name:
-                return choice
-        raise KeyError(name)
 
 
 class Inspection(Record):
@@ -136,9 +72,9 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
     Raises:
         WorkloadError: its functions fail or return the wrong thing, or its model trains nothing.
     """
+    from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.prepare import STRATEGIES
-    from autoplan.strategies.sources import load_workload
-    from autoplan.strategies.structure import find_structure
+    from autoplan.strategies.workloads.sources import load_workload
 
     workload = load_workload(spec)
     model = build_on_meta(workload)
@@ -211,8 +147,8 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     """
     import torch
 
-    from autoplan.strategies.additivity import check_additivity
-    from autoplan.strategies.structure import MicroBatchDependent, disable_dropout
+    from autoplan.strategies.analysis.additivity import check_additivity
+    from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return ()
@@ -242,7 +178,7 @@ def check_batch(workload: Workload) -> None:
     Raises:
         WorkloadError: make_batch fails, or does not give as many samples as it was asked for.
     """
-    from autoplan.strategies.batch import batch_size
+    from autoplan.strategies.workloads.batch import batch_size
 
     try:
         batch = workload.make_batch(2, 0)
@@ -262,9 +198,9 @@ def check_batch(workload: Workload) -> None:
 def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
-    from autoplan.strategies.attention import attention_dropout
-    from autoplan.strategies.optimizer import trainable
-    from autoplan.strategies.parallel_facts import find_parallel_facts
+    from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+    from autoplan.strategies.techniques.attention import attention_dropout
+    from autoplan.strategies.workloads.optimizers import trainable
 
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

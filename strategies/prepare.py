@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.strategies.affinity import place_rank
-from autoplan.strategies.allocator import AllocatorStrategy
-from autoplan.strategies.attention import AttentionStrategy
-from autoplan.strategies.base import Build, Strategy
-from autoplan.strategies.checkpointing import CheckpointingStrategy
-from autoplan.strategies.compilation import CompilationStrategy, CompileModeStrategy
+from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.data_parallel import DataParallelStrategy
-from autoplan.strategies.loss import LossStrategy
-from autoplan.strategies.mesh import build_mesh, rank_seed
-from autoplan.strategies.micro_batch import MicroBatchStrategy
-from autoplan.strategies.optimizer import OptimizerStrategy
-from autoplan.strategies.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
-from autoplan.strategies.precision import PrecisionStrategy
 from autoplan.strategies.run import TrainingRun
-from autoplan.strategies.structure import find_structure
-from autoplan.strategies.tensor_parallel import TensorParallelStrategy
-from autoplan.strategies.threads import ThreadsStrategy
-from autoplan.strategies.workload import TrainingModule, Workload
+from autoplan.strategies.techniques.affinity import place_rank
+from autoplan.strategies.techniques.allocator import AllocatorStrategy
+from autoplan.strategies.techniques.attention import AttentionStrategy
+from autoplan.strategies.techniques.base import Build, Strategy
+from autoplan.strategies.techniques.checkpointing import CheckpointingStrategy
+from autoplan.strategies.techniques.compilation import CompilationStrategy, CompileModeStrategy
+from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
+from autoplan.strategies.techniques.loss import LossStrategy
+from autoplan.strategies.techniques.mesh import build_mesh, rank_seed
+from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
+from autoplan.strategies.techniques.optimizer import OptimizerStrategy
+from autoplan.strategies.techniques.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
+from autoplan.strategies.techniques.precision import PrecisionStrategy
+from autoplan.strategies.techniques.tensor_parallel import TensorParallelStrategy
+from autoplan.strategies.techniques.threads import ThreadsStrategy
+from autoplan.strategies.workloads.workload import TrainingModule, Workload
 
 # Registry and order of application in one.
 STRATEGIES: tuple[Strategy, ...] = (

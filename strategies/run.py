@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.base import Build
-from autoplan.strategies.batch import Batch, batch_size, move_batch, slice_batch, split_batch
-from autoplan.strategies.mesh import agree_on_overflow, local_tensor, rank_seed
 from autoplan.strategies.state import collect_state, restore_state
+from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.mesh import agree_on_overflow, local_tensor, rank_seed
+from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch, split_batch
 
 
 class StepResult(NamedTuple):

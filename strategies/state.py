@@ -54,7 +54,7 @@ def restore_state(
 
 
 def _plain(name: str) -> str:
-    from autoplan.strategies.structure import clean_name
+    from autoplan.strategies.analysis.structure import clean_name
 
     return clean_name(name)
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.planner.plan import (
-    Alternative,
-    Choice,
-    Environment,
-    LeftOutFamily,
-    Measurement,
-    Parity,
-    Plan,
-    Prediction,
-)
-from autoplan.planner.trials.outcome import Interval, Outcome, PeakMemory, Trial
-from autoplan.probes.profile import Device, HardwareProfile, Host, Reading
+from autoplan.planner.plan import Alternative, Choice, Environment, Measurement, Plan
+from autoplan.planner.records import Interval, LeftOutFamily, Outcome, Parity, PeakMemory, Prediction, Trial
+from autoplan.probes.profile import Device, HardwareProfile, Host
+from autoplan.record import Reading
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 
 def interval(median: float, spread: float = 0.02) -> Interval:

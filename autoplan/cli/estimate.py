@@ -86,10 +86,10 @@ def _price_cluster(
     top: int,
     factors: Any,
 ) -> dict[str, Any]:
-    from autoplan.planner.cost.cluster import parse_cluster
-    from autoplan.planner.cost.cluster_report import estimate_cluster
-    from autoplan.planner.cost.layout_search import Question
-    from autoplan.planner.cost.transformer import find_transformer
+    from autoplan.planner.cost.analytical.cluster import parse_cluster
+    from autoplan.planner.cost.analytical.cluster_report import estimate_cluster
+    from autoplan.planner.cost.analytical.layout_search import Question
+    from autoplan.planner.cost.analytical.transformer import find_transformer
 
     transformer = find_transformer(model)
     tokens = parse_tokens(tokens_text) if tokens_text is not None else None
@@ -145,9 +145,9 @@ def parse_tokens(text: str) -> float:
 def _fit(path: Path) -> Any:
     import numpy as np
 
-    from autoplan.planner.cost.fit import fit_factors
-    from autoplan.planner.cost.row_prices import price_rows
-    from autoplan.planner.cost.rows import measured_seconds, read_rows
+    from autoplan.planner.cost.analytical.csv_estimates import price_rows
+    from autoplan.planner.cost.analytical.csv_rows import measured_seconds, read_rows
+    from autoplan.planner.cost.analytical.fit import fit_factors
 
     table = read_rows(path)
     seconds = measured_seconds(table)
@@ -165,8 +165,8 @@ def _fit(path: Path) -> Any:
 
 
 def _price_table(path: Path, out: Path | None, factors: Any, as_json: bool) -> None:
-    from autoplan.planner.cost.row_prices import OUTPUT, merged_row, price_rows, write_rows
-    from autoplan.planner.cost.rows import INPUT, read_rows, unread_columns
+    from autoplan.planner.cost.analytical.csv_estimates import OUTPUT, merged_row, price_rows, write_rows
+    from autoplan.planner.cost.analytical.csv_rows import INPUT, read_rows, unread_columns
 
     table = read_rows(path)
     priced = price_rows(table, factors)
@@ -200,7 +200,7 @@ def _print_rows(table: list[dict[str, str]], priced: Any, calibrated: bool) -> N
     import csv
     import sys
 
-    from autoplan.planner.cost.row_prices import merged_row, output_names
+    from autoplan.planner.cost.analytical.csv_estimates import merged_row, output_names
 
     writer = csv.DictWriter(sys.stdout, output_names(table), extrasaction="ignore")
     writer.writeheader()

@@ -14,7 +14,8 @@ from autoplan.report.screen import is_plain
 from autoplan.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
-    from autoplan.probes.profile import Device, HardwareProfile, Host, Reading
+    from autoplan.probes.profile import Device, HardwareProfile, Host
+    from autoplan.record import Reading
 
 Row = tuple[str, ...]
 

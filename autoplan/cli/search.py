@@ -12,10 +12,9 @@ from autoplan.cli import output
 from autoplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import LeftOutFamily
+    from autoplan.planner.records import LeftOutFamily, Trial
     from autoplan.planner.search.options import Candidate, SearchOptions, SearchResult
-    from autoplan.planner.trials.outcome import Trial
-    from autoplan.strategies.spec import WorkloadSpec
+    from autoplan.strategies.workloads.spec import WorkloadSpec
 
 SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
 
@@ -68,9 +67,7 @@ def search_command(
     max_grad_norm: Annotated[
         float | None, typer.Option("--max-grad-norm", help="Clip the gradients' norm; 0: no clipping.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Of weights, batches and the search. Default: 0.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of weights, batches and the search. Default: 0.")] = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Search for the fastest way to run a training job here, and write a verified plan."""
@@ -112,14 +109,12 @@ def search_command(
 
 def make_spec(model: str, sequence_length: int | None, global_batch: int | None, **options: Any) -> WorkloadSpec:
     """The workload that the options name; WorkloadError says what is wrong with them."""
-    from autoplan.strategies import sources
+    from autoplan.strategies.workloads import sources
 
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("max_grad_norm") == 0:
         given["max_grad_norm"] = None  # how a spec says: no clipping
-    return sources.make_spec(
-        model=model, sequence_length=sequence_length, global_batch=global_batch, options=given
-    )
+    return sources.make_spec(model=model, sequence_length=sequence_length, global_batch=global_batch, options=given)
 
 
 def parse_fixes(texts: list[str]) -> dict[str, Any]:
@@ -140,7 +135,7 @@ def parse_fixes(texts: list[str]) -> dict[str, Any]:
 
 def parse_bounds(texts: list[str]) -> list[tuple[str, Any]]:
     """`knob=low..high` and `knob=a,b` texts."""
-    from autoplan.planner.space import parse_bound
+    from autoplan.planner.space.bounds import parse_bound
 
     return [parse_bound(text) for text in texts]
 

@@ -14,8 +14,8 @@ from autoplan.errors import NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import Parity, Plan
-    from autoplan.planner.trials.outcome import Trial
+    from autoplan.planner.plan import Plan
+    from autoplan.planner.records import Parity, Trial
 
 MEMORY_SHARE = 0.8  # of what is available, as a search takes by default
 
@@ -79,7 +79,7 @@ def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> No
 
 def verify_plan(plan: Plan, seconds: float) -> tuple[Parity, Trial]:
     """The parity check and one measured trial of a plan's configuration, in ranks of their own."""
-    from autoplan.planner.parity import run_parity
+    from autoplan.planner.parity.compare import run_parity
     from autoplan.planner.trials.runner import TrialOrder, TrialRunner
     from autoplan.probes.run import pick_device, read_host_profile
     from autoplan.processes import Zygote

@@ -9,9 +9,9 @@ ranks do, `run` returns a `ProcessReport`, and nothing that they started is left
 
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
-from autoplan.processes.errors import StopTask, TaskFailedError, ZygoteError
+from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.owner import ProcessIdentity, is_alive
-from autoplan.processes.records import Ended, ErrorReport, ProcessReport, Progress, RankReport, Task
+from autoplan.processes.records import Ended, ErrorReport, ProcessReport, Progress, RankReport, Task, TaskFailedError
 
 __all__ = [
     "Ended",

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from autoplan.processes.linux import start_ticks
-from autoplan.processes.records import Record
+from autoplan.record import Record
 
 
 class ProcessIdentity(Record):

@@ -8,19 +8,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from autoplan.errors import UsageError
-from autoplan.processes.errors import TaskFailedError
+from autoplan.errors import AutoplanError, UsageError
+from autoplan.record import Record
 
 ANY_PHASE = "*"
 FIRST_PHASE = "start"
-
-
-class Record(BaseModel):
-    """A frozen record that crosses a process or a file; unknown fields are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,3 +200,20 @@ def _describe_end(rank: RankReport) -> str:
     if rank.signal is not None:
         return f"killed by signal {rank.signal}"
     return f"exit status {rank.exit_code}"
+
+
+class TaskFailedError(AutoplanError):
+    """A task whose result is needed did not finish; `report` says how it ended."""
+
+    code = "task_failed"
+
+    def __init__(self, message: str, *, hint: str | None = None, report: ProcessReport | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.report = report
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (self.message, self.hint, self.report))
+
+
+def _rebuild(message: str, hint: str | None, report: ProcessReport | None) -> TaskFailedError:
+    return TaskFailedError(message, hint=hint, report=report)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autoplan.planner.plan import LeftOutFamily, Measurement, Parity, Plan
+from autoplan.planner.plan import Measurement, Plan
+from autoplan.planner.records import Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
-from autoplan.planner.trials.outcome import Interval, Outcome, Trial
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
 
 
@@ -36,9 +36,7 @@ def seconds_with_interval(interval: Interval | None) -> str:
     """`4.56 s (4.50 s to 4.61 s)`."""
     if interval is None:
         return "not measured"
-    return (
-        f"{format_seconds(interval.median)} ({format_seconds(interval.low)} to {format_seconds(interval.high)})"
-    )
+    return f"{format_seconds(interval.median)} ({format_seconds(interval.low)} to {format_seconds(interval.high)})"
 
 
 class Baseline(NamedTuple):
@@ -114,8 +112,7 @@ def accumulation_reason(plan: Plan) -> str:
     """The arithmetic that keeps the global batch."""
     ranks = f" x {plan.config.dp} data-parallel ranks" if plan.config.dp > 1 else ""
     return (
-        f"keeps the global batch: {plan.config.micro_batch} x {plan.accumulation}{ranks} = "
-        f"{plan.workload.global_batch}"
+        f"keeps the global batch: {plan.config.micro_batch} x {plan.accumulation}{ranks} = {plan.workload.global_batch}"
     )
 
 

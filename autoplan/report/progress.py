@@ -11,13 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.planner.plan import LeftOutFamily, Prediction
+from autoplan.planner.records import LeftOutFamily, Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver
-from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.probes.profile import HardwareProfile
 from autoplan.report import facts as words
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_clock, format_number, format_seconds
 
 PHASES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from autoplan.planner.plan import Plan
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.records import Outcome, Trial
 from autoplan.units import format_bytes, format_number
 
 WIDTH = 900

@@ -10,16 +10,16 @@ import sys
 from typing import Any, NamedTuple
 
 from autoplan.errors import ExportError
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 # In a process of its own: it loads torch and perhaps the user's code. The model is on the meta device.
 _READ = """
 import json, sys
 import torch
-from autoplan.strategies.families import language_model
-from autoplan.strategies.sources import load_workload
-from autoplan.strategies.spec import WorkloadSpec
-from autoplan.strategies.structure import find_structure
+from autoplan.strategies.workloads import language_model
+from autoplan.strategies.workloads.sources import load_workload
+from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.strategies.analysis.structure import find_structure
 workload = load_workload(WorkloadSpec.model_validate_json(sys.stdin.read()))
 losses = {loss: task for task, loss in language_model.LANGUAGE_MODEL_LOSSES.items()}
 with torch.device("meta"):

@@ -8,8 +8,8 @@ from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 
-LANGUAGE_MODEL = "families/language_model.py"
-KERNELS = "loss_kernels.py"
+LANGUAGE_MODEL = "workloads/language_model.py"
+KERNELS = "techniques/loss_kernels.py"
 OPTIMIZER_FLAGS = {
     "for_loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
@@ -86,7 +86,7 @@ def language_model(plan: Plan, task: str) -> str:
     fused = plan.config.loss == "fused"
     losses = ("shifted_labels",) if fused else LOSSES[task]
     pieces = [
-        take("workload.py", "LossSum"),
+        take("workloads/workload.py", "LossSum"),
         _model(plan, task),
         _BATCHES[task],
         take(LANGUAGE_MODEL, *losses, "count_labels"),
@@ -160,10 +160,10 @@ _FUSED_LANGUAGE_MODEL = '''def fused_loss(model, batch):
 def user_file(plan: Plan) -> str:
     """A workload of the user's own file, with a stand-in for the names it imports from autoplan."""
     pieces = [
-        '''class WorkloadError(ValueError):
+        """class WorkloadError(ValueError):
     def __init__(self, message, *, hint=None):
-        super().__init__(message if hint is None else f"{message}. {hint}")''',
-        take("workload.py", "LossSum", "OutputHead", "Workload"),
+        super().__init__(message if hint is None else f"{message}. {hint}")""",
+        take("workloads/workload.py", "LossSum", "OutputHead", "Workload"),
         _LOAD_USER_FILE,
         "workload = load_user_file()\nbuild_model, make_batch = workload.build_model, workload.make_batch\n"
         "count_items, MAX_GRAD_NORM, SEED = workload.count, workload.max_grad_norm, workload.seed",
@@ -181,7 +181,7 @@ _LOAD_USER_FILE = '''def load_user_file():
     """The workload that USER_FILE describes. The file imports Workload and LossSum from autoplan, and those above
     stand in for them, so that autoplan need not be installed."""
     names = {"Workload": Workload, "LossSum": LossSum, "OutputHead": OutputHead, "IGNORE_INDEX": IGNORE_INDEX}
-    for module in ("autoplan", "autoplan.strategies", "autoplan.strategies.workload"):
+    for module in ("autoplan", "autoplan.strategies", "autoplan.strategies.workloads.workload"):
         sys.modules[module] = types.ModuleType(module)
         vars(sys.modules[module]).update(names, __path__=[])
     sys.path.insert(0, USER_FILE.rpartition("/")[0])
@@ -218,9 +218,11 @@ def techniques(plan: Plan) -> str:
     config = plan.config
     pieces = []
     if config.checkpointing == "selective":
-        pieces.append(take("checkpointing.py", "_KEPT_NAMES", "kept_operations", "_policy", "selective_context"))
+        pieces.append(
+            take("techniques/checkpointing.py", "_KEPT_NAMES", "kept_operations", "_policy", "selective_context")
+        )
     if plan.device == "cuda":
-        pieces.append(take("precision.py", "set_matmul_tf32"))
+        pieces.append(take("techniques/precision.py", "set_matmul_tf32"))
     pieces.append(_TRAINING_MODULE)
     lines = [
         "def prepare(device):",
@@ -229,7 +231,9 @@ def techniques(plan: Plan) -> str:
     if config.threads is not None:
         lines += ["    torch.set_num_threads(THREADS)"]
     if config.allocator == "keep":
-        pieces.append(take("allocator.py", "can_keep_freed_memory", "keep_freed_memory", *_ALLOCATOR_CONSTANTS))
+        pieces.append(
+            take("techniques/allocator.py", "can_keep_freed_memory", "keep_freed_memory", *_ALLOCATOR_CONSTANTS)
+        )
         lines += ["    keep_freed_memory()"]
     lines += [
         "    torch.manual_seed(SEED)",
@@ -371,7 +375,7 @@ def main(plan: Plan) -> str:
     unit, items = plan.workload.unit, _items(plan)
     fp16 = plan.config.precision == "fp16"
     scaler = "    scaler = torch.amp.GradScaler(device.type)\n" if fp16 else ""
-    return f'''def main():
+    return f"""def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
     parser.add_argument("--device", default=DEVICE)
@@ -387,4 +391,4 @@ def main(plan: Plan) -> str:
 
 
 if __name__ == "__main__":
-    main()'''
+    main()"""

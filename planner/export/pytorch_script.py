@@ -103,7 +103,7 @@ def settings(plan: Plan) -> dict[str, Any]:
 
 
 def _options(plan: Plan) -> dict[str, Any]:
-    from autoplan.strategies.families.registry import DEFAULT_OPTIONS
+    from autoplan.strategies.workloads.registry import DEFAULT_OPTIONS
 
     return DEFAULT_OPTIONS | plan.workload.options
 
@@ -143,8 +143,8 @@ def _settings(plan: Plan, stacks: list[list[str]]) -> str:
 
 def model_fields(plan: Plan) -> dict[str, Any]:
     """The fields of the model's configuration, as transformers' config.json has them."""
-    from autoplan.strategies.families import registry
-    from autoplan.strategies.sources import read_config_file
+    from autoplan.strategies.workloads import registry
+    from autoplan.strategies.workloads.sources import read_config_file
 
     spec = plan.workload
     if spec.kind == "model":

@@ -63,9 +63,7 @@ def export_plan(plan: Plan, to: str, out: str | Path | None = None) -> Exported:
     path = Path(out) if out is not None else Path(f"plan-{to}{target.suffix}")
     export = target.render(plan, path.stem)
     notes = target.check(plan, export)
-    return Exported(
-        paths=_write(path, export), not_carried=export.not_carried, notes=(*export.notes, *notes)
-    )
+    return Exported(paths=_write(path, export), not_carried=export.not_carried, notes=(*export.notes, *notes))
 
 
 def _write(path: Path, export: Export) -> tuple[Path, ...]:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import autoplan.strategies
 
-_ROOM = Path(autoplan.strategies.__file__).parent
+_FOLDER = Path(autoplan.strategies.__file__).parent
 
 
 def take(file: str, *names: str) -> str:
     """The source of top-level definitions of a file of strategies/, in the order named, two blank lines apart.
 
     Args:
-        file: Its path within strategies/, like `loss_kernels.py`.
+        file: Its path within strategies/, like `techniques/loss_kernels.py`.
         names: Functions, classes or constants.
     """
     found = _definitions(file)
@@ -28,7 +28,7 @@ def take(file: str, *names: str) -> str:
 @functools.cache
 def _definitions(file: str) -> dict[str, str]:
     """Every top-level definition of a file: name to source, decorators and comments above included."""
-    text = (_ROOM / file).read_text()
+    text = (_FOLDER / file).read_text()
     lines = text.splitlines()
     found = {}
     for node in ast.parse(text).body:

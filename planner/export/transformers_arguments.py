@@ -18,7 +18,7 @@ from autoplan.planner.export.base import Export, comment, provenance_lines, same
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 
-# mallopt(3), as strategies/allocator.py sets them
+# mallopt(3), as strategies/techniques/allocator.py sets them
 MALLOPT = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
 
 # parse_json_file is how transformers' own example scripts read such a file. bf16 and fp16 want a GPU or use_cpu;

@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from autoplan.planner.plan import LeftOutFamily, Plan, Prediction
-from autoplan.planner.trials.outcome import Trial
-from autoplan.probes.profile import HardwareProfile, Record
+from autoplan.planner.plan import Plan
+from autoplan.planner.records import LeftOutFamily, Prediction, Trial
+from autoplan.planner.space.bounds import Bound
+from autoplan.probes.profile import HardwareProfile
+from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 DEFAULT_BUDGET_S = 600.0
 
@@ -71,29 +73,6 @@ class SearchOptions:
         return all(getattr(config, knob) == value for knob, value in self.fixed.items()) and all(
             bound.allows(getattr(config, knob)) for knob, bound in self.bounds.items()
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """The values a user allows for a knob: a range of numbers (inclusive), or a list."""
-
-    low: int | None = None
-    high: int | None = None
-    values: tuple[Any, ...] | None = None
-
-    def allows(self, value: Any) -> bool:
-        """Whether the value is within the bound."""
-        if self.values is not None:
-            return value in self.values
-        if not isinstance(value, int):
-            return False
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    def describe(self) -> str:
-        """`1..8` or `a, b`."""
-        if self.values is not None:
-            return ", ".join(map(str, self.values))
-        return f"{'' if self.low is None else self.low}..{'' if self.high is None else self.high}"
 
 
 class BudgetState(Record):

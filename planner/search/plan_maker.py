@@ -8,13 +8,13 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from autoplan.planner.input_rate import describe_input
-from autoplan.planner.plan import Alternative, Environment, Measurement, Parity, Plan
+from autoplan.planner.plan import Alternative, Environment, Measurement, Plan
+from autoplan.planner.records import Parity, Trial
 from autoplan.planner.search.reasons import explain_choices, tie_reason
 from autoplan.planner.search.selection import Entry, enter, even_out, rank, speed_ratio
 from autoplan.planner.search.session import Session
+from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import invert
-from autoplan.planner.trials.outcome import Trial
 from autoplan.probes.profile import Device
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.planner.plan import Choice
+from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.selection import Entry
 from autoplan.planner.search.session import Session
-from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
+from autoplan.strategies.techniques.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
 
 ABOUT = 0.01
 """Expected differences below this share are "as fast"."""

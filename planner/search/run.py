@@ -10,10 +10,8 @@ import numpy as np
 
 from autoplan.errors import PlanError, UsageError
 from autoplan.planner.plan import Plan
-from autoplan.planner.record import write_atomically
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
-    Bound,
     BudgetState,
     Candidate,
     SearchObserver,
@@ -27,9 +25,11 @@ from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import PRELOAD, Groundwork, lay_groundwork, pick_device
 from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_hand_setting, run_trials
-from autoplan.planner.search.study import SearchStudy
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.store import Store, default_folder, study_identity
+from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store.journal import write_atomically
+from autoplan.planner.store.optuna_study import SearchStudy
+from autoplan.planner.store.store import Store, default_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import micro_batches

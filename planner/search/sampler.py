@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.options import Sampler
-from autoplan.planner.search.study import to_params
 from autoplan.planner.search.surrogate import Array, Belief, Prior, Surrogate, expected_improvement
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.store.optuna_study import to_params
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.estimate import Estimator
+    from autoplan.planner.cost.traced.estimator import Estimator
 
 LEAST_GAIN = 0.003
 """Expected improvement (in log step time, about a share of it) below which no further trial is worth its time."""

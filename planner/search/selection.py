@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.planner.records import Interval, Outcome, Trial
 from autoplan.planner.trials.measure import pool_runs, ratio_interval
-from autoplan.planner.trials.outcome import Interval, Outcome, Trial
 from autoplan.strategies.config import TrainingConfig
 
 TIE = 0.02

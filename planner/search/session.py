@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoplan.planner.plan import Prediction
+from autoplan.planner.records import Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.sampler import Picker
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.setup import Groundwork
-from autoplan.planner.search.study import SearchStudy
-from autoplan.planner.store import Store
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.store.optuna_study import SearchStudy
+from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
 from autoplan.processes import Progress, Zygote
 from autoplan.strategies.config import TrainingConfig

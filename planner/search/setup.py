@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import ConfigError, DeviceError, WorkloadError
-from autoplan.planner.plan import LeftOutFamily
-from autoplan.planner.record import write_atomically
+from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
-from autoplan.planner.space import Space, generate, keep_what_may_win
+from autoplan.planner.space.generate import Space, generate
+from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.estimate import Estimator
-    from autoplan.strategies.inspect import WorkloadFacts
+    from autoplan.planner.cost.traced.estimator import Estimator
+    from autoplan.strategies.analysis.facts import WorkloadFacts
 
 MEMORY_SHARE = 0.8
 """Share of the available memory that a trial may take unless --memory-limit says otherwise."""
@@ -31,7 +32,7 @@ PRELOAD = (
     "transformers",
     "autoplan.planner.trials.worker",
     "autoplan.strategies.prepare",
-    "autoplan.strategies.sources",
+    "autoplan.strategies.workloads.sources",
 )
 
 TIMING_SHARE = 0.05
@@ -95,8 +96,8 @@ def lay_groundwork(
     Raises:
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
-    from autoplan.planner.cost.estimate import Estimator
-    from autoplan.planner.trace import TIMING_BUDGET_S, trace_profile
+    from autoplan.planner.cost.traced.estimator import Estimator
+    from autoplan.planner.trace.trace import TIMING_BUDGET_S, trace_profile
     from autoplan.probes.run import read_host_profile
 
     now = read_host_profile()
@@ -236,7 +237,7 @@ def ways_to_share(
     Raises:
         ConfigError: a fixed degree that is not legal, and why.
     """
-    from autoplan.strategies.degrees import explain_degree, legal_degrees
+    from autoplan.strategies.techniques.degrees import explain_degree, legal_degrees
 
     for knob, value in options.fixed.items():
         reason = explain_degree(facts, knob, value, options.nproc)

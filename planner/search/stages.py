@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from autoplan.errors import AutoplanError, WorkloadError
-from autoplan.planner.plan import Parity
+from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search.sampler import NoCandidateError
 from autoplan.planner.search.selection import Entry, contenders, enter, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
 from autoplan.planner.trials.failures import WORKLOAD
-from autoplan.planner.trials.outcome import Outcome, Trial
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 
@@ -243,7 +242,7 @@ def find_verified(session: Session, tried: int = 3) -> tuple[Entry, Parity] | No
 
 
 def _check(session: Session, config: TrainingConfig) -> Parity:
-    from autoplan.planner.parity import run_parity
+    from autoplan.planner.parity.compare import run_parity
 
     session.observer.on_phase("parity", config.describe())
     deadline_s = session.hard_deadline_s(0.0)

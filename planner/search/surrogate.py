@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.space import memory_share_bytes
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.estimate import CostTable
+    from autoplan.planner.cost.traced.estimator import CostTable
 
 Array = NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.trials.outcome import Outcome, Trial
+from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.trials.request import DEAR, FITS_MICRO_STEPS, VERY_DEAR, WHOLE_STEP_SHARE
 from autoplan.strategies.config import TrainingConfig
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoplan.planner.trials.outcome import PeakMemory
+from autoplan.planner.records import PeakMemory
 
 
 class MemoryWatch:

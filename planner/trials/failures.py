@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoplan.planner.trials.outcome import Outcome
+from autoplan.planner.records import Outcome
 
 OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
 

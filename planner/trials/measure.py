@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoplan.planner.trials.outcome import Interval
+from autoplan.planner.records import Interval
 
 NARROW = 0.02
 """A 95 % interval narrower than this share of the median is narrow enough to rank a configuration."""

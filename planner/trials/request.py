@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from autoplan.planner.trials.outcome import Interval, Outcome, PeakMemory
-from autoplan.probes.profile import Record
+from autoplan.planner.records import Interval, Outcome, PeakMemory
+from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 WHOLE_STEP_SHARE = 0.2
 """Whole steps are timed where one costs less than this share of the trial's time box; else its parts are."""

@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from autoplan.planner.plan import Prediction
+from autoplan.planner.records import Outcome, PeakMemory, Prediction, Trial
 from autoplan.planner.trials.failures import classify_exception
 from autoplan.planner.trials.measure import invert
-from autoplan.planner.trials.outcome import Outcome, PeakMemory, Trial
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
 from autoplan.processes import Ended, ProcessReport, Progress, RankReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 TARGET = "autoplan.planner.trials.worker:run_trial"
 

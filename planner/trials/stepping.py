@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from autoplan.planner.records import Interval
 from autoplan.planner.trials.device_watch import CompilerWatch, ThrottleWatch
 from autoplan.planner.trials.measure import (
     Stop,
@@ -21,11 +22,10 @@ from autoplan.planner.trials.measure import (
     step_terms,
     sum_interval,
 )
-from autoplan.planner.trials.outcome import Interval
 from autoplan.planner.trials.request import DEAR, FITS_MICRO_STEPS, VERY_DEAR, WHOLE_STEP_SHARE, TrialRequest
 from autoplan.planner.trials.team import Team
-from autoplan.strategies.batch import split_batch
 from autoplan.strategies.run import StepResult, TrainingRun
+from autoplan.strategies.workloads.batch import split_batch
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
@@ -322,7 +322,7 @@ class StepTimer:
         """A batch of this rank's own; no two ranks and no two calls get the same."""
         position, count = 0, 1
         if self.mesh is not None:
-            from autoplan.strategies.mesh import data_position
+            from autoplan.strategies.techniques.mesh import data_position
 
             position, count = data_position(self.mesh)
         index = self._batches_made * count + position

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoplan.errors import DeviceError
+from autoplan.planner.records import Interval, Outcome
 from autoplan.planner.trials.device_watch import CompilerWatch, MemoryWatch, ThrottleWatch
 from autoplan.planner.trials.measure import Stop, spread_warning
-from autoplan.planner.trials.outcome import Interval, Outcome
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
 from autoplan.planner.trials.stepping import Losing, NonfiniteLoss, StepTimer
 from autoplan.planner.trials.team import Team
@@ -39,7 +39,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     startup_s = context.seconds_since_request
     context.phase("init")
     from autoplan.strategies.prepare import prepare
-    from autoplan.strategies.sources import load_workload
+    from autoplan.strategies.workloads.sources import load_workload
 
     device = pick_device(context, request.device)
     join_ranks(context, request.device)

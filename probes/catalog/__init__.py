@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from autoplan.probes.profile import Reading, Record
+from autoplan.record import Reading, Record
 
 FOLDER = Path(__file__).parent
 

@@ -13,8 +13,9 @@ import pytest
 import autoplan
 from autoplan import api
 from autoplan.errors import ConfigError, NoFeasiblePlanError, PlanError, UsageError
-from autoplan.planner.search.options import Bound, SearchObserver
-from autoplan.strategies.sources import make_spec
+from autoplan.planner.search.options import SearchObserver
+from autoplan.planner.space.bounds import Bound
+from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.strategies.workload import LossSum
+from autoplan.strategies.workloads.workload import LossSum
 
 width = 24
 
@@ -68,7 +69,7 @@ def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> Non
     import torch
     from torch import nn
 
-    from autoplan.strategies.workload import LossSum
+    from autoplan.strategies.workloads.workload import LossSum
 
     width = 8
     with pytest.raises(NoFeasiblePlanError) as error:

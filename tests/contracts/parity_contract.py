@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from autoplan.planner.parity import Samples, compare
-from autoplan.planner.parity_rank import Recorder, make_small, run_candidate, run_plain
-from autoplan.planner.parity_records import ParityRequest
-from autoplan.planner.plan import Parity
+from autoplan.planner.parity.compare import Samples, compare
+from autoplan.planner.parity.records import ParityRequest
+from autoplan.planner.parity.worker import Recorder, make_small, run_candidate, run_plain
+from autoplan.planner.records import Parity
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.spec import WorkloadSpec
-from autoplan.strategies.workload import Workload
+from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.strategies.workloads.workload import Workload
 
 _SPEC = WorkloadSpec(kind="object", reference="", name="", sequence_length=None, global_batch=1, identity="")
 

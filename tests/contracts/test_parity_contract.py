@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import STRATEGIES
-from autoplan.strategies.structure import find_structure
 from tests.contracts.parity_contract import check_parity
 from tests.recorded import make_hardware
 from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, classifier, language

@@ -8,9 +8,9 @@ import torch
 
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.families.language_model import make_config
-from autoplan.strategies.sources import make_spec, spec_from_objects
-from autoplan.strategies.workload import LossSum
+from autoplan.strategies.workloads.language_model import make_config
+from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_plan
 from tests.strategies.tiny import GPT2, Classifier, classifier, image_batch, image_loss, language, sgd
 

@@ -17,8 +17,9 @@ from autoplan.probes.collectives import (
     measure_collectives,
     probe_collectives,
 )
-from autoplan.probes.profile import Link, Reading
+from autoplan.probes.profile import Link
 from autoplan.processes import RankContext, Task, Zygote
+from autoplan.record import Reading
 
 SIZES = [4096 * 4**power for power in range(6)]
 

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_cpu_device, read_host
-from autoplan.probes.profile import Device, HardwareProfile, OperationReading, Reading
+from autoplan.probes.profile import Device, HardwareProfile, OperationReading
+from autoplan.record import Reading
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
 

@@ -16,9 +16,10 @@ from autoplan.probes import run as run_module
 from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_torch_build
-from autoplan.probes.profile import HardwareProfile, Reading
+from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import choose_threads, pick_device, probe_shapes, read_host_profile, run_probes
 from autoplan.processes import Zygote
+from autoplan.record import Reading
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
 BUDGET_S = 1.5

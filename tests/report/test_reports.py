@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Choice, LeftOutFamily
+from autoplan.planner.plan import Choice
+from autoplan.planner.records import LeftOutFamily, Outcome
 from autoplan.planner.search.options import BudgetState
-from autoplan.planner.trials.outcome import Outcome
 from autoplan.report import facts, terminal
 from autoplan.report.html import render_page
 from autoplan.report.progress import LiveProgress, PlainProgress

@@ -8,9 +8,9 @@ from torch import nn
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.datasets import batches_from_dataset
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.workload import LossSum
+from autoplan.strategies.workloads.datasets import batches_from_dataset
+from autoplan.strategies.workloads.workload import LossSum
 from tests.strategies.tiny import GPT2, classifier, language, sgd
 
 NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.strategies.families.language_model import language_model_workload
-from autoplan.strategies.workload import LossSum, Workload
+from autoplan.strategies.workloads.language_model import language_model_workload
+from autoplan.strategies.workloads.workload import LossSum, Workload
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",

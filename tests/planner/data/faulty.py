@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workload import LossSum, Workload
+from autoplan.strategies.workloads.workload import LossSum, Workload
 
 GLOBAL_BATCH = 384
 HELD = []

@@ -10,8 +10,8 @@ import torch
 
 from autoplan.processes import RankContext, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.mesh import gather_full, named_parameters
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques.mesh import gather_full, named_parameters
 from tests.strategies.parallel.world import adamw, make_workload, run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ from torch import nn
 
 from autoplan.planner.trials.device_watch import MemoryWatch
 from autoplan.processes import RankContext, Zygote
-from autoplan.strategies.batch import split_batch
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.mesh import named_parameters
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
+from autoplan.strategies.techniques.mesh import named_parameters
+from autoplan.strategies.workloads.batch import split_batch
 from tests.strategies.parallel.world import SEQUENCE, VOCABULARY, make_workload, run_ranks
 
 MIB = 2**20

@@ -196,7 +196,7 @@ def replicas_apart(run: TrainingRun | None) -> None:
 
 def embedding_not_summed(run: TrainingRun | None) -> None:
     """Each rank keeps the rows that it found, and zeros for the others'."""
-    from autoplan.strategies import tensor_parallel
+    from autoplan.strategies.techniques import tensor_parallel
 
     tensor_parallel.sum_whole = lambda mesh, partial: partial
 
@@ -205,7 +205,7 @@ def norm_gradients_not_summed(run: TrainingRun | None) -> None:
     """Gradients of norms are those of this rank's part of the sequence."""
     from torch.distributed.tensor import Replicate
 
-    from autoplan.strategies import tensor_parallel
+    from autoplan.strategies.techniques import tensor_parallel
 
     original = tensor_parallel.local
     tensor_parallel.local = lambda parameter, *gradient: original(parameter, *[Replicate() for _ in gradient])
@@ -221,7 +221,7 @@ def head_untied(run: TrainingRun | None) -> None:
     """Head and embedding become two parameters when they are split."""
     from torch import nn
 
-    from autoplan.strategies.tensor_parallel import _Splitter
+    from autoplan.strategies.techniques.tensor_parallel import _Splitter
 
     original = _Splitter.split_head
 
@@ -236,7 +236,7 @@ def plain_shard_of_fused_weight(run: TrainingRun | None) -> None:
     """Query, key and value are cut as if they were one matrix."""
     from torch.distributed.tensor import Shard
 
-    from autoplan.strategies import tensor_parallel
+    from autoplan.strategies.techniques import tensor_parallel
 
     tensor_parallel._StridedShard = lambda dim, split_factor: Shard(dim)  # type: ignore[assignment]
 

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from autoplan.processes import Zygote
+from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
+from autoplan.strategies.analysis.structure import find_structure
+from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.degrees import coherent_with_pipeline, factorings, pipeline_schedules, reason_against_knobs
-from autoplan.strategies.families.tensor_plans import find_tensor_plan
-from autoplan.strategies.pipeline_trace import trace_pipeline
-from autoplan.strategies.stages import cut_stages
-from autoplan.strategies.structure import find_structure
+from autoplan.strategies.techniques.degrees import (
+    coherent_with_pipeline,
+    factorings,
+    pipeline_schedules,
+    reason_against_knobs,
+)
+from autoplan.strategies.techniques.stages import cut_stages
 from tests.strategies.parallel.world import MODELS, differences, make_workload, run_step
 
 LLAMA_PLAN = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ConfigError
+from autoplan.planner.records import Outcome
 from autoplan.planner.search.run import SearchOptions, SearchResult, run_search
-from autoplan.planner.trials.outcome import Outcome
-from autoplan.strategies.sources import make_spec
+from autoplan.strategies.workloads.sources import make_spec
 from tests.strategies.tiny import GPT2
 
 SMALL = {"precision": "fp32", "compile": "off", "optimizer_step": "own", "checkpointing": "none"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.sources import make_spec
+from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
 from tests.strategies.tiny import GPT2
 

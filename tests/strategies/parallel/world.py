@@ -13,10 +13,10 @@ from torch import nn
 
 from autoplan.processes import ProcessReport, RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.mesh import gather_full, named_parameters
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
-from autoplan.strategies.workload import IGNORE_INDEX, LossSum, Workload
+from autoplan.strategies.techniques.mesh import gather_full, named_parameters
+from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
 
 SEQUENCE = 16
 GLOBAL_BATCH = 8

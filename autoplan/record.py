@@ -1,0 +1,42 @@
+"""The base of every record that crosses a process or a file, and a figure that says where it comes from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Provenance = Literal["measured", "driver", "datasheet", "published", "assumed", "unknown"]
+
+
+class Record(BaseModel):
+    """A frozen record that crosses a process or a file; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Reading(Record):
+    """One figure about the machine.
+
+    `value` is None where the figure is unknown; `reason` then says why. Callers must branch on it: there is
+    no stand-in number.
+    """
+
+    value: float | None
+    unit: str = Field(description="SI unit in words: bytes, bytes/s, flop/s, s, Hz, W, celsius, 1")
+    provenance: Provenance
+    spread: float | None = Field(
+        default=None, description="interquartile range over the median of the repeats, as a share (1)"
+    )
+    source: str = Field(default="", description="the command, driver call, file or document it comes from")
+    reason: str | None = Field(default=None, description="why the value is unknown")
+
+    @classmethod
+    def unknown(cls, unit: str, reason: str, source: str = "") -> Reading:
+        """A reading without a value, and why."""
+        return cls(value=None, unit=unit, provenance="unknown", reason=reason, source=source)
+
+    @classmethod
+    def driver(cls, value: float, unit: str, source: str) -> Reading:
+        """What the operating system or a driver reports, as it is."""
+        return cls(value=value, unit=unit, provenance="driver", source=source)

@@ -1,0 +1,259 @@
+"""Compute: seconds of one micro-step and of the optimizer step, part by part: the model's operations at the rates.
+
+    t_micro = t_matmul + t_attention + t_memory + t_dispatch          (CPU: one after another)
+    t_micro = max(t_matmul + t_attention + t_memory, t_dispatch)      (CUDA: the host launches while the GPU works)
+
+where each group of operations takes what was measured for it on this device, scaled by its FLOPs or bytes, or else
+what the rates say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.planner.cost.traced.candidates import COMPILES, OPTIMIZERS, Candidates, Floats
+from autoplan.planner.cost.traced.rates import Rates
+from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
+
+# The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
+# over the whole model. Assumed to begin with (fusing gelu, dropout, residual and norm of a GPT-2 block leaves about a
+# third of the tensors read and written); the calibration corrects the time. On a CPU, where such an operation was
+# measured, its work on the elements stays and takes most of its time.
+FUSED_BYTES = np.array([1.0, 0.45, 0.42])
+FUSED_WORK = np.array([1.0, 0.8, 0.75])
+FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
+
+# Passes over fp32 parameters that an Adam step makes in each form, reads and writes: the fused one reads parameter,
+# gradient and two moments and writes three; the others also read and write every intermediate.
+OPTIMIZER_PASSES = np.array([20.0, 20.0, 7.0])
+# operations that a step launches per parameter tensor
+OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
+CLIP_PASSES = 3.0
+
+# Selective checkpointing asks its policy in Python at every operation of a block, forward and recomputation (assumed;
+# compiled blocks settle it at compile time)
+SELECTIVE_DISPATCH_S = 3e-5
+
+# glibc's allocator: DEFAULT_MMAP_THRESHOLD_MAX on 64 bits; and the share of the other activations whose memory it gave
+# back since they were last held, in the backward or, checkpointed, block by block. Measured on four small models: 0 to
+# 0.6, and with full checkpointing 0.4 to 0.6 of what the blocks would have kept.
+LARGEST_KEPT_BYTES = 32 * 2**20
+GIVEN_BACK = 0.45
+# The pages of a step fault from several threads into memory that was given back in pieces; the probe's, from one
+# buffer, cost half as much (two models, measured)
+FAULTS_APART = 1.0
+# torch.utils.checkpoint per block and micro-step, twice through Python: hooks, the random state kept and set again
+# (assumed from 0.3 to 0.5 ms on small blocks)
+CHECKPOINT_DISPATCH_S = 3e-4
+
+# Timed matrix products that take so much longer than the probe's law are not believed; only large ones are compared,
+# for small ones are mostly the host's time
+SLOWER_THAN_PROBED = 3.0
+COMPARED_FLOPS = 1e8
+
+PARTS = ("matmul", "attention", "memory", "fused_memory", "dispatch")
+
+
+@dataclass(kw_only=True, slots=True)
+class SegmentTimes:
+    """Seconds per micro-step, split by what it is: parts (rows as PARTS) of one block and of the rest."""
+
+    block: Floats
+    rest: Floats
+    block_forward: Floats
+    rest_forward: Floats
+
+
+def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, candidates: Candidates) -> SegmentTimes:
+    """Times of one micro-step for candidates of one variant.
+
+    Returns:
+        Arrays of shape (parts, candidates); the forward's share as (candidates,).
+    """
+    size = len(candidates)
+    times = SegmentTimes(
+        block=np.zeros((len(PARTS), size)),
+        rest=np.zeros((len(PARTS), size)),
+        block_forward=np.zeros(size),
+        rest_forward=np.zeros(size),
+    )
+    slow = rates.thread_slowdown(candidates.threads)
+    whole = candidates.compiled == COMPILES.index("model")
+    for group in variant.groups:
+        seconds = _group_seconds(group, rates, candidates) * group.count
+        # what lies outside the blocks stays eager where blocks are compiled
+        fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
+        if group.kind == "memory":
+            row = np.where(fused, PARTS.index("fused_memory"), PARTS.index("memory"))
+            if rates.device == "cpu" and group.measured_s is not None:
+                left = seconds * FUSED_WORK[candidates.compiled]
+            else:
+                left = _moved_seconds(group, rates, candidates) * group.count * FUSED_BYTES[candidates.compiled]
+            seconds = np.where(fused, left, seconds)
+        else:
+            row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
+            seconds = seconds * slow
+        target = times.block if group.segment == "block" else times.rest
+        np.add.at(target, (row, np.arange(size)), seconds)
+        asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
+        dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
+        if group.kind == "memory":
+            dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], 1.0)
+        target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
+        if group.phase == "forward":
+            if group.segment == "block":
+                times.block_forward += seconds
+            else:
+                times.rest_forward += seconds
+    return times
+
+
+def _moved_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """Seconds to move the bytes of one operation of a group."""
+    moved = group.bytes_moved.fixed + group.bytes_moved.per_sample * candidates.micro_batch
+    share = np.where(candidates.sequence_parallel, candidates.tp, 1.0)
+    split = share if group.tensor_split == "all" else 1.0
+    return np.asarray(moved / split / rates.memory_bytes_per_s)
+
+
+def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """Seconds of one operation of a group."""
+    samples = candidates.micro_batch
+    tp = candidates.tp
+    share = np.where(candidates.sequence_parallel, tp, 1.0) if group.tensor_split == "all" else tp
+    split = np.ones_like(tp) if group.tensor_split == "none" else share
+    if group.measured_s is not None:
+        return measured_seconds(group, samples) / split
+    if group.kind == "memory":
+        return _moved_seconds(group, rates, candidates)
+    flops = (group.flops.fixed + group.flops.per_sample * samples) / split
+    if group.kind == "attention" or group.m.at(1) == 0:
+        rate = rates.attention_rate(group.dtype) if group.kind == "attention" else None
+        if rate is None:
+            rate = 1 / rates.matmul_law(group.dtype).coefficients[0]
+        return np.asarray(flops / rate)
+    sizes = {}
+    for name in ("m", "n", "k", "batch"):
+        law = getattr(group, name)
+        sizes[name] = law.fixed + law.per_sample * samples
+        if group.tensor_split == name:
+            sizes[name] = sizes[name] / tp
+    count = np.maximum(sizes["batch"], 1.0)
+    out = np.zeros_like(samples)
+    for code in np.unique(candidates.matmul_dtype):
+        here = candidates.matmul_dtype == code
+        dtype = _product_dtype(group.dtype, candidates.dtypes[int(code)])
+        law = rates.matmul_law(dtype)
+        batch = count[here] if isinstance(count, np.ndarray) else count
+        one = law.coefficients.copy()
+        one[4] = 0.0  # a batch is one launch
+        m, n, k = (np.broadcast_to(sizes[name], samples.shape)[here] for name in ("m", "n", "k"))
+        out[here] = (
+            batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + law.coefficients[4]
+        )
+    return out
+
+
+def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
+    """What was timed, in proportion to its work; between two sizes that were timed, on the line between them."""
+    assert group.measured_s is not None
+    work = group.flops if group.flops.at(1) > 0 else group.bytes_moved
+    here = work.fixed + work.per_sample * samples
+    few = max(work.at(group.measured_samples), 1.0)
+    if group.measured_more_s is None:
+        return np.asarray(group.measured_s * here / few)
+    many = work.at(group.measured_more_samples)
+    between = group.measured_s + (group.measured_more_s - group.measured_s) * (here - few) / max(many - few, 1.0)
+    beyond = group.measured_more_s * here / many
+    below = group.measured_s * here / few
+    return np.where(here > many, beyond, np.where(here < few, below, between))
+
+
+def believed(profile: ModelProfile, rates: Rates) -> ModelProfile:
+    """The profile with its timed operations, or without where something else ran while they were timed.
+
+    The probes, which measured in more patience, know how long matrix products take; where the timed ones take several
+    times as long at the median, all that was timed with them is as wrong (a busy core makes two threads that wait for
+    each other ten to twenty times slower).
+    """
+    ratios = []
+    for variant in profile.variants.values():
+        for group in variant.groups:
+            sizes = [law.at(group.measured_samples) for law in (group.m, group.n, group.k)]
+            large = group.flops.at(group.measured_samples) >= COMPARED_FLOPS
+            if group.measured_s is None or group.kind != "matmul" or not (large and all(sizes)):
+                continue
+            m, n, k = (np.array([size]) for size in sizes)
+            batch = max(group.batch.at(group.measured_samples), 1.0)
+            ratios.append(group.measured_s / float(batch * rates.matmul_law(group.dtype).seconds(m, n, k)[0]))
+    if not ratios or np.median(ratios) < SLOWER_THAN_PROBED:
+        return profile
+    variants = {
+        name: variant.model_copy(
+            update={"groups": tuple(group.model_copy(update={"measured_s": None}) for group in variant.groups)}
+        )
+        for name, variant in profile.variants.items()
+    }
+    note = "the timed operations were left out: they took several times as long as the probes' (a busy machine)"
+    return profile.model_copy(update={"variants": variants, "notes": (*profile.notes, note)})
+
+
+def first_touches(variant: VariantProfile, num_blocks: int, candidates: Candidates) -> Floats:
+    """Bytes per micro-step in allocations so large that the C library maps each anew (glibc: past 32 MiB)."""
+    out = np.zeros(len(candidates))
+    for group in variant.groups:
+        # a batch of alike operations allocates one after the other
+        batch = max(group.batch.at(group.measured_samples or 1.0), 1.0) if group.kind == "memory" else 1.0
+        size = group.output_bytes.fixed + group.output_bytes.per_sample * candidates.micro_batch
+        count = group.count * (num_blocks if group.segment == "block" else 1)
+        out += np.where(size / batch > LARGEST_KEPT_BYTES, count * size, 0.0)
+    return out
+
+
+def _product_dtype(traced: str, wanted: str) -> str:
+    """The dtype whose rate holds: traced in half, the candidate's own half; traced in fp32, perhaps TF32."""
+    if traced in ("bfloat16", "float16"):
+        return wanted if wanted in ("bfloat16", "float16", "float8") else traced
+    return "tf32" if wanted == "tf32" else "float32"
+
+
+def micro_step_parts(times: SegmentTimes, blocks: Floats | float, rest_share: Floats | float) -> Floats:
+    """Seconds of the parts of a micro-step on a rank that holds so many blocks and that share of the rest."""
+    return times.block * blocks + times.rest * rest_share
+
+
+def total(parts: Floats, *, overlapped_dispatch: bool) -> Floats:
+    """Seconds of a micro-step from its parts: the host's dispatch hides behind the GPU's work, not on a CPU."""
+    work = parts[:-1].sum(axis=0)
+    return np.maximum(work, parts[-1]) if overlapped_dispatch else work + parts[-1]
+
+
+def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidates, share: Floats) -> Floats:
+    """Seconds of clipping and stepping, over the share of the trainable parameters that a rank holds.
+
+    An optimizer without state (SGD) makes 3 passes, one with momentum 5.
+    """
+    states = profile.optimizer_state_bytes_per_parameter / 4
+    passes = OPTIMIZER_PASSES[candidates.optimizer] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
+    clip = CLIP_PASSES if profile.clips_gradients else 0.0
+    moved = 4.0 * profile.trainable * share * (passes + clip)
+    launches = OPTIMIZER_LAUNCHES[candidates.optimizer] * profile.parameter_tensors
+    work = moved / rates.memory_bytes_per_s
+    dispatch = launches * rates.dispatch_s
+    if rates.device == "cuda":
+        return np.maximum(work, dispatch)
+    return work + dispatch
+
+
+def executed_flops(variant: VariantProfile, num_blocks: int, samples: Floats) -> Floats:
+    """FLOPs that a micro-step executes, recomputation included."""
+    out = np.zeros_like(samples)
+    for group in variant.groups:
+        count = group.count * (num_blocks if group.segment == "block" else 1)
+        out += count * (group.flops.fixed + group.flops.per_sample * samples)
+    return out
+
+
+assert OPTIMIZERS == ("for_loop", "foreach", "fused")

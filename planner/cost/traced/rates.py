@@ -1,0 +1,196 @@
+"""Rates: how long a device takes for a matrix product, an attention, a pass over memory; measured, or from datasheets.
+
+A product of (m x k) and (k x n) takes, where it was measured, a sum of terms with a physical meaning,
+
+    t = 2mnk / peak + a mn + b nk + c mk + launch,
+
+fitted to the probe's readings without negative terms: products, results written, weights read, inputs read. Where only
+a datasheet is known, the roofline with an efficiency (Williams et al. 2009): max(2mnk / (e peak), bytes / (e' bw)).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoplan.planner.cost.traced.candidates import Floats
+from autoplan.probes.profile import Device
+
+# What dense kernels reach of a datasheet's peak and bandwidth on large problems, where nothing was measured. Source:
+# NVIDIA "Matrix Multiplication Background" charts cuBLAS at 80-90 % of peak; BabelStream 85-92 % of bandwidth on A100.
+ASSUMED_MATMUL_EFFICIENCY = 0.75
+ASSUMED_BANDWIDTH_EFFICIENCY = 0.85
+ASSUMED_ATTENTION_EFFICIENCY = 0.45
+# torch's eager path on a current host, per operation with autograd and module calls; the probe's figure is a bare
+# in-place addition, several times less
+ASSUMED_DISPATCH_S = 8e-6
+AUTOGRAD_OVERHEAD = 6.0
+
+_BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
+
+
+@dataclass(kw_only=True, slots=True)
+class MatmulLaw:
+    """Seconds of a matrix product in one dtype: coefficients of 2mnk, mn, nk, mk and a constant."""
+
+    coefficients: Floats
+    measured: bool
+
+    def seconds(self, m: Floats, n: Floats, k: Floats) -> Floats:
+        """Seconds of one product of each size."""
+        c = self.coefficients
+        return c[0] * 2 * m * n * k + c[1] * m * n + c[2] * n * k + c[3] * m * k + c[4]
+
+
+@dataclass(kw_only=True, slots=True)
+class Rates:
+    """What one device does per second.
+
+    Attributes:
+        matmul: A law per dtype.
+        attention_flops_per_s: Fused attention per dtype, FLOPs as torch's counter has them (no causal discount).
+        memory_bytes_per_s: Reads and writes together.
+        dispatch_s: Host time per eager operation, autograd included.
+        first_touch_s_per_byte: What a page that was not there before costs more than one that was; CPU only.
+        assumed: What no probe measured, in sentences.
+    """
+
+    device: str
+    matmul: dict[str, MatmulLaw]
+    attention_flops_per_s: dict[str, float]
+    memory_bytes_per_s: float
+    dispatch_s: float
+    first_touch_s_per_byte: float = 0.0
+    thread_speed: dict[int, float] = field(default_factory=dict)
+    threads: int = 0
+    assumed: list[str] = field(default_factory=list)
+
+    def matmul_law(self, dtype: str) -> MatmulLaw:
+        """The law of a dtype, or of float32 where that one was never measured."""
+        return self.matmul.get(dtype) or self.matmul["float32"]
+
+    def attention_rate(self, dtype: str) -> float:
+        """FLOP/s of fused attention in a dtype."""
+        return self.attention_flops_per_s.get(dtype) or self.attention_flops_per_s["float32"]
+
+    def thread_slowdown(self, threads: Floats) -> Floats:
+        """How much longer matmuls take on so many threads than on all; 0 threads: all."""
+        if not self.thread_speed:
+            return np.ones_like(threads)
+        known = np.array(sorted(self.thread_speed))
+        speeds = np.array([self.thread_speed[int(count)] for count in known])
+        wanted = np.where(threads > 0, threads, self.threads or known[-1])
+        return np.interp(self.threads or known[-1], known, speeds) / np.interp(wanted, known, speeds)
+
+
+def from_device(device: Device) -> Rates:
+    """Rates from a probed device, filled up from its datasheet; what neither knows is assumed and said."""
+    assumed: list[str] = []
+    matmul = {}
+    for dtype in ("float32", "tf32", "bfloat16", "float16", "float8"):
+        law = _measured_law(device, dtype) or _datasheet_law(device, dtype)
+        if law is not None:
+            matmul[dtype] = law
+    if "float32" not in matmul:
+        # a machine that was never probed: a product per cycle and lane of some 3 GHz core with 512-bit vectors
+        cores = device.cores or 1
+        matmul["float32"] = MatmulLaw(coefficients=np.array([1 / (5e10 * cores), 0, 0, 0, 5e-6]), measured=False)
+        assumed.append("matmul rate: not measured, 50 GFLOP/s a core")
+    attention = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        rate = device.best_rate("sdpa_train", dtype)
+        if rate is not None:
+            # the probe counts 6bhs^2d for causal forward and backward; torch's counter 4 + 10 = 14 without the mask
+            attention[dtype] = rate * 14 / 6
+    if not attention:
+        for dtype, law in matmul.items():
+            attention[dtype] = ASSUMED_ATTENTION_EFFICIENCY / law.coefficients[0] / ASSUMED_MATMUL_EFFICIENCY
+        assumed.append("attention rate: not measured, a share of the matmul rate")
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    if bandwidth is None or bandwidth.value is None:
+        sheet = device.datasheet_memory_bandwidth_bytes_per_s
+        if sheet is not None and sheet.value is not None:
+            memory = ASSUMED_BANDWIDTH_EFFICIENCY * sheet.value
+            assumed.append("memory bandwidth: a share of the datasheet's")
+        else:
+            memory = 10e9
+            assumed.append("memory bandwidth: not measured, 10 GB/s")
+    else:
+        memory = bandwidth.value
+    launch = device.kernel_launch_s.value if device.kernel_launch_s is not None else None
+    return Rates(
+        device=device.type,
+        matmul=matmul,
+        attention_flops_per_s=attention,
+        memory_bytes_per_s=memory,
+        dispatch_s=launch * AUTOGRAD_OVERHEAD if launch is not None else ASSUMED_DISPATCH_S,
+        first_touch_s_per_byte=_first_touch_s_per_byte(device),
+        thread_speed=_thread_speed(device),
+        threads=device.cores or 0,
+        assumed=assumed,
+    )
+
+
+def _first_touch_s_per_byte(device: Device) -> float:
+    """Seconds per byte of the probe's touch of new memory, without the writing itself."""
+    rate = device.best_rate("first_touch", "float32")
+    if device.type != "cpu" or not rate:
+        return 0.0
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    writing = 1 / bandwidth.value if bandwidth is not None and bandwidth.value else 0.0
+    return max(1 / rate - writing, 0.0)
+
+
+def _thread_speed(device: Device) -> dict[int, float]:
+    readings = device.readings("matmul_threads")
+    return {r.shape[3]: r.rate.value for r in readings if len(r.shape) == 4 and r.rate.value is not None}
+
+
+def _measured_law(device: Device, dtype: str) -> MatmulLaw | None:
+    points = [
+        (*r.shape[:3], r.seconds.value)
+        for r in device.readings("matmul", dtype)
+        if r.seconds.value and len(r.shape) == 3
+    ]
+    if len(points) < 3:
+        return None
+    return MatmulLaw(coefficients=fit_matmul_law(np.array(points, dtype=np.float64)), measured=True)
+
+
+def _datasheet_law(device: Device, dtype: str) -> MatmulLaw | None:
+    peak = device.datasheet_peak_flops_per_s.get(dtype)
+    bandwidth = device.datasheet_memory_bandwidth_bytes_per_s
+    if peak is None or peak.value is None:
+        return None
+    per_byte = 0.0 if bandwidth is None or bandwidth.value is None else 0.5 / bandwidth.value
+    size = _BYTES[dtype] * per_byte
+    return MatmulLaw(
+        coefficients=np.array([1 / (ASSUMED_MATMUL_EFFICIENCY * peak.value), size, size, size, 4e-6]), measured=False
+    )
+
+
+def fit_matmul_law(points: Floats) -> Floats:
+    """Least squares of relative errors over (m, n, k, seconds) rows, no coefficient negative.
+
+    Five terms at most, so every subset of them is tried and the best without a negative one is kept.
+    """
+    m, n, k, seconds = points.T
+    terms = np.stack([2 * m * n * k, m * n, n * k, m * k, np.ones_like(m)], axis=1) / seconds[:, None]
+    scale = terms.max(axis=0)
+    best, best_error = np.zeros(5), np.inf
+    for count in range(1, min(5, len(points)) + 1):
+        for others in itertools.combinations(range(1, 5), count - 1):
+            chosen = [0, *others]
+            solved, *_ = np.linalg.lstsq(terms[:, chosen] / scale[chosen], np.ones(len(points)), rcond=None)
+            if (solved < 0).any():
+                continue
+            error = float(
+                ((terms[:, chosen] / scale[chosen]) @ solved - 1) @ ((terms[:, chosen] / scale[chosen]) @ solved - 1)
+            )
+            if error < best_error * 0.999:
+                best_error = error
+                best = np.zeros(5)
+                best[chosen] = solved / scale[chosen]
+    return best

@@ -1,0 +1,157 @@
+"""How a trial ended, and what it measured: the closed list of outcomes and the record of one trial."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from autoplan.record import Record
+from autoplan.strategies.config import TrainingConfig
+
+
+class Outcome(StrEnum):
+    """How a trial ended. Closed: whatever happens in a trial is one of these."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    NONFINITE = "nonfinite"
+    UNSUPPORTED = "unsupported"
+    PRUNED = "pruned"
+    INTERRUPTED = "interrupted"
+
+
+PHASES = ("init", "build", "compile", "warmup", "measure", "done")
+
+
+class Interval(Record):
+    """A median with a bootstrap interval.
+
+    `low` and `high` bound the median at 95 %; `samples` is how many measurements stand behind it.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+class PeakMemory(Record):
+    """Peak memory of the fullest rank, over two optimizer steps and the measured window.
+
+    On CUDA: `allocated` and `reserved` from torch's allocator, `driver` the device's used memory as NVML says it.
+    On CPU: `resident`, the peak resident set since the build began. `limit_bytes` is what a trial may take.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    driver_bytes: int | None = None
+    resident_bytes: int | None = None
+    limit_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The figure that the limit is held against: driver, else reserved, else resident."""
+        for value in (self.driver_bytes, self.reserved_bytes, self.resident_bytes):
+            if value is not None:
+                return value
+        return None
+
+
+class Trial(Record):
+    """The record of one finished trial, as the store keeps it."""
+
+    number: int
+    purpose: Literal["baseline", "reference", "search", "finalist"] = Field(
+        description="reference: the careful hand setting on CUDA, measured for comparison; finalist: a repeat"
+    )
+    config: TrainingConfig
+    outcome: Outcome
+    detail: str | None = Field(
+        default=None, description="out_of_memory: device, host or fragile; crashed: the signal or the exit status"
+    )
+    reason: str | None = Field(default=None, description="a sentence for people; None when ok")
+    phase: str
+    step_time_s: Interval | None = Field(default=None, description="one optimizer step at the full global batch")
+    tokens_per_s: Interval | None = Field(default=None, description="or samples/s, where samples are no sequences")
+    method: Literal["whole_steps", "parts"] | None = Field(
+        default=None, description="timed as whole steps, or put together from micro-steps and the optimizer step"
+    )
+    parts_s: dict[str, float] = Field(
+        default_factory=dict,
+        description="medians: first_micro_step, second_micro_step, micro_step, micro_step_sync, optimizer_step",
+    )
+    peak_memory: PeakMemory = PeakMemory()
+    loss: float | None = None
+    predicted_step_time_s: float | None = Field(
+        default=None, description="before the trial ran, with what earlier trials had taught; low, high: 90 %"
+    )
+    predicted_step_time_low_s: float | None = None
+    predicted_step_time_high_s: float | None = None
+    predicted_peak_memory_bytes: float | None = None
+    predicted_peak_memory_low_bytes: float | None = None
+    predicted_peak_memory_high_bytes: float | None = None
+    seconds_spent: float
+    startup_s: float = Field(default=0.0, description="from the request to the first line of the trial's own code")
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = Field(default=(), description="throttling, recompiles, skipped steps, compile cache")
+    last_lines: str = Field(default="", description="the end of the trial's stderr, where it failed")
+    exit_status: str | None = None
+    resumed: bool = Field(default=False, description="taken from the record of an earlier run of the same search")
+    started: str = Field(default="", description="UTC, ISO 8601")
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The peak the limit is held against."""
+        return self.peak_memory.peak_bytes
+
+
+class Prediction(Record):
+    """What the cost model said of a configuration before it ran; low and high bound an interval of 90 %."""
+
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    peak_memory_bytes: float
+    peak_memory_low_bytes: float
+    peak_memory_high_bytes: float
+    verdict: Literal["fits", "too_close", "does_not_fit"]
+    bound: str = Field(description="what binds: compute, memory_bandwidth, launch, communication, input, bubble")
+    memory_parts_bytes: dict[str, float] = Field(default_factory=dict)
+    time_parts_s: dict[str, float] = Field(
+        default_factory=dict,
+        description="seconds of a step by kind of work; input comes beside the step: one process making its batch",
+    )
+    model_flops: float | None = Field(default=None, description="FLOPs of the model per optimizer step, no recompute")
+    hardware_flops: float | None = Field(default=None, description="FLOPs executed per optimizer step")
+
+
+class Parity(Record):
+    """Does the configuration still train the same thing? Compared with one plain fp32 process."""
+
+    passed: bool
+    tolerance: float = Field(description="largest relative difference that passes, for this precision")
+    worst_gradient_difference: float
+    worst_update_difference: float
+    worst_group: str
+    loss_difference: float
+    worst_gradient_error: float | None = Field(
+        default=None, description="largest relative distance of a module's gradient vector, not only of its norm"
+    )
+    gradient_error_tolerance: float | None = None
+    global_batch: int = Field(description="samples of the check")
+    sequence_length: int | None
+    changes_numerics: bool
+    note: str = ""
+
+
+class LeftOutFamily(Record):
+    """A family of configurations that was never tried: which, which limit it broke, by how much."""
+
+    family: str
+    limit: str
+    by: str
+    configurations: int

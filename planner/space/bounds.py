@@ -1,0 +1,59 @@
+"""Bounds: the values that a user allows for a knob, and how they are written on the command line. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.errors import ConfigError
+from autoplan.strategies.config import check_knob, knob_values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """The values a user allows for a knob: a range of numbers (inclusive), or a list."""
+
+    low: int | None = None
+    high: int | None = None
+    values: tuple[Any, ...] | None = None
+
+    def allows(self, value: Any) -> bool:
+        """Whether the value is within the bound."""
+        if self.values is not None:
+            return value in self.values
+        if not isinstance(value, int):
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def describe(self) -> str:
+        """`1..8` or `a, b`."""
+        if self.values is not None:
+            return ", ".join(map(str, self.values))
+        return f"{'' if self.low is None else self.low}..{'' if self.high is None else self.high}"
+
+
+def parse_bound(text: str) -> tuple[str, Bound]:
+    """Reads `knob=low..high` (either end may be left out) or `knob=a,b,c`.
+
+    Raises:
+        ConfigError: another form, an unknown knob, or values the knob does not take.
+    """
+    knob, separator, allowed = text.partition("=")
+    knob = knob.strip().replace("-", "_")
+    if not separator or not allowed.strip():
+        raise ConfigError(
+            f"{text!r} is not of the form knob=low..high or knob=a,b,c", hint="For example: --bound micro_batch=1..8"
+        )
+    closed = knob_values(knob)
+    if ".." not in allowed:
+        return knob, Bound(values=tuple(check_knob(knob, value.strip()) for value in allowed.split(",")))
+    if closed is not None:
+        raise ConfigError(
+            f"{knob} takes {', '.join(map(str, closed))}: a range has no meaning there",
+            hint=f"List the values: --bound {knob}={closed[0]},{closed[-1]}",
+        )
+    low_text, _, high_text = allowed.partition("..")
+    low, high = (check_knob(knob, end.strip()) if end.strip() else None for end in (low_text, high_text))
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{knob}={allowed}: the low end is above the high end", hint=f"--bound {knob}={high}..{low}")
+    return knob, Bound(low=low, high=high)

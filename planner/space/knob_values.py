@@ -1,0 +1,145 @@
+"""The values that each knob may take here, one by one: offered, not measured to lose, allowed by the user.
+
+What may go with what is `autoplan.planner.space.generate`'s business. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.records import LeftOutFamily
+from autoplan.planner.space.bounds import Bound
+from autoplan.probes.profile import Device
+from autoplan.record import Record
+from autoplan.strategies.config import check_knob, micro_batches
+
+if TYPE_CHECKING:
+    from autoplan.strategies.analysis.facts import KnobChoices
+
+LOSING_RATE_SHARE = 0.6
+"""A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
+everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
+bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
+
+PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
+
+
+class Dropped(Record):
+    """A value a knob does not take here."""
+
+    knob: str
+    value: Any
+    reason: str
+    by: str = ""
+
+
+def offered_values(
+    choices: Sequence[KnobChoices], global_batch: int, *, but: Sequence[str]
+) -> tuple[dict[str, list[Any]], list[Dropped]]:
+    """The values that the techniques offer, micro-batches among them, and those that they leave out.
+
+    Args:
+        choices: What each technique offers.
+        global_batch: Samples per optimizer step.
+        but: Knobs that are not taken one by one.
+    """
+    values: dict[str, list[Any]] = {"micro_batch": list(micro_batches(global_batch))}
+    dropped: list[Dropped] = []
+    for choice in choices:
+        if choice.knob in but:
+            continue
+        values[choice.knob] = list(choice.values)
+        dropped += [Dropped(knob=choice.knob, value=out.value, reason=out.reason) for out in choice.left_out]
+    return values, dropped
+
+
+def drop_losing_precisions(
+    values: dict[str, list[Any]], dropped: list[Dropped], device: Device, fixed: Mapping[str, Any]
+) -> None:
+    """Leaves out precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
+    if "fp32" not in values.get("precision", ()) or "precision" in fixed:
+        return
+    for precision in [p for p in values["precision"] if p in PRECISION_DTYPES]:
+        rates = _paired_rates(device, PRECISION_DTYPES[precision])
+        if rates is None:
+            continue
+        rate, plain = rates
+        if rate < LOSING_RATE_SHARE * plain:
+            values["precision"].remove(precision)
+            dropped.append(
+                Dropped(
+                    knob="precision",
+                    value=precision,
+                    reason="measured: a linear layer's forward and backward is slower than in fp32 on this device",
+                    by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {plain / rate:.1f} times slower",
+                )
+            )
+
+
+def _paired_rates(device: Device, dtype: str) -> tuple[float, float] | None:
+    """FLOP/s of a precision and of fp32, training a linear layer, the best over the shapes measured in both."""
+
+    def by_shape(name: str) -> dict[tuple[int, ...], float]:
+        found = device.readings("linear_train", name)
+        return {r.shape: r.rate.value for r in found if r.rate.value is not None}
+
+    mine, plain = by_shape(dtype), by_shape("float32")
+    common = set(mine) & set(plain)
+    if not common:
+        return None
+    return max(mine[shape] for shape in common), max(plain[shape] for shape in common)
+
+
+def narrow(
+    knob: str, offered: list[Any], dropped: list[Dropped], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]
+) -> list[Any]:
+    """The values of a knob that the user allows.
+
+    Raises:
+        ConfigError: none of those offered, or a fixed one that is not offered, with the reason.
+    """
+    if knob in fixed:
+        value = check_knob(knob, fixed[knob])
+        if value in offered or (knob == "threads" and value is not None):
+            return [value]
+        if knob == "micro_batch" and not offered:
+            return [value]
+        raise ConfigError(f"{knob}={value} is not possible here: {_why_not(knob, value, dropped)}", hint=_hint(offered))
+    if knob == "micro_batch" and not offered:
+        raise WorkloadError(
+            "the micro-batch of this workload must be fixed by you: " + _why_not(knob, None, dropped),
+            hint="Fix it with --fix micro_batch=N, the micro-batch that the training is meant to have.",
+        )
+    if knob not in bounds:
+        return offered
+    allowed = [value for value in offered if bounds[knob].allows(value)]
+    if not allowed:
+        raise ConfigError(
+            f"no value of {knob} that is possible here is within {bounds[knob].describe()}", hint=_hint(offered)
+        )
+    return allowed
+
+
+def _why_not(knob: str, value: Any, dropped: Sequence[Dropped]) -> str:
+    reasons = [drop.reason for drop in dropped if drop.knob == knob and (value is None or drop.value == value)]
+    if reasons:
+        return reasons[0]
+    if knob == "micro_batch":
+        return "it does not divide the global batch, which is never changed"
+    return "this workload does not offer it on this device"
+
+
+def _hint(offered: Sequence[Any]) -> str:
+    return "Possible here: " + ", ".join(map(str, offered)) + "."
+
+
+def family_of(drop: Dropped, candidates: int, values: Mapping[str, Sequence[Any]]) -> LeftOutFamily:
+    """A value that a knob does not take, as a family: about as many configurations as each value taken has."""
+    return LeftOutFamily(
+        family=f"{drop.knob}={drop.value}",
+        limit=drop.reason,
+        by=drop.by,
+        configurations=candidates // max(1, len(values.get(drop.knob, ()))),
+    )

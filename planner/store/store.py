@@ -1,0 +1,294 @@
+"""The store of one study: its folder, its owner, its record, and what an earlier run of the same search left.
+
+FOLDER/record.jsonl   the record: study, budget, trials, parity checks, the end; append-only, the truth
+       study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
+       clock.json     seconds spent, between two lines of the record
+       owner.json     who holds the lock
+       trials/0007/   output of the trial's processes
+       hardware.json  the hardware profile that every run of the search stands on
+       plan.json      the plan
+       best.json      the fastest trial so far, not verified, where a search ended without a plan
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from autoplan.errors import StoreBusyError, StoreError
+from autoplan.planner.records import Parity, Trial
+from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store.journal import RecordFile, store_error, write_atomically
+from autoplan.processes import ProcessIdentity, is_alive
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+RECORD_SCHEMA = 1
+CLOCK_PERIOD_S = 2.0
+
+
+def study_identity(
+    spec: WorkloadSpec,
+    hardware_fingerprint: str,
+    *,
+    device: str,
+    fixed: Mapping[str, Any],
+    bounds: Mapping[str, Bound],
+    nproc: int,
+    memory_limit_bytes: int | None,
+) -> str:
+    """16 hex digits over what is trained, on what, and the options that change the space.
+
+    The budget, the sampler and the place of the plan are left out: changing them continues the same search.
+    """
+    parts = {
+        "schema": RECORD_SCHEMA,
+        "workload": spec.identity,
+        "hardware": hardware_fingerprint,
+        "device": device,
+        "fixed": dict(sorted(fixed.items())),
+        "bounds": {knob: bound.describe() for knob, bound in sorted(bounds.items())},
+        "nproc": nproc,
+        "memory_limit_bytes": memory_limit_bytes,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def default_folder(identity: str) -> Path:
+    """Where a study lives unless --store says otherwise: the user's state folder."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("autoplan")) / "studies" / identity
+
+
+class Store:
+    """The open store of one study; a context manager. One process owns it at a time.
+
+    Args:
+        folder: The study's folder.
+        identity: The study's identity.
+        summary: What the study is, for people; kept in the record's first line.
+        fresh: Rename what is there aside and begin anew.
+
+    Raises:
+        StoreBusyError: another search owns it.
+        StoreError: not writable, full, damaged, or the folder holds another study.
+    """
+
+    def __init__(self, folder: Path, identity: str, *, summary: Mapping[str, Any], fresh: bool = False) -> None:
+        self.folder = folder
+        self.identity = identity
+        self._trials: list[Trial] = []
+        self._parities: dict[TrainingConfig, Parity] = {}
+        self._budget_s: float | None = None
+        self._finished: dict[str, Any] | None = None
+        self._spent_before_s = 0.0
+        self._run_began = time.monotonic()
+        self._clock_written = 0.0
+        self._lock = _take(folder)
+        try:
+            if fresh and (folder / "record.jsonl").exists():
+                aside = _rename_aside(folder)
+                self._lock.release()
+                self.renamed_to: Path | None = aside
+                self._lock = _take(folder)
+            else:
+                self.renamed_to = None
+            self._record = RecordFile(folder / "record.jsonl")
+            self._load(summary)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Writes the clock and gives the lock back."""
+        try:
+            self.tick(force=True)
+        except StoreError:
+            pass  # a full disk: what is in the record counts
+        self._record.close()
+        (self.folder / "owner.json").unlink(missing_ok=True)
+        self._lock.release()
+
+    # What is known.
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds spent on this study over all runs, this one included."""
+        return self._spent_before_s + time.monotonic() - self._run_began
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All finished trials, in order; those of earlier runs are marked as resumed."""
+        return tuple(self._trials)
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next trial."""
+        return 1 + max((trial.number for trial in self._trials), default=-1)
+
+    def parity_of(self, config: TrainingConfig) -> Parity | None:
+        """The parity verdict of a configuration, if it was checked."""
+        return self._parities.get(config)
+
+    @property
+    def budget_s(self) -> float | None:
+        """The budget an earlier run was given; None: none was."""
+        return self._budget_s
+
+    @property
+    def finished(self) -> dict[str, Any] | None:
+        """How the search finished, if it did and no budget was added since."""
+        return self._finished
+
+    # What is added.
+
+    def add_trial(self, trial: Trial) -> None:
+        """Puts a finished trial on disk."""
+        self._append({"kind": "trial", "trial": trial.model_dump(mode="json", exclude={"resumed"})})
+        self._trials.append(trial)
+
+    def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
+        """Puts a parity verdict on disk."""
+        self._append(
+            {"kind": "parity", "config": config.model_dump(mode="json"), "parity": parity.model_dump(mode="json")}
+        )
+        self._parities[config] = parity
+
+    def set_budget(self, budget_s: float) -> None:
+        """Notes the budget of the whole search; another one than before opens a finished search again."""
+        if budget_s != self._budget_s:
+            self._append({"kind": "budget", "budget_s": budget_s})
+            self._budget_s = budget_s
+            self._finished = None
+
+    def finish(self, status: str, **facts: Any) -> None:
+        """Notes how the search ended."""
+        self._append({"kind": "finished", "status": status, **facts})
+        self._finished = {"status": status, **facts}
+
+    def tick(self, *, force: bool = False) -> None:
+        """Writes the seconds spent, every two seconds at most, so that a killed run's time still counts."""
+        now = time.monotonic()
+        if force or now - self._clock_written >= CLOCK_PERIOD_S:
+            self._clock_written = now
+            write_atomically(self.folder / "clock.json", json.dumps({"spent_s": round(self.spent_s, 3)}))
+
+    def _append(self, document: dict[str, Any]) -> None:
+        self._record.append(document | {"spent_s": round(self.spent_s, 3)})
+
+    def _load(self, summary: Mapping[str, Any]) -> None:
+        documents = self._record.documents
+        if not documents:
+            head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": self.identity, "summary": dict(summary)}
+            self._record.append(head | {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
+            return
+        self._check_head(documents[0])
+        for document in documents[1:]:
+            try:
+                self._load_one(document)
+            except (ValidationError, KeyError, TypeError) as error:
+                raise StoreError(
+                    f"{self._record.path} holds a {document.get('kind', 'line')} that this version does not read: "
+                    f"{str(error).splitlines()[0]}",
+                    hint="Another version of autoplan wrote it. Start over with --fresh; the old folder is kept.",
+                ) from None
+        try:
+            clock = json.loads((self.folder / "clock.json").read_text())
+            self._spent_before_s = max(self._spent_before_s, float(clock["spent_s"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # never written, or torn: the record's own figure counts
+
+    def _check_head(self, head: dict[str, Any]) -> None:
+        if head.get("kind") != "study" or head.get("schema") != RECORD_SCHEMA:
+            raise StoreError(
+                f"{self._record.path} is not a record of this version of autoplan",
+                hint="Give another folder with --store DIR, or start over with --fresh.",
+            )
+        if head.get("identity") != self.identity:
+            raise StoreError(
+                f"{self.folder} holds another search: {_describe(head.get('summary'))}",
+                hint="A search resumes only with the same workload, machine and options. Give another folder with "
+                "--store DIR, or start over here with --fresh (the old folder is kept under another name).",
+            )
+
+    def _load_one(self, document: dict[str, Any]) -> None:
+        self._spent_before_s = max(self._spent_before_s, float(document.get("spent_s", 0.0)))
+        match document["kind"]:
+            case "trial":
+                self._trials.append(Trial.model_validate(document["trial"] | {"resumed": True}))
+            case "parity":
+                config = TrainingConfig.model_validate(document["config"])
+                self._parities[config] = Parity.model_validate(document["parity"])
+            case "budget":
+                self._budget_s = float(document["budget_s"])
+                self._finished = None
+            case "finished":
+                self._finished = {key: value for key, value in document.items() if key not in ("kind", "spent_s")}
+
+
+def _describe(summary: object) -> str:
+    if not isinstance(summary, dict):
+        return "unknown"
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in summary.items() if value not in (None, {}))
+
+
+def _take(folder: Path) -> Any:
+    """Makes the folder and takes its lock."""
+    import filelock
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "trials").mkdir(exist_ok=True)
+        lock = filelock.FileLock(folder / "lock", timeout=0)
+        lock.acquire()
+    except filelock.Timeout:
+        raise StoreBusyError(
+            f"the store {folder} is in use by another search, {_owner(folder)}",
+            hint="Wait for it, end it, or give this search a folder of its own with --store DIR.",
+        ) from None
+    except OSError as error:
+        raise store_error(folder, error) from error
+    try:
+        write_atomically(folder / "owner.json", ProcessIdentity.current().model_dump_json())
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _owner(folder: Path) -> str:
+    try:
+        identity = ProcessIdentity.model_validate_json((folder / "owner.json").read_text())
+    except (OSError, ValidationError):
+        return "process unknown"
+    return f"process {identity.pid}" + ("" if is_alive(identity) else " (not on this machine)")
+
+
+def _rename_aside(folder: Path) -> Path:
+    """Renames the folder, never deletes it."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    aside = folder.with_name(f"{folder.name}.old-{stamp}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"{folder.name}.old-{stamp}-{number}")
+    try:
+        os.rename(folder, aside)
+    except OSError as error:
+        raise store_error(folder, error) from error
+    return aside

@@ -1,0 +1,1 @@
+"""Traces: the real program under fake tensors, recorded as a profile that the cost model reads."""

@@ -1,0 +1,134 @@
+"""ModelProfile: what one micro-step of a model does, as linear laws in the micro-batch. Records only; loads no torch.
+
+`autoplan.planner.trace.trace` makes it from the real program under fake tensors,
+`autoplan.planner.cost.analytical.transformer` in closed form from a transformer's dimensions. The cost model reads
+nothing else about a model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from autoplan.record import Record
+
+PROFILE_VERSION = 4
+
+Kind = Literal["matmul", "attention", "convolution", "memory"]
+Segment = Literal["block", "rest"]
+TensorSplit = Literal["m", "n", "k", "batch", "all", "none"]
+
+
+class Law(Record):
+    """A quantity that is linear in the samples of a micro-batch: fixed + per_sample x samples."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        """The quantity at so many samples."""
+        return self.fixed + self.per_sample * samples
+
+
+ZERO = Law()
+
+
+class OperationGroup(Record):
+    """Operations that are alike: same kind, dtype, pass and sizes.
+
+    `m`, `n`, `k`, `batch` are the sizes of matrix products (batch products of m x k by k x n) and of convolutions seen
+    as such; zero for other kinds. `bytes_moved` counts every tensor read and written once. `count` is per block in the
+    segment "block", else in the whole model.
+    """
+
+    name: str
+    kind: Kind
+    segment: Segment
+    phase: Literal["forward", "backward"]
+    dtype: str
+    count: float
+    flops: Law = ZERO
+    bytes_moved: Law = ZERO
+    output_bytes: Law = Field(default=ZERO, description="what one allocates")
+    m: Law = ZERO
+    n: Law = ZERO
+    k: Law = ZERO
+    batch: Law = ZERO
+    measured_s: float | None = Field(default=None, description="seconds of one, timed on the device by itself")
+    measured_samples: float = 0.0
+    measured_more_s: float | None = Field(default=None, description="the same at more samples, where there was time")
+    measured_more_samples: float = 0.0
+    tensor_split: TensorSplit = Field(
+        default="none", description="the size that tensor parallelism divides; all: bytes of a sequence-parallel part"
+    )
+
+
+class PeakLaw(Record):
+    """The largest bytes alive, beyond parameters and optimizer states, in one part of a micro-step.
+
+    `first` counts the gradients that the pass has made so far; `later` leaves them out, which is what a micro-step
+    adds when the gradients of all parameters are held already (accumulation).
+    """
+
+    part: Literal["forward", "head", "backward", "tail"]
+    first: Law
+    later: Law
+
+
+class VariantKey(Record):
+    """The knobs that change what a micro-step does or keeps."""
+
+    precision: Literal["fp32", "half"] = "fp32"
+    attention: str = "own"
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    loss: Literal["full", "fused"] = "full"
+    compiled: bool = False
+
+    def text(self) -> str:
+        """One line, the key of `ModelProfile.variants`."""
+        form = "compiled" if self.compiled else "eager"
+        return f"{self.precision}/{self.attention}/{self.checkpointing}/{self.loss}/{form}"
+
+
+class VariantProfile(Record):
+    """One micro-step under one variant, of the whole model on one rank."""
+
+    key: VariantKey
+    groups: tuple[OperationGroup, ...]
+    kernels: float = Field(description="operations launched, views left out, forward and backward")
+    peaks: tuple[PeakLaw, ...]
+    block_saved_bytes: Law = Field(description="kept for the backward by one block, at the end of its forward")
+    rest_saved_bytes: Law = Field(description="kept by all else at the end of the forward, loss included")
+
+
+class ModelProfile(Record):
+    """What the cost model knows of a model: parameters, blocks, and its variants."""
+
+    version: int = PROFILE_VERSION
+    identity: str = Field(description="WorkloadSpec.identity, or a name for a closed form")
+    method: Literal["traced", "closed_form", "measured_block"]
+    device: str
+    parameters: int = Field(description="elements, tied once")
+    trainable: int
+    parameter_bytes: int
+    block_parameters: float = Field(description="elements of one block; 0 where no repeated blocks were found")
+    largest_unit_parameters: float = Field(description="elements of the largest unit that FSDP gathers at once")
+    num_blocks: int
+    sequence_length: int | None
+    hidden: int | None = None
+    optimizer_name: str = "AdamW"
+    optimizer_state_bytes_per_parameter: float = 8.0
+    parameter_tensors: int = Field(default=0, description="trainable tensors: what a for-loop optimizer visits")
+    largest_parameter: int = 0
+    clips_gradients: bool = False
+    boundary_bytes: Law = Field(default=ZERO, description="the activation between two blocks, fp32")
+    batch_bytes: Law = Field(default=ZERO, description="the batch itself on the device")
+    input_s_per_sample: float | None = Field(
+        default=None, description="seconds of make_batch per sample on one thread; None: not measured, see notes"
+    )
+    tokens_per_sample: int = 1
+    fewest_samples: float = Field(default=1.0, description="the smallest micro-batch that was traced")
+    variants: dict[str, VariantProfile]
+    notes: tuple[str, ...] = ()
+    seconds_spent: float = 0.0

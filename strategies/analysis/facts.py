@@ -1,0 +1,86 @@
+"""Facts about a workload, read from its model on the meta device. Records only; loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from autoplan.record import Record
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+
+class LeftOutValue(Record):
+    """A value of a knob that is not offered, and why."""
+
+    value: Any
+    reason: str
+
+
+class KnobChoices(Record):
+    """The values of one knob for this workload on this machine, the plain one first, and what was left out."""
+
+    knob: str
+    values: tuple[Any, ...]
+    left_out: tuple[LeftOutValue, ...] = ()
+
+
+class Dependence(Record):
+    """A module that ties the training to one micro-batch."""
+
+    module: str
+    kind: str
+    why: str
+
+
+class ParallelFacts(Record):
+    """What a model allows of tensor and pipeline parallelism (`autoplan.strategies.analysis.parallel_facts`)."""
+
+    num_blocks: int
+    tp_unit: int | None = Field(default=None, description="tp divides this; None: no tensor parallelism")
+    tp_unit_of: str = Field(default="", description="what the unit counts, in words")
+    tp_reason: str | None = Field(default=None, description="why there is no tensor parallelism")
+    pp_reason: str | None = Field(default=None, description="why there is no pipeline parallelism")
+    block_costs: tuple[float, ...] = Field(default=(), description="FLOPs per token of each block's forward")
+    first_cost: float = Field(default=0.0, description="FLOPs per token before the blocks")
+    last_cost: float = Field(default=0.0, description="FLOPs per token after the blocks: the output head")
+
+
+class WorkloadFacts(Record):
+    """What a workload is made of, and what each knob may be for it here.
+
+    `spec` is the spec with everything filled in that only the user's own function knew.
+    """
+
+    spec: WorkloadSpec
+    model_class: str
+    parameters: int = Field(description="each tied tensor counted once")
+    trainable_parameters: int
+    embedding_parameters: int
+    parameter_bytes: int
+    parameter_bytes_by_dtype: dict[str, int]
+    buffer_bytes: int
+    num_blocks: int
+    num_stacks: int
+    block_class: str | None
+    block_names: tuple[str, ...]
+    hidden_size: int | None = None
+    num_heads: int | None = None
+    num_key_value_heads: int | None = None
+    vocabulary_size: int | None = None
+    logits_per_sample: int | None = Field(default=None, description="elements: sequence length x vocabulary")
+    attention_dropout: float = 0.0
+    optimizer: str
+    optimizer_states: int = Field(description="fp32 tensors the optimizer keeps per parameter: 2 for Adam")
+    tied: tuple[tuple[str, ...], ...]
+    micro_batch_dependent: tuple[Dependence, ...]
+    fixed_micro_batch: int | None
+    choices: tuple[KnobChoices, ...]
+    parallel: ParallelFacts | None = Field(default=None, description="what its model allows of tp and pp")
+
+    def knob(self, name: str) -> KnobChoices:
+        """The choices of one knob; KeyError for a knob without."""
+        for choice in self.choices:
+            if choice.knob == name:
+                return choice
+        raise KeyError(name)

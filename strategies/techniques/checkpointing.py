@@ -1,0 +1,153 @@
+"""The checkpointing knob: which activations are dropped in the forward and recomputed in the backward.
+
+Nothing changes in the numerics: the recomputation sees the same inputs and, for dropout, the same random state.
+BatchNorm would count a micro-batch twice into its running statistics; the recomputation leaves them alone. torch's
+non-reentrant checkpoint is used, the form that composes with compile, FSDP2 and frozen inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from autoplan.errors import ConfigError
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.workloads.workload import Workload
+
+# The operations whose results the selective policy keeps: those that cost the most to compute again per byte kept.
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
+VALUES = ("none", "selective", "every_4", "every_3", "every_2", "full")
+
+
+class CheckpointingStrategy:
+    """Wraps repeated blocks; selective keeps matmuls and attention of every block, the others keep a block's input."""
+
+    name = "checkpointing"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """What the number of blocks allows."""
+        count = len(structure.blocks)
+        if count == 0:
+            reason = "the model has no repeated blocks to wrap"
+            left_out = tuple(LeftOut(value=value, reason=reason) for value in VALUES[1:])
+            return Choices(knob=self.name, values=("none",), left_out=left_out)
+        values, dropped = [], []
+        for value in VALUES:
+            every = _EVERY.get(value, 1)
+            if every > 1 and every >= max(len(stack) for stack in structure.stacks):
+                reason = f"the longest run of blocks has {max(len(stack) for stack in structure.stacks)}"
+                dropped.append(LeftOut(value=value, reason=reason))
+            else:
+                values.append(value)
+        return Choices(knob=self.name, values=tuple(values), left_out=tuple(dropped))
+
+    def apply(self, build: Build) -> None:
+        """Puts a checkpoint wrapper around the chosen blocks, in place.
+
+        Raises:
+            ConfigError: the model has no repeated blocks.
+        """
+        value = build.config.checkpointing
+        if value == "none":
+            return
+        if not build.structure.blocks:
+            raise ConfigError(
+                f"checkpointing={value} does not apply: the model has no repeated blocks to wrap",
+                hint="Use checkpointing=none.",
+            )
+        compiled = build.config.compile != "off"
+        for stack in build.structure.stacks:
+            for index, (name, block) in enumerate(stack):
+                if index % _EVERY.get(value, 1) == 0:
+                    wrapped = wrap(block, selective=value == "selective", compiled=compiled)
+                    replace_module(build.model, name, wrapped)
+
+
+def wrap(block: nn.Module, *, selective: bool, compiled: bool) -> nn.Module:
+    """A block whose forward is recomputed in the backward.
+
+    Args:
+        block: Any module.
+        selective: Keep the results of matmuls and attention.
+        compiled: torch.compile traces it; it updates running statistics once by itself, and it takes no contexts
+            but the selective policy's.
+    """
+    options: dict[str, Any] = {}
+    normalised = [] if compiled else [part for part in block.modules() if _keeps_statistics(part)]
+    if normalised:
+        options["context_fn"] = functools.partial(_contexts_with_statistics, normalised, selective)
+    elif selective:
+        options["context_fn"] = selective_context
+    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **options)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+
+
+def _contexts_with_statistics(normalised: list[Any], selective: bool) -> Any:
+    forward, recompute = selective_context() if selective else (contextlib.nullcontext(), contextlib.nullcontext())
+    return forward, _statistics_kept(normalised, recompute)
+
+
+@contextlib.contextmanager
+def _statistics_kept(normalised: list[Any], inner: Any) -> Iterator[None]:
+    """A momentum of 0 leaves the running statistics as they are; the count of batches is put back."""
+    before = [
+        (module, module.momentum, None if module.num_batches_tracked is None else module.num_batches_tracked.clone())
+        for module in normalised
+    ]
+    for module in normalised:
+        module.momentum = 0.0
+    try:
+        with inner:
+            yield
+    finally:
+        for module, momentum, count in before:
+            module.momentum = momentum
+            if count is not None:
+                module.num_batches_tracked.copy_(count)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of the one with this name."""
+    parent_name, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent_name), child, module)
+
+
+@functools.cache
+def kept_operations() -> frozenset[Any]:
+    """The overloads that the selective policy keeps, as far as this torch has them."""
+    packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
+    return frozenset(packet.default for packet in packets if hasattr(packet, "default"))
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in kept_operations() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_context() -> Any:
+    """The pair of contexts that torch's checkpoint asks for, one for the forward and one for the recomputation."""
+    return create_selective_checkpoint_contexts(_policy)

@@ -1,0 +1,202 @@
+"""The device mesh of a config, and what has to be summed or gathered over all of it.
+
+Four axes, outermost first: pp (stages talk least), dp_replicate, dp_shard, tp (talks most, so its ranks are
+neighbours on one node). Every rank holds one coordinate on each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoplan.errors import ConfigError
+from autoplan.strategies.analysis.structure import clean_name
+from autoplan.strategies.config import TrainingConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+def world_size() -> int:
+    """Ranks of the default process group, or of the launcher that started this process, or 1."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world(config: TrainingConfig) -> None:
+    """Raises ConfigError where the ranks that run are not the ranks that the config is for."""
+    ranks = world_size()
+    if ranks != config.world_size:
+        raise ConfigError(
+            f"the plan is for {config.world_size} rank(s) (dp_replicate {config.dp_replicate} x dp_shard "
+            f"{config.dp_shard} x tp {config.tp} x pp {config.pp}) and {ranks} run(s)",
+            hint=f"Start it with torchrun --nproc-per-node {config.world_size} on one machine (or --nnodes times "
+            f"--nproc-per-node with that product), or find a plan for {ranks}: autoplan search --nproc {ranks}.",
+        )
+
+
+def build_mesh(config: TrainingConfig, device_type: str) -> DeviceMesh | None:
+    """The mesh of a config over the default process group; None for one rank.
+
+    A process group that a launcher prepared (torchrun's environment) is initialised here if it is not yet.
+
+    Raises:
+        ConfigError: the world does not match the config.
+    """
+    check_world(config)
+    if config.world_size == 1:
+        return None
+    if not dist.is_initialized():
+        # gloo beside NCCL carries objects and CPU tensors
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    shape = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+
+
+def axis_size(mesh: DeviceMesh | None, axis: str) -> int:
+    """Ranks along an axis; 1 without a mesh."""
+    return 1 if mesh is None else int(mesh.size(AXES.index(axis)))
+
+
+def axis_rank(mesh: DeviceMesh | None, axis: str) -> int:
+    """This rank's coordinate on an axis; 0 without a mesh."""
+    return 0 if mesh is None else int(mesh.get_local_rank(axis))
+
+
+def data_position(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Which share of the global batch this rank takes, and of how many: tp and pp ranks share theirs."""
+    shard = axis_size(mesh, "dp_shard")
+    rank = axis_rank(mesh, "dp_replicate") * shard + axis_rank(mesh, "dp_shard")
+    return rank, axis_size(mesh, "dp_replicate") * shard
+
+
+def sum_over_axes(mesh: DeviceMesh, tensor: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
+    """The sum of a tensor over the ranks of some axes, on each of them. Changes the tensor in place."""
+    for axis in axes:
+        if axis_size(mesh, axis) > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(axis))
+    return tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_count(tensor: torch.Tensor) -> int:
+    """Over how many ranks a tensor's elements are spread; 1 for a tensor that each rank holds whole."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
+        assert not placement.is_partial(), "gradients are reduced before they are measured"
+        if not placement.is_replicate():
+            count *= tensor.device_mesh.size(axis)
+    return count
+
+
+class GlobalNormClipper:
+    """Clips gradients that are spread over ranks, in whatever mix of layouts, to one norm, with one all-reduce.
+
+    Each rank adds up the squares of its local elements, divided by the number of ranks of its stage that hold the
+    same element; the sum over the world is the squared norm of all gradients.
+
+    Args:
+        mesh: The mesh of the run.
+        weights: By id of a parameter, the share with which this rank counts it (tied over two stages: a half);
+            1 where not given.
+    """
+
+    def __init__(self, mesh: DeviceMesh, weights: Mapping[int, float] | None = None) -> None:
+        self._device = mesh.device_type
+        self._stage_ranks = mesh.size() // axis_size(mesh, "pp")
+        self._weights = weights if weights is not None else {}  # by reference: a pipeline adds to it later
+
+    def __call__(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clips; returns the norm before clipping (as torch.nn.utils.clip_grad_norm_ does, with its formula)."""
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        norm = self.norm(held)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if held:
+            torch._foreach_mul_(
+                [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None], scale
+            )
+        return norm
+
+    def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """The 2-norm of all gradients over all ranks; every rank of the world calls it."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            norms = torch.stack(
+                [norm.float() for norm in torch._foreach_norm([local_tensor(grad) for grad in gradients])]
+            )
+            shares = [
+                self._weights.get(id(parameter), 1.0) * shard_count(parameter.grad) / self._stage_ranks
+                for parameter in parameters
+                if parameter.grad is not None
+            ]
+            square = (norms.square() * torch.tensor(shares, device=norms.device)).sum()
+        else:  # a stage whose parameters are all frozen
+            square = torch.zeros((), device=self._device)
+        dist.all_reduce(square)
+        return square.sqrt()
+
+
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """fp16: where the gradients of any rank held inf or NaN, every rank skips the step and lowers the scale.
+
+    Shards and stages differ in what they hold; a rank that stepped alone would leave the others' model.
+    """
+    # What torch's own ShardedGradScaler reads too: there is no public way.
+    for found in scaler._found_inf_per_device(optimizer).values():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def rank_seed(seed: int, mesh: DeviceMesh | None) -> int:
+    """The seed of what is random while training (dropout): another one on each rank, the workload's own on one."""
+    return seed if mesh is None else seed + 1 + dist.get_rank()
+
+
+def gather_full(named: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
+    """Whole tensors, on the CPU, of all stages, on every rank: for the parity check and for small models.
+
+    Args:
+        named: This rank's tensors by parameter name; shards are DTensors.
+        mesh: The mesh of the run.
+
+    Returns:
+        By name, the union over the stages.
+    """
+    full = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+        for name, tensor in named.items()
+    }
+    if axis_size(mesh, "pp") == 1:
+        return full
+    assert mesh is not None
+    parts: list[dict[str, torch.Tensor] | None] = [None] * axis_size(mesh, "pp")
+    dist.all_gather_object(parts, full, group=mesh.get_group("pp"))
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, tensor in (part or {}).items():
+            if name in merged and not torch.equal(merged[name], tensor):
+                raise RuntimeError(f"{name} is one parameter, and the copies of it that two stages hold differ")
+            merged[name] = tensor
+    return merged
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that the plain model gives them, whatever wraps it and whichever stage holds them.
+
+    A parameter that two stages hold, tied, has one name: that of the first.
+    """
+    tied: Mapping[str, str] = getattr(model, "tied_over_stages", {})
+    for name, parameter in model.named_parameters():
+        plain = clean_name(name)
+        yield tied.get(plain, plain), parameter

@@ -1,0 +1,58 @@
+"""The micro_batch knob: samples per forward and backward. Accumulation follows from it and the global batch."""
+
+from __future__ import annotations
+
+from autoplan.errors import WorkloadError
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.config import micro_batches
+from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.workloads.workload import Workload
+
+
+class MicroBatchStrategy:
+    """Any divisor of a rank's share of the global batch, unless modules depend on the micro-batch."""
+
+    name = "micro_batch"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """All divisors of the global batch; with one data-parallel rank. Only the fixed one where modules depend on it.
+
+        No value at all stands for: the user has to fix it, see `micro_batch_refusal`.
+        """
+        values = tuple(micro_batches(workload.global_batch))
+        if not structure.micro_batch_dependent:
+            return Choices(knob=self.name, values=values)
+        fixed = workload.fixed_micro_batch
+        reason = "it would train something else: " + describe_dependence(structure)
+        left_out = tuple(LeftOut(value=value, reason=reason) for value in values if value != fixed)
+        return Choices(knob=self.name, values=() if fixed is None else (fixed,), left_out=left_out)
+
+    def apply(self, build: Build) -> None:
+        """Refuses a micro-batch that would change what is trained.
+
+        Raises:
+            WorkloadError: modules depend on the micro-batch, and the user did not fix it to this one.
+        """
+        dependent = bool(build.structure.micro_batch_dependent)
+        if dependent and build.workload.fixed_micro_batch != build.config.micro_batch:
+            raise micro_batch_refusal(build.workload, build.structure)
+
+
+def describe_dependence(structure: Structure) -> str:
+    """Which modules depend on the micro-batch and why, in one sentence."""
+    first = structure.micro_batch_dependent[0]
+    more = len(structure.micro_batch_dependent) - 1
+    others = f" and {more} more like it" if more else ""
+    return f"{first.name} ({first.kind}){others} {first.why}"
+
+
+def micro_batch_refusal(workload: Workload, structure: Structure) -> WorkloadError:
+    """The error for a micro-batch that nobody fixed."""
+    fixed = workload.fixed_micro_batch
+    return WorkloadError(
+        f"{workload.name} trains something else at each micro-batch: {describe_dependence(structure)}"
+        + ("" if fixed is None else f"; it is fixed to {fixed}"),
+        hint="Fix the micro-batch that the training is meant to have, with --fix micro_batch=N or "
+        "Workload(fixed_micro_batch=N); the search then varies everything else.",
+    )

@@ -1,0 +1,316 @@
+"""Pipeline parallelism: each rank holds some of the blocks; torch.distributed.pipelining moves the hidden states.
+
+A stage runs the model's own forward on the real micro-batch, so that masks, positions and whatever else the model
+derives from its input are as they always are. Modules it does not hold are replaced: embeddings by a stand-in of the
+right shape, the block before its first by one that hands in the hidden states received, the block after its last by
+one that leaves the forward with the hidden states to send. Any model with one row of blocks can be cut so.
+
+Two steps in prepare(): PipelineStrategy drops what the rank does not hold, then the techniques of a stage are applied
+to what is left, then PipelineEngineStrategy makes stages and schedule of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from autoplan.errors import ConfigError
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.pipeline_trace import PipelineTrace, trace_pipeline
+from autoplan.strategies.analysis.structure import Structure, find_structure
+from autoplan.strategies.techniques.base import Build, Choices
+from autoplan.strategies.techniques.checkpointing import replace_module
+from autoplan.strategies.techniques.data_parallel import wrap_data_parallel
+from autoplan.strategies.techniques.degrees import reason_against_knobs
+from autoplan.strategies.techniques.mesh import AXES, axis_rank, local_tensor
+from autoplan.strategies.techniques.pipeline_stage import (
+    STAND_INS,
+    Leave,
+    Receive,
+    Stage,
+    drop_absent,
+    drop_outside,
+    view_of_blocks,
+)
+from autoplan.strategies.techniques.stages import cut_stages
+from autoplan.strategies.techniques.tensor_parallel import plan_tensor_parallel
+from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
+from autoplan.strategies.workloads.workload import TrainingModule, Workload
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+SEVERAL_STAGES_PER_RANK = ("interleaved_1f1b", "zero_bubble")
+
+
+class PipelineStrategy:
+    """Keeps this rank's blocks and drops the rest of the model."""
+
+    name = "pp"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """One stage; more come from `techniques.degrees.legal_degrees`, which sees all degrees together."""
+        return Choices(knob=self.name, values=(1,))
+
+    def apply(self, build: Build) -> None:
+        """Cuts the model.
+
+        Raises:
+            ConfigError: the model cannot be cut, or not into so many stages, or the knobs do not go together.
+        """
+        config = build.config
+        if config.pp == 1:
+            return
+        assert build.mesh is not None
+        trace = trace_pipeline(build.model, build.structure, build.workload)
+        if isinstance(trace, str):
+            raise ConfigError(f"pp={config.pp} does not apply: {trace}", hint="Use pp=1 for this model.")
+        stages = config.pp * config.virtual_stages
+        _check_schedule(build, len(trace.blocks), stages)
+        cuts = cut_stages(trace.block_costs, stages, first_cost=trace.first_cost, last_cost=trace.last_cost)
+        own = range(axis_rank(build.mesh, "pp"), stages, config.pp)
+        if config.tp > 1:
+            build.tensor_plan = plan_tensor_parallel(build)
+        tied = tied_across(build.structure, trace)
+        drop_absent(build.model, trace, [cuts[stage] for stage in own], first=0 in own, last=stages - 1 in own)
+        build.structure = find_structure_of_stage(build.model, build.structure, trace)
+        build.pipeline = PipelinePlan(trace=trace, cuts=cuts, own=list(own), tied=tied)
+
+
+class PipelinePlan:
+    """What PipelineStrategy leaves for PipelineEngineStrategy."""
+
+    def __init__(
+        self, *, trace: PipelineTrace, cuts: list[tuple[int, int]], own: list[int], tied: list[tuple[str, str]]
+    ) -> None:
+        self.trace = trace
+        self.cuts = cuts
+        self.own = own
+        self.tied = tied
+
+
+def _check_schedule(build: Build, num_blocks: int, stages: int) -> None:
+    config = build.config
+    accumulation = config.accumulation(build.workload.global_batch)
+    problem = None
+    if num_blocks < stages:
+        problem = f"{num_blocks} blocks cannot make pp {config.pp} x virtual_stages {config.virtual_stages} stages"
+    elif (config.pp_schedule in SEVERAL_STAGES_PER_RANK) != (config.virtual_stages > 1):
+        problem = f"pp_schedule={config.pp_schedule} does not go with virtual_stages={config.virtual_stages}"
+    elif accumulation % config.pp_microbatches:
+        problem = f"pp_microbatches={config.pp_microbatches} does not divide the {accumulation} micro-batches of a step"
+    elif config.pp_microbatches < config.pp:
+        problem = f"{config.pp_microbatches} micro-batches per pass leave some of {config.pp} stages idle throughout"
+    elif config.pp_microbatches % max(1, config.pp_microbatches // config.pp) and config.virtual_stages > 1:
+        problem = f"interleaved schedules go in rounds of about {config.pp}: {config.pp_microbatches} does not divide"
+    else:
+        problem = reason_against_knobs(config.model_dump())
+    if problem is not None:
+        raise ConfigError(
+            f"{config.describe()}: {problem}",
+            hint="pp_microbatches is at least pp and divides accumulation; interleaved_1f1b and zero_bubble take "
+            "virtual_stages of 2 or more; zero_bubble takes one data-parallel rank and nothing compiled or recomputed.",
+        )
+
+
+def find_structure_of_stage(model: nn.Module, whole: Structure, trace: PipelineTrace) -> Structure:
+    """The structure of what a rank still holds: blocks, embeddings and head by the names they always had."""
+    held = {name for name, module in model.named_modules() if not isinstance(module, STAND_INS)}
+    found = find_structure(model)
+
+    def keep(pairs: tuple[tuple[str, nn.Module], ...]) -> tuple[tuple[str, nn.Module], ...]:
+        return tuple((name, module) for name, module in pairs if name in held)
+
+    return type(whole)(
+        **{
+            **{field: getattr(found, field) for field in found.__dataclass_fields__},
+            "stacks": (keep(whole.stacks[0]),),
+            "embeddings": keep(whole.embeddings),
+            "head": whole.head if whole.head is not None and whole.head[0] in held else None,
+            "attention": keep(whole.attention),
+        }
+    )
+
+
+def tied_across(structure: Structure, trace: PipelineTrace) -> list[tuple[str, str]]:
+    """Pairs of names of one parameter, of which the first stage holds one and the last the other."""
+    pairs = []
+    for group in structure.tied:
+        owners = {name: name.rpartition(".")[0] for name in group}
+        early = [name for name, owner in owners.items() if owner in trace.before]
+        late = [name for name, owner in owners.items() if owner in trace.after]
+        if early and late:
+            pairs.append((early[0], late[0]))
+    return pairs
+
+
+# Stages and schedule.
+
+
+class PipelineEngineStrategy:
+    """Makes the stages and the schedule; wraps each stage for data parallelism."""
+
+    name = "pp_schedule"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """The plain value; schedules come with the degrees."""
+        return Choices(knob=self.name, values=("1f1b",))
+
+    def apply(self, build: Build) -> None:
+        """Sets build.step_engine."""
+        plan: PipelinePlan | None = build.pipeline
+        if plan is None:
+            return
+        mesh: DeviceMesh = build.mesh
+        training = build.training_module
+        stages = [make_stage(build, plan, training, stage) for stage in plan.own]
+        # The model that is saved keeps its names; what a step calls are the stages.
+        wrapped = wrap_data_parallel(build, mesh, stages)
+        build.module = nn.ModuleList(wrapped)
+        build.step_engine = PipelineEngine(build, plan, mesh, stages, wrapped)
+        build.model.__dict__["tied_over_stages"] = {late: early for early, late in plan.tied}
+        for early, late in plan.tied:
+            _share_tied_gradient(build, mesh, early, late)
+
+
+def make_stage(build: Build, plan: PipelinePlan, training: TrainingModule, stage: int) -> Stage:
+    """A stage around its own view of the model: shared modules, other stand-ins."""
+    start, stop = plan.cuts[stage]
+    blocks = plan.trace.blocks
+    model = training.model
+    if len(plan.own) > 1:
+        model = view_of_blocks(model, blocks, start, stop)
+        drop_outside(model, plan.trace, first=start == 0, last=stop == len(blocks))
+    receive = None
+    if start > 0:
+        receive = Receive(plan.trace.tuples)
+        replace_module(model, blocks[start - 1], receive)
+    if stop < len(blocks):
+        replace_module(model, blocks[stop], Leave())
+    module = TrainingModule(model, training.loss)
+    return Stage(module, receive, plan.trace.hidden_dtype, build.forward_context)
+
+
+class PipelineEngine:
+    """Runs a rank's share of a step through the pipeline."""
+
+    def __init__(
+        self, build: Build, plan: PipelinePlan, mesh: DeviceMesh, stages: list[Stage], wrapped: list[nn.Module]
+    ) -> None:
+        config = build.config
+        self._build = build
+        self._stages = stages
+        self._group = mesh.get_group("pp")
+        self._first, self._last = 0 in plan.own, len(plan.cuts) - 1 in plan.own
+        self._scale: torch.Tensor = torch.ones((), device=build.device)
+        shape = list(plan.trace.hidden_shape)
+        shape[0] = config.micro_batch
+        if config.tp > 1:
+            shape[1] //= config.tp  # between blocks the sequence is split
+        hidden = torch.empty(shape, dtype=plan.trace.hidden_dtype, device="meta")
+        total = torch.empty((), device="meta")
+        parts = [
+            PipelineStage(
+                module,
+                stage,
+                len(plan.cuts),
+                build.device,
+                input_args=() if stage == 0 else (hidden.clone().requires_grad_(),),
+                output_args=(total if stage == len(plan.cuts) - 1 else hidden.clone().requires_grad_(),),
+                group=self._group,
+            )
+            for stage, module in zip(plan.own, wrapped, strict=True)
+        ]
+        self._schedule: Any = SCHEDULES[config.pp_schedule](
+            parts if config.pp_schedule in SEVERAL_STAGES_PER_RANK else parts[0],
+            config.pp_microbatches,
+            loss_fn=self._scaled,
+            scale_grads=False,
+        )
+
+    def _scaled(self, total: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = total * self._scale
+        return loss if self._build.scaler is None else self._build.scaler.scale(loss)
+
+    def forward_backward(self, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All micro-batches of a step, forward and backward.
+
+        Args:
+            batch: This data-parallel rank's share of the global batch; every stage gets all of it.
+            scale: What each summed loss is multiplied by in the backward.
+
+        Returns:
+            The summed loss and the count, on every stage.
+        """
+        config, device = self._build.config, self._build.device
+        self._scale = scale
+        if self._build.scaler is not None:
+            self._build.scaler.scale(torch.zeros((), device=device))  # stages without a loss need its state too
+        batch = move_batch(batch, device)
+        size = config.pp_microbatches * config.micro_batch
+        sums = torch.zeros(2, device=device)
+        for start in range(0, batch_size(batch), size):
+            losses: list[torch.Tensor] = []
+            self._schedule.step(
+                micro=slice_batch(batch, start, start + size),
+                target=torch.zeros(config.pp_microbatches, device=device) if self._last else None,
+                losses=losses if self._last else None,
+                return_outputs=False,
+            )
+            if self._last:
+                sums[0] += torch.stack([loss.detach() for loss in losses]).sum() / self._unscale()
+                for stage in self._stages:
+                    if stage.counts:
+                        sums[1] += torch.stack(stage.counts).sum()
+                        stage.counts.clear()
+        dist.all_reduce(sums, group=self._group)
+        return sums[0], sums[1]
+
+    def _unscale(self) -> torch.Tensor:
+        scaler = self._build.scaler
+        return self._scale if scaler is None else self._scale * scaler.get_scale()
+
+
+def _share_tied_gradient(build: Build, mesh: DeviceMesh, early: str, late: str) -> None:
+    """Sums the gradient of a parameter over the two stages that hold it, once per step, and counts it once."""
+    rank, stages = axis_rank(mesh, "pp"), build.config.pp
+    group = _ends_group(mesh)
+    if rank not in (0, stages - 1):
+        return
+    name = early if rank == 0 else late
+    parameter = build.model.get_parameter(name)
+    if not parameter.requires_grad:
+        return
+    build.gradient_weights[id(parameter)] = 0.5
+
+    def share() -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(local_tensor(parameter.grad), group=group)
+
+    build.finish_gradients.append(share)
+
+
+def _ends_group(mesh: DeviceMesh) -> Any:
+    """The group of the first and the last stage with this rank's other coordinates; every rank makes all of them."""
+    ranks = mesh.mesh.reshape(mesh.size(AXES.index("pp")), -1)
+    own = None
+    for column in range(ranks.shape[1]):
+        members = [int(ranks[0, column]), int(ranks[-1, column])]
+        group = dist.new_group(members)
+        if dist.get_rank() in ranks[:, column].tolist():
+            own = group
+    return own

@@ -1,0 +1,161 @@
+"""What a pipeline stage is made of: the model with stand-ins for what the rank, or the stage, does not hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.strategies.analysis.pipeline_trace import PipelineTrace
+from autoplan.strategies.techniques.checkpointing import replace_module
+from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.workload import TrainingModule
+
+
+class Skip(nn.Module):
+    """Stands where a block is that another rank or another of this rank's stages holds, and hands its input on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
+
+
+class StandIn(nn.Module):
+    """Stands where an embedding was: zeros of the right shape, or what came in."""
+
+    def __init__(self, module: nn.Module, shape: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.embedding_dim = getattr(module, "embedding_dim", None)
+        self.shape = shape
+        self.dtype = next(module.parameters()).dtype
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.shape is None:
+            return x
+        if self.embedding_dim is not None:
+            return torch.zeros(*x.shape, self.embedding_dim, dtype=self.dtype, device=x.device)
+        return torch.zeros(x.shape[0], *self.shape[1:], dtype=self.dtype, device=x.device)
+
+
+class Absent(nn.Module):
+    """Stands where a module was that runs after this rank's last block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a stage leaves the forward before this module")
+
+
+class Receive(nn.Module):
+    """Stands before a stage's first block: gives the hidden states that the stage got instead of its input."""
+
+    def __init__(self, tuples: bool) -> None:
+        super().__init__()
+        self.tuples = tuples
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        return (hidden,) if self.tuples else hidden
+
+
+class Leave(nn.Module):
+    """Stands after a stage's last block: leaves the model's forward with the hidden states."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise LeaveForward(args[0] if args else kwargs["hidden_states"])
+
+
+class LeaveForward(Exception):
+    """Carries the hidden states out of a forward."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("the hidden states leave the stage")
+        self.hidden = hidden
+
+
+STAND_INS = (Skip, StandIn, Absent, Receive, Leave)
+
+
+def drop_absent(
+    model: nn.Module, trace: PipelineTrace, ranges: list[tuple[int, int]], *, first: bool, last: bool
+) -> None:
+    """Replaces what this rank does not hold, so that its memory is freed."""
+    held = {index for start, stop in ranges for index in range(start, stop)}
+    for index, name in enumerate(trace.blocks):
+        if index not in held:
+            replace_module(model, name, Skip())
+    if not first:
+        for name in trace.before:
+            replace_module(model, name, StandIn(model.get_submodule(name), trace.output_shapes[name]))
+    if not last:
+        for name in trace.after:
+            replace_module(model, name, Absent())
+
+
+def view_of_blocks(model: nn.Module, blocks: tuple[str, ...], start: int, stop: int) -> nn.Module:
+    """A copy of the modules on the way to the blocks; every other module is the same object."""
+    path = blocks[0].rpartition(".")[0].split(".")
+    top = node = _copy_shallow(model)
+    for part in path:
+        child = _copy_shallow(node._modules[part])
+        node._modules[part] = child
+        node = child
+    for index, name in enumerate(blocks):
+        if not start <= index < stop:
+            node._modules[name.rpartition(".")[2]] = Skip()
+    return top
+
+
+def _copy_shallow(module: nn.Module | None) -> nn.Module:
+    assert module is not None
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin
+
+
+def drop_outside(model: nn.Module, trace: PipelineTrace, *, first: bool, last: bool) -> None:
+    """In a view: stand-ins for what runs before and after the blocks, where another stage of the rank holds it."""
+    parents_copied = trace.blocks[0].rpartition(".")[0].split(".")
+    for name in (*(() if first else trace.before), *(() if last else trace.after)):
+        module = model.get_submodule(name)
+        if isinstance(module, STAND_INS):
+            continue
+        # Parents that are not on the way to the blocks are shared with the other view: copy them first.
+        node, parts = model, name.split(".")
+        for depth, part in enumerate(parts[:-1]):
+            if parts[: depth + 1] != parents_copied[: depth + 1]:
+                node._modules[part] = _copy_shallow(node._modules[part])
+            node = node.get_submodule(part)
+        before = name in trace.before
+        node._modules[parts[-1]] = StandIn(module, trace.output_shapes[name]) if before else Absent()
+
+
+class Stage(nn.Module):
+    """One stage: the training module, with an entry and an exit where the model goes on elsewhere."""
+
+    def __init__(
+        self, training: TrainingModule, receive: Receive | None, dtype: torch.dtype, context: Callable[[], Any]
+    ) -> None:
+        super().__init__()
+        self.training_module = training
+        self._receive = [receive]  # in a list: it is a module of the model already
+        self._dtype = dtype
+        self._context = context
+        self.counts: list[torch.Tensor] = []
+
+    def forward(self, *received: torch.Tensor, micro: Batch) -> torch.Tensor:
+        """The hidden states to send, or, of the last stage, the summed loss."""
+        receive = self._receive[0]
+        if receive is not None:
+            receive.hidden = received[0]
+        try:
+            with self._context():
+                total, count = self.training_module(micro)
+        except LeaveForward as leaving:
+            hidden = leaving.hidden
+            # GPT-2 under autocast ends a block in fp32, other models need not; what is sent has one type
+            return hidden.to(self._dtype)
+        self.counts.append(count.detach().float())
+        return total

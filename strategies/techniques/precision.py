@@ -1,0 +1,71 @@
+"""The precision knob: in which number format matmuls run. Parameters, gradients and optimizer states stay fp32.
+
+fp32: plain. tf32: matmul inputs rounded to 10 bits of mantissa, CUDA from compute capability 8.0. bf16: autocast, 8
+bits of mantissa. fp16: autocast, 10 bits, with a dynamic loss scale (torch.amp.GradScaler). All but fp32 change the
+numerics and pass the parity check before they become a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from autoplan.errors import ConfigError
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.workloads.workload import Workload
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PrecisionStrategy:
+    """fp32, tf32, bf16 and fp16 autocast."""
+
+    name = "precision"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """What the device computes at all; which of them is slow there is for the probes to say."""
+        if device == "cpu":
+            dropped = LeftOut(value="tf32", reason="TF32 is a format of NVIDIA GPUs")
+            return Choices(knob=self.name, values=("fp32", "bf16", "fp16"), left_out=(dropped,))
+        values, left_out = ["fp32"], []
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        for value in ("tf32", "bf16"):
+            if capability >= (8, 0):
+                values.append(value)
+            else:
+                reason = f"it needs compute capability 8.0; this device has {capability[0]}.{capability[1]}"
+                left_out.append(LeftOut(value=value, reason=reason))
+        return Choices(knob=self.name, values=(*values, "fp16"), left_out=tuple(left_out))
+
+    def apply(self, build: Build) -> None:
+        """Sets the matmul format, the autocast context and the loss scaler.
+
+        The matmul format is a setting of the process: each run sets it, to fp32 for every precision but tf32.
+
+        Raises:
+            ConfigError: tf32 without a CUDA device.
+        """
+        precision = build.config.precision
+        if precision == "tf32" and build.device.type != "cuda":
+            raise ConfigError("precision=tf32 needs a CUDA device", hint="Use precision=fp32 or bf16 on CPU.")
+        set_matmul_tf32(precision == "tf32")
+        dtype = AUTOCAST_DTYPES.get(precision)
+        if dtype is None:
+            return
+        build.forward_context = functools.partial(torch.autocast, build.device.type, dtype=dtype)
+        if precision == "fp16":
+            build.scaler = torch.amp.GradScaler(build.device.type)
+
+
+def set_matmul_tf32(enabled: bool) -> None:
+    """Lets fp32 matmuls and convolutions on CUDA round their inputs to TF32, or not; for the whole process.
+
+    Set through the older of torch's two interfaces: it sets the newer one (`fp32_precision`) along, while after the
+    newer one alone the getters raise, and torch.compile calls them (torch 2.13, measured).
+    """
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if enabled else "highest")
+        torch.backends.cudnn.allow_tf32 = enabled

@@ -1,0 +1,1 @@
+"""What is trained: workloads, and where they come from."""

@@ -1,0 +1,75 @@
+"""Batches from a user's own dataset: any object with `len()` and `[]` (a torch map-style dataset, a list)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.batch import Batch
+
+
+class SizedDataset(Protocol):
+    """What a dataset has to have."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def batches_from_dataset(
+    dataset: SizedDataset,
+    collate: Callable[[list[Any]], Batch] | None = None,
+    *,
+    longest_of: int = 4096,
+) -> Callable[[int, int], Batch]:
+    """A make_batch function over a dataset, whose batch 0 is the worst that training meets.
+
+    Trials measure on batch 0 onwards, so a configuration that fits there fits in training too: batches begin with the
+    largest samples among those looked at, and go on in the dataset's order.
+
+    Args:
+        dataset: Has `len()` and `[]`.
+        collate: Makes a batch of a list of samples; None: torch's default_collate.
+        longest_of: How many samples are looked at for the largest, evenly spread over the dataset.
+
+    Returns:
+        `make_batch(num_samples, index)`.
+
+    Raises:
+        WorkloadError: the dataset is empty.
+    """
+    if len(dataset) == 0:
+        raise WorkloadError("the dataset is empty", hint="Give a dataset with at least one sample.")
+    return functools.partial(_make_batch, dataset, collate or default_collate, order_by_size(dataset, longest_of))
+
+
+def order_by_size(dataset: SizedDataset, longest_of: int) -> list[int]:
+    """Indices of the samples looked at, largest first; samples of equal size stay in the dataset's order."""
+    stride = max(1, -(-len(dataset) // longest_of))
+    looked_at = range(0, len(dataset), stride)
+    return sorted(looked_at, key=lambda index: -sample_size(dataset[index]))
+
+
+def sample_size(sample: Any) -> int:
+    """Elements in a sample: of its tensors and arrays, and of sequences of numbers."""
+    if isinstance(sample, Sequence) and not isinstance(sample, str) and sample and isinstance(sample[0], int | float):
+        return len(sample)
+    total = 0
+    for leaf in pytree.tree_leaves(sample):
+        size = leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", None)
+        total += size if isinstance(size, int) else len(leaf) if isinstance(leaf, str | bytes) else 1
+    return total
+
+
+def _make_batch(
+    dataset: SizedDataset, collate: Callable[[list[Any]], Batch], order: list[int], num_samples: int, index: int
+) -> Batch:
+    start = index * num_samples
+    samples = [dataset[order[(start + offset) % len(order)]] for offset in range(num_samples)]
+    return collate(samples)

@@ -1,0 +1,288 @@
+"""Workloads from Python objects of a library call: a Workload, or a model with its batches, loss and optimizer."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
+from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
+from autoplan.strategies.workloads.workload import LossSum, Workload
+
+_INLINE_BYTES = 4 << 20  # a larger payload is kept in a file, so that it is not sent with every trial
+
+
+def spec_from_objects(
+    workload: Workload | None = None,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    make_batch: Callable[[int, int], Batch] | None = None,
+    loss: Callable[[nn.Module, Batch], LossSum] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    max_grad_norm: float | None = None,
+    name: str | None = None,
+    global_batch: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+) -> WorkloadSpec:
+    """The spec of a workload made of Python objects, which travel with it (by cloudpickle).
+
+    Args:
+        workload: A whole Workload; or the parts of one:
+        model, make_batch, loss, optimizer, schedule, max_grad_norm, name: See `workload_from_objects`.
+        global_batch: Samples per optimizer step; None: the workload's own, or DEFAULT_GLOBAL_BATCH.
+        sequence_length: Tokens per sample; None: the workload's own.
+        seed: For weights, batches and dropout.
+
+    Raises:
+        WorkloadError: a part is missing or cannot be sent to another process.
+    """
+    check_count("the global batch", global_batch, "global_batch=32")
+    check_count("the sequence length", sequence_length, "sequence_length=1024")
+    said: tuple[str, ...] = ()
+    if workload is None:
+        if global_batch is None:
+            said = (f"global batch {DEFAULT_GLOBAL_BATCH} samples per optimizer step; change it with global_batch=",)
+        workload = workload_from_objects(
+            model=model,
+            make_batch=make_batch,
+            loss=loss,
+            optimizer=optimizer,
+            schedule=schedule,
+            max_grad_norm=max_grad_norm,
+            name=name,
+            global_batch=global_batch or DEFAULT_GLOBAL_BATCH,
+            sequence_length=sequence_length,
+            seed=seed,
+        )
+    else:
+        if not isinstance(workload, Workload):
+            raise WorkloadError(
+                f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
+                hint="Or hand in the parts: model=, make_batch=, loss=, optimizer=.",
+            )
+        given: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
+        workload = dataclasses.replace(workload, **{key: value for key, value in given.items() if value is not None})
+    identity = hash_identity({field.name: describe(getattr(workload, field.name)) for field in _fields(workload)})
+    return WorkloadSpec(
+        kind="object",
+        reference=workload.name,
+        name=workload.name,
+        sequence_length=workload.sequence_length,
+        global_batch=workload.global_batch,
+        unit="tokens" if workload.sequence_length else "samples",
+        payload=_pack(workload, identity),
+        identity=identity,
+        defaults_used=said,
+    )
+
+
+def workload_from_objects(
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None,
+    make_batch: Callable[[int, int], Batch] | None,
+    loss: Callable[[nn.Module, Batch], LossSum] | None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None,
+    global_batch: int,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    max_grad_norm: float | None = None,
+    name: str | None = None,
+    sequence_length: int | None = None,
+    fixed_micro_batch: int | None = None,
+    seed: int = 0,
+) -> Workload:
+    """A Workload from its parts.
+
+    Args:
+        model: A module (copies of it are trained), or a function that makes one.
+        make_batch: `make_batch(num_samples, index)` gives a batch on the CPU.
+        loss: `loss(model, batch)` gives a LossSum; None: the causal loss of a transformers model with `labels`.
+        optimizer: An optimizer over the model's parameters, or a function that makes one from parameters.
+        global_batch: Samples per optimizer step.
+        schedule: A function that makes the learning-rate schedule from the optimizer.
+        max_grad_norm: Clip to this norm; None: no clipping.
+        name: For screens and plans; None: the class of the model.
+        sequence_length: Tokens per sample; None: samples are not sequences.
+        fixed_micro_batch: See Workload.
+        seed: For weights, batches and dropout.
+
+    Raises:
+        WorkloadError: a part is missing, or of the wrong kind.
+    """
+    missing = [
+        part for part, value in (("model", model), ("make_batch", make_batch), ("optimizer", optimizer)) if not value
+    ]
+    if missing:
+        raise WorkloadError(
+            f"the workload lacks {', '.join(missing)}",
+            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
+        )
+    assert model is not None and make_batch is not None and optimizer is not None
+    instance = model if isinstance(model, nn.Module) else None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if instance is None:
+            raise WorkloadError(
+                "the optimizer is an instance, and the model is a function that makes new parameters",
+                hint="Give a function for both, or an instance of both.",
+            )
+        make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = rebuild_over(optimizer, trainable(instance))
+    else:
+        make_optimizer = optimizer
+    causal = loss is None
+    if loss is None:
+        if instance is not None and not hasattr(instance, "get_output_embeddings"):
+            raise WorkloadError(
+                f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
+                hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
+            )
+        loss = causal_loss
+    build_model = model if instance is None else functools.partial(copy.deepcopy, instance)
+    return Workload(
+        name=name or (type(instance).__name__ if instance is not None else str(getattr(model, "__name__", "model"))),
+        build_model=build_model,
+        make_batch=make_batch,
+        loss=loss,
+        build_optimizer=make_optimizer,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        max_grad_norm=max_grad_norm,
+        build_schedule=schedule,
+        count=functools.partial(count_labels, shifted=True) if causal else None,
+        head=CausalHead() if causal else None,
+        fixed_micro_batch=fixed_micro_batch,
+        seed=seed,
+    )
+
+
+def unpack(spec: WorkloadSpec) -> Workload:
+    """The workload that travels with a spec.
+
+    Raises:
+        WorkloadError: the spec was read from a plan, which carries no objects; or they do not load here.
+    """
+    if spec.payload is None:
+        raise WorkloadError(
+            f"{spec.name} was made of Python objects, which a plan does not carry",
+            hint="Hand them in again: plan.prepare(model, optimizer, loss), or search with the same ones.",
+        )
+    kind, _, text = spec.payload.partition(":")
+    try:
+        data = Path(text).read_bytes() if kind == "file" else base64.b64decode(text)
+        workload = cloudpickle.loads(data)
+    except Exception as error:
+        raise WorkloadError(
+            f"the objects of {spec.name} do not load in another process: {type(error).__name__}: {error}",
+            hint="Define them in the script itself or in an importable module.",
+        ) from error
+    assert isinstance(workload, Workload), "spec_from_objects packs workloads"
+    return workload
+
+
+def describe(value: Any, depth: int = 6) -> Any:
+    """What makes a value what it is, as JSON: sources of functions, structure of modules, plain values as they are.
+
+    Used for identities only, so it has to be the same in another run of the same program.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth == 0:
+        return type(value).__qualname__
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return [describe(part, depth - 1) for part in parts]
+    if isinstance(value, dict):
+        return {str(key): describe(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((describe(item, depth - 1) for item in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [describe(item, depth - 1) for item in value]
+    if isinstance(value, types.ModuleType):  # a package that a closure imported
+        return [value.__name__, str(getattr(value, "__version__", ""))]
+    if isinstance(value, nn.Module):
+        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in value.state_dict().items()}
+        frozen = [name for name, parameter in value.named_parameters() if not parameter.requires_grad]
+        return [repr(value), shapes, frozen]
+    if isinstance(value, torch.Tensor):
+        return ["tensor", list(value.shape), str(value.dtype)]
+    if callable(value) and hasattr(value, "__code__"):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        closure = [describe(cell, depth - 1) for cell in cells]
+        return [_source(value), closure, describe(value.__defaults__, depth - 1), _named_values(value, depth - 1)]
+    if inspect.ismethod(value):
+        return [describe(value.__func__, depth - 1), describe(value.__self__, depth - 1)]
+    if isinstance(value, type):
+        return [value.__qualname__, _source(value)]
+    to_dict = getattr(value, "to_dict", None)
+    if callable(to_dict):
+        return [type(value).__qualname__, describe(to_dict(), depth - 1)]
+    attributes = getattr(value, "__dict__", {})
+    return [type(value).__qualname__, describe(attributes, depth - 1)]
+
+
+def _named_values(function: Any, depth: int) -> Any:
+    """The module's own constants and functions that a function names: `width = 64` at the top of a script counts."""
+    home = getattr(function, "__globals__", {})
+    found = {}
+    for name in sorted(set(function.__code__.co_names) & set(home)):
+        value = home[name]
+        own = getattr(value, "__module__", None) == function.__module__
+        if isinstance(value, bool | int | float | str | list | tuple | dict) or (own and callable(value)):
+            found[name] = describe(value, depth - 1) if depth > 0 else type(value).__qualname__
+    return found
+
+
+def _fields(workload: Workload) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(workload)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _source(value: Any) -> Any:
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):
+        code = getattr(value, "__code__", None)
+        return value.__qualname__ if code is None else [value.__qualname__, code.co_code.hex(), repr(code.co_names)]
+
+
+def _pack(workload: Workload, identity: str) -> str:
+    """The workload as text: cloudpickled, in base64; or the path of a file for a large one."""
+    try:
+        data = cloudpickle.dumps(workload)
+    except Exception as error:
+        raise WorkloadError(
+            f"the objects of {workload.name} cannot be sent to another process: {type(error).__name__}: {error}",
+            hint="Open files, locks and connections inside make_batch or build_model, not outside of them.",
+        ) from error
+    if len(data) <= _INLINE_BYTES:
+        return "inline:" + base64.b64encode(data).decode()
+    import platformdirs
+
+    folder = Path(platformdirs.user_cache_dir("autoplan")) / "objects"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{identity}.pickle"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    return f"file:{path}"

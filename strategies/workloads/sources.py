@@ -1,0 +1,303 @@
+"""Where workloads come from: makes specs from what the user gave, and workloads from specs.
+
+`make_spec` runs in the planner's own process and loads no torch; `load_workload` runs in a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads import registry
+from autoplan.strategies.workloads.function_file import check_function, import_function, local_sources
+from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
+
+if TYPE_CHECKING:
+    from autoplan.strategies.workloads.workload import Workload
+
+DEFAULT_LONGEST_SEQUENCE = 8192  # some models take far more (131072 for Llama 3.2); nobody trains at that unasked
+LANGUAGE_OPTIONS = ("learning_rate", "weight_decay", "max_grad_norm", "seed", "fixed_micro_batch")
+_LENGTH_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length")
+
+Option = str | int | float | bool | None
+
+
+def make_spec(
+    *,
+    model: str,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    options: Mapping[str, Option] | None = None,
+) -> WorkloadSpec:
+    """The spec of what `--model` names.
+
+    Args:
+        model: A built-in name, a config.json, a folder with a config.json (and weights), or `file.py:function`.
+        sequence_length: Tokens per sequence; None: the model's own length, at most DEFAULT_LONGEST_SEQUENCE.
+        global_batch: Samples per optimizer step; None: DEFAULT_GLOBAL_BATCH, or what the function says.
+        options: learning_rate, weight_decay, max_grad_norm, seed, fixed_micro_batch; for a function whatever it takes.
+
+    Raises:
+        WorkloadError: an unknown model, a broken file, or a number out of range.
+    """
+    check_count("the global batch", global_batch, "--global-batch 32")
+    check_count("the sequence length", sequence_length, "--seq-len 1024")
+    chosen: dict[str, Option] = {
+        key: value for key, value in (options or {}).items() if value is not None or key == "max_grad_norm"
+    }
+    if ".py:" in model:
+        given: dict[str, Option] = {key: value for key, value in chosen.items() if value is not None}
+        return _function_spec(model, sequence_length, global_batch, given)
+    unknown = sorted(set(chosen) - set(LANGUAGE_OPTIONS))
+    if unknown:
+        raise WorkloadError(
+            f"{model} takes no option {', '.join(unknown)}",
+            hint=f"Language models take {', '.join(LANGUAGE_OPTIONS)}; a file.py:function takes what it declares.",
+        )
+    if not model.strip():
+        raise WorkloadError("no model was named", hint="For example: --model gpt2")
+    name = registry.canonical_name(model)
+    if name is not None:
+        return _language_spec(
+            "model", name, name, registry.read_config(name), sequence_length, global_batch, chosen, extra=""
+        )
+    path = Path(model).expanduser()
+    if path.is_dir():
+        fields = read_config_file(path / "config.json")
+        extra = "" if not _weight_files(path) else _weights_stamp(path)
+        return _language_spec(
+            "folder", str(path.resolve()), path.resolve().name, fields, sequence_length, global_batch, chosen, extra
+        )
+    if path.suffix == ".json" or path.is_file():
+        fields = read_config_file(path)
+        name = str(fields.get("model_type", path.stem))
+        return _language_spec(
+            "config", str(path.resolve()), name, fields, sequence_length, global_batch, chosen, extra=""
+        )
+    near = registry.near_names(model)
+    raise WorkloadError(
+        f"{model!r} is no built-in model, no file and no folder here",
+        hint=(f"Did you mean {' or '.join(near)}? " if near else "")
+        + f"Built in are {', '.join(registry.list_models())}; else give a config.json, a model folder or "
+        "file.py:function.",
+    )
+
+
+def spec_from_objects(workload: Workload | None = None, **parts: Any) -> WorkloadSpec:
+    """The spec of Python objects: see `autoplan.strategies.workloads.objects.spec_from_objects`, which this calls."""
+    from autoplan.strategies.workloads import objects
+
+    return objects.spec_from_objects(workload, **parts)
+
+
+def load_workload(spec: WorkloadSpec) -> Workload:
+    """The workload that a spec stands for. Loads torch and, for language models, transformers; downloads nothing.
+
+    Raises:
+        WorkloadError: the files or functions behind it are missing, fail, or return the wrong thing.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if spec.kind == "object":
+        return _load_object(spec)
+    if spec.kind == "function":
+        return _load_function(spec)
+    from autoplan.strategies.workloads.language_model import language_model_workload
+
+    weights = None
+    if spec.kind == "model":
+        fields = registry.read_config(spec.reference)
+    elif spec.kind == "config":
+        fields = read_config_file(Path(spec.reference))
+    else:
+        folder = Path(spec.reference)
+        fields = read_config_file(folder / "config.json")
+        weights = folder if _weight_files(folder) else None
+    assert spec.sequence_length is not None, "specs of language models have a length"
+    return language_model_workload(
+        fields,
+        name=spec.name,
+        sequence_length=spec.sequence_length,
+        global_batch=spec.global_batch,
+        options=spec.options,
+        weights=weights,
+    )
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The fields of a config.json of transformers.
+
+    Raises:
+        WorkloadError: it is missing, not JSON, or names no model type.
+    """
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise WorkloadError(
+            f"{path} cannot be read: {error.strerror}", hint="Give a config.json or a folder that holds one."
+        ) from error
+    except ValueError as error:
+        raise WorkloadError(f"{path} is not JSON: {error}", hint="Is the file cut short? Fetch it again.") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise WorkloadError(
+            f"{path} names no model_type, so it is not a model configuration of transformers",
+            hint='A config.json holds an object with "model_type", for example "gpt2" or "llama".',
+        )
+    return fields
+
+
+def own_length(fields: Mapping[str, Any]) -> int | None:
+    """The longest sequence a configuration states; None if it states none."""
+    for name in _LENGTH_FIELDS:
+        value = fields.get(name)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _language_spec(
+    kind: Any,
+    reference: str,
+    name: str,
+    fields: dict[str, Any],
+    sequence_length: int | None,
+    global_batch: int | None,
+    options: dict[str, Option],
+    extra: str,
+) -> WorkloadSpec:
+    longest = own_length(fields)
+    said = []
+    if sequence_length is None:
+        if longest is None:
+            raise WorkloadError(
+                f"the configuration of {name} states no sequence length", hint="Give one, for example --seq-len 1024."
+            )
+        sequence_length = min(longest, DEFAULT_LONGEST_SEQUENCE)
+        own = "the model's own length" if sequence_length == longest else f"the model itself takes up to {longest}"
+        said.append(f"sequence length {sequence_length} ({own}); change it with --seq-len")
+    elif longest is not None and sequence_length > longest and fields["model_type"] != "t5":
+        raise WorkloadError(
+            f"a sequence length of {sequence_length} is more than the {longest} positions of {name}",
+            hint=f"Give --seq-len {longest} or less.",
+        )
+    if global_batch is None:
+        global_batch = DEFAULT_GLOBAL_BATCH
+        said.append(f"global batch {global_batch} sequences per optimizer step; change it with --global-batch")
+    identity = {
+        "config": fields,
+        "sequence_length": sequence_length,
+        "global_batch": global_batch,
+        "options": options,
+        "weights": extra,
+    }
+    return WorkloadSpec(
+        kind=kind,
+        reference=reference,
+        name=name,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        unit="tokens",
+        options=options,
+        identity=hash_identity(identity),
+        defaults_used=tuple(said),
+    )
+
+
+def _function_spec(
+    text: str, sequence_length: int | None, global_batch: int | None, options: dict[str, Option]
+) -> WorkloadSpec:
+    path, function = check_function(text)
+    identity = {
+        "sources": local_sources(path),
+        "function": function,
+        "sequence_length": sequence_length,
+        "global_batch": global_batch,
+        "options": options,
+    }
+    open_fields = [
+        name for name, value in (("global_batch", global_batch), ("sequence_length", sequence_length)) if value is None
+    ]
+    return WorkloadSpec(
+        kind="function",
+        reference=f"{path}:{function}",
+        name=f"{path.stem}:{function}",
+        sequence_length=sequence_length,
+        global_batch=global_batch or DEFAULT_GLOBAL_BATCH,
+        unit="tokens" if sequence_length else "samples",
+        options=options,
+        open_fields=tuple(open_fields),
+        identity=hash_identity(identity),
+    )
+
+
+def _load_function(spec: WorkloadSpec) -> Workload:
+    import dataclasses
+    import inspect
+
+    from autoplan.strategies.workloads.workload import Workload
+
+    function = import_function(spec.reference)
+    given: dict[str, Any] = {key: value for key, value in spec.options.items() if key != "fixed_micro_batch"}
+    if "global_batch" not in spec.open_fields:
+        given["global_batch"] = spec.global_batch
+    if spec.sequence_length is not None:
+        given["sequence_length"] = spec.sequence_length
+    taken = inspect.signature(function).parameters
+    untaken = sorted(set(given) - set(taken) - {"global_batch", "sequence_length"})
+    if untaken:
+        raise WorkloadError(
+            f"{spec.reference} takes no {', '.join(untaken)}",
+            hint=f"It takes {', '.join(taken) or 'nothing'}; add a parameter of that name to the function.",
+        )
+    try:
+        workload = function(**{key: value for key, value in given.items() if key in taken})
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{spec.reference} raised {type(error).__name__}: {error}",
+            hint="Run the function by itself in Python; it returns an autoplan.Workload.",
+        ) from error
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"{spec.reference} returned {type(workload).__name__}; it returns an autoplan.Workload",
+            hint="End the function with: return autoplan.Workload(name=..., build_model=..., make_batch=..., ...)",
+        )
+    if spec.sequence_length is not None and workload.sequence_length != spec.sequence_length:
+        raise WorkloadError(
+            f"{spec.reference} makes sequences of {workload.sequence_length}, and {spec.sequence_length} was asked for",
+            hint="Leave out --seq-len, or give the function a parameter sequence_length.",
+        )
+    changes: dict[str, Any] = {}
+    if "global_batch" not in spec.open_fields:
+        changes["global_batch"] = spec.global_batch
+    fixed = spec.options.get("fixed_micro_batch")
+    if fixed is not None:
+        changes["fixed_micro_batch"] = int(fixed)
+    return dataclasses.replace(workload, **changes)
+
+
+def _load_object(spec: WorkloadSpec) -> Workload:
+    import dataclasses
+
+    from autoplan.strategies.workloads.objects import unpack
+
+    changes: dict[str, Any] = {"global_batch": spec.global_batch}
+    fixed = spec.options.get("fixed_micro_batch")
+    if fixed is not None:
+        changes["fixed_micro_batch"] = int(fixed)
+    return dataclasses.replace(unpack(spec), **changes)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def _weights_stamp(folder: Path) -> str:
+    """Names, sizes and times of the weight files: enough to see that they changed, without reading gigabytes."""
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weight_files(folder)]
+    return json.dumps(stamps)

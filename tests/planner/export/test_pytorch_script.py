@@ -1,0 +1,219 @@
+"""The exported script runs where autoplan cannot be imported, and its losses are those of the plan's own run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.pytorch_script import PytorchTarget
+from autoplan.planner.export.run import export_plan
+from autoplan.planner.plan import Plan
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import load_workload, make_spec
+from tests.recorded import make_plan
+
+STEPS = 3
+TINY = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 320,
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+USER_FILE = """
+import torch
+from torch import nn
+
+import autoplan
+from autoplan.strategies.workloads.workload import LossSum
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def classifier(global_batch: int = 8) -> autoplan.Workload:
+    def make_batch(count, index):
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(count, 12, generator=generator)
+        return {"image": image, "label": (image.sum(1) > 0).long()}
+
+    def loss(model, batch):
+        logits = model(batch["image"])
+        return LossSum(nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"]))
+
+    return autoplan.Workload(
+        name="classifier",
+        build_model=lambda: nn.Sequential(*(Block() for _ in range(4)), nn.Linear(12, 2)),
+        make_batch=make_batch,
+        loss=loss,
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        global_batch=global_batch,
+        max_grad_norm=0.5,
+        build_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+"""
+
+
+def tiny_plan(folder: Path, config: TrainingConfig, fields: dict | None = None, **spec) -> Plan:
+    path = folder / "config.json"
+    path.write_text(json.dumps(fields or TINY))
+    workload = make_spec(model=str(path), global_batch=8, sequence_length=16, options={"learning_rate": 0.01}, **spec)
+    return make_plan(config, workload=workload, accumulation=config.accumulation(8))
+
+
+def run_script(path: Path, folder: Path) -> list[float]:
+    """The losses that the script prints, in an interpreter that refuses to import autoplan."""
+    (folder / "guard").mkdir(exist_ok=True)
+    (folder / "guard" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'autoplan':\n"
+        "            raise ImportError('autoplan is not to be had here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(path), "--steps", str(STEPS)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+def run_plan(plan: Plan) -> list[float]:
+    """The losses of the plan's own run."""
+    import torch
+
+    from autoplan.strategies.prepare import prepare
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        workload = load_workload(plan.workload)
+        run = prepare(workload, plan.config, device="cpu")
+        return [float(run.step(workload.make_batch(run.local_batch, number)).loss) for number in range(STEPS)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+CONFIGS = {
+    "plain": TrainingConfig(micro_batch=2),
+    "selective": TrainingConfig(
+        micro_batch=4, checkpointing="selective", attention="eager", threads=1, allocator="keep"
+    ),
+    "every_2": TrainingConfig(micro_batch=8, checkpointing="every_2", optimizer_step="foreach", attention="sdpa"),
+    "fused": TrainingConfig(micro_batch=1, loss="fused", optimizer_step="fused", checkpointing="full"),
+    "bf16": TrainingConfig(micro_batch=4, loss="fused", precision="bf16"),
+    "fp16": TrainingConfig(micro_batch=4, loss="fused", precision="fp16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_script_trains_as_the_plan_does(name: str, tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path, CONFIGS[name])
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
+    wanted = run_plan(plan)
+    assert run_script(path, tmp_path) == pytest.approx(wanted, rel=1e-5)
+    assert wanted[0] != wanted[-1], "nothing was trained"
+
+
+@pytest.mark.slow
+def test_compiled_blocks(tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=4, compile="block", checkpointing="every_2"))
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
+    assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "model_type": "llama",
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        {
+            "model_type": "bert",
+            "architectures": ["BertForMaskedLM"],
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+        },
+        {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "vocab_size": 320,
+            "d_model": 32,
+            "d_ff": 64,
+            "d_kv": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "n_positions": 32,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "is_encoder_decoder": True,
+        },
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_other_families(fields: dict, tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=4, checkpointing="full"), fields)
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
+    assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_users_own_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USER_FILE)
+    spec = make_spec(model=f"{tmp_path / 'mine.py'}:classifier", global_batch=8)
+    config = TrainingConfig(micro_batch=2, optimizer_step="foreach", checkpointing="full")
+    plan = make_plan(config, workload=spec, accumulation=4)
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
+    assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-6)
+
+
+def test_what_the_script_cannot_carry_is_refused(tmp_path: Path) -> None:
+    for plan in (
+        make_plan(TrainingConfig(micro_batch=2, dp_replicate=2)),
+        make_plan(workload=make_plan().workload.model_copy(update={"kind": "object"})),
+    ):
+        with pytest.raises(ExportError) as error:
+            export_plan(plan, "pytorch", tmp_path / "train.py")
+        assert error.value.exit_code == 6 and "plan.prepare" in str(error.value.hint)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_check_sees_a_wrong_setting(tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=4))
+    export = PytorchTarget().render(plan, "train")
+    text = export.files["train.py"].replace("MICRO_BATCH = 4", "MICRO_BATCH = 2")
+    export.files["train.py"] = text
+    with pytest.raises(ExportError, match="MICRO_BATCH reads back as 2"):
+        PytorchTarget().check(plan, export)

@@ -1,0 +1,90 @@
+"""run_parity: reference and candidate in ranks of their own, one and more; and checks that do not finish."""
+
+import json
+
+import pytest
+
+from autoplan.planner.parity.compare import compare as parity
+from autoplan.planner.parity.compare import run_parity
+from autoplan.processes import TaskFailedError, Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+from tests.strategies.tiny import GPT2
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    with Zygote(env={"OMP_NUM_THREADS": "1"}) as started:
+        yield started
+
+
+@pytest.fixture
+def check(zygote, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    spec = make_spec(model=str(path), global_batch=32)
+
+    def run(deadline_s=120.0, **knobs):
+        config = TrainingConfig.model_validate({"micro_batch": 4} | knobs)
+        return run_parity(
+            zygote,
+            spec,
+            config,
+            device="cpu",
+            directory=tmp_path / "check",
+            deadline_s=deadline_s,
+            cache_dir=tmp_path / "kept",
+        )
+
+    return run
+
+
+def test_one_rank_and_the_reference_is_kept(check, tmp_path):
+    verdict = check(loss="fused", checkpointing="full")
+    assert verdict.passed, verdict.model_dump_json()
+    assert verdict.worst_gradient_difference < 1e-4
+    assert verdict.global_batch == 4 and verdict.sequence_length == 64
+    assert "micro-batches of 2" in verdict.note
+    kept = list((tmp_path / "kept").glob("reference-*/measurements.json"))
+    stamp = kept[0].stat().st_mtime_ns
+    assert check(precision="bf16").passed
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("reference-*/measurements.json")] == [stamp]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dp_replicate": 2},
+        {"dp_replicate": 2, "ddp_static_graph": True},  # checked with one micro-batch per step
+        {"dp_shard": 2},
+        {"dp_shard": 2, "gradient_sync": "every"},
+        {"tp": 2},
+        {"pp": 2, "pp_microbatches": 2, "micro_batch": 2},
+    ],
+    ids=["ddp", "ddp_static", "fsdp2", "fsdp2_every", "tp", "pp"],
+)
+def test_two_ranks(check, knobs):
+    verdict = check(**knobs)
+    assert verdict.passed, verdict.model_dump_json()
+    assert verdict.worst_gradient_difference < 1e-4
+
+
+def test_a_candidate_that_does_not_run_has_not_passed(check):
+    verdict = check(precision="tf32")
+    assert not verdict.passed
+    assert "did not finish" in verdict.note and "CUDA" in verdict.note
+    assert verdict.model_validate_json(verdict.model_dump_json()) == verdict
+
+
+def test_a_check_past_its_deadline_is_no_verdict(check):
+    with pytest.raises(TaskFailedError, match="deadline"):
+        check(deadline_s=0.05)
+
+
+def test_comparing_loads_no_torch():
+    import subprocess
+    import sys
+
+    code = f"import sys, {parity.__name__}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

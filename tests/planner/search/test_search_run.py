@@ -1,0 +1,355 @@
+"""Whole searches of a tiny workload on the CPU: found, resumed, extended, interrupted, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.plan import Plan
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.search.run import Bound, SearchObserver, SearchOptions, SearchResult, run_search
+from autoplan.planner.search.selection import TIE, enter, rank
+from autoplan.strategies.workloads.sources import make_spec
+
+WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
+ONE_FAMILY = {"precision": "fp32", "compile": "off", "threads": 1, "checkpointing": "none", "optimizer_step": "own"}
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """The user's cache and state stay out of it; one cache for the module, so that the machine is probed once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def search(folder: Path, workload: str = "make_sound", **options: Any) -> SearchResult:
+    spec = make_spec(model=f"{WORKLOADS}:{workload}")
+    values: dict[str, Any] = {"spec": spec, "budget_s": 75.0, "device": "cpu", "store": folder, "max_trials": 4}
+    return run_search(SearchOptions(**(values | options)))
+
+
+class Listener(SearchObserver):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.started: list[int] = []
+        self.finished: list[Trial] = []
+        self.notes: list[str] = []
+
+    def on_phase(self, name: str, detail: str = "") -> None:
+        if name not in self.phases:
+            self.phases.append(name)
+
+    def on_trial_started(self, number: int, *rest: Any) -> None:
+        self.started.append(number)
+
+    def on_trial_finished(self, trial: Trial, best: Trial | None, budget: Any) -> None:
+        self.finished.append(trial)
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.slow
+def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_path: Path):
+    listener = Listener()
+    spec = make_spec(model=f"{WORKLOADS}:make_sound")
+    options = SearchOptions(
+        spec=spec, budget_s=60.0, device="cpu", store=tmp_path / "s", out=tmp_path / "plan.json", max_trials=4
+    )
+    result = run_search(options, observer=listener)
+    assert result.status == "plan_found", result.reason
+    assert result.exit_code == 0
+    assert listener.phases == [
+        "probe", "inspect", "trace", "space", "baseline", "search", "finalists", "parity", "plan"
+    ]  # fmt: skip
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan == result.plan
+    assert plan.parity.passed
+    assert plan.baseline.config.knobs_off_default().keys() == {"micro_batch"}
+    assert plan.accumulation * plan.config.micro_batch == 384
+    assert result.spent_s <= 66.0
+    assert {trial.purpose for trial in result.trials} == {"baseline", "search", "finalist"}
+    assert plan.measurement.step_time_s.low <= plan.measurement.step_time_s.median
+    assert {choice.knob for choice in plan.choices} >= {"micro_batch", "precision", "optimizer_step"}
+
+    again = run_search(options)
+    assert again.from_record
+    assert again.plan == plan
+    assert again.trials == tuple(trial.model_copy(update={"resumed": True}) for trial in result.trials)
+
+    (tmp_path / "s" / "plan.json").unlink()
+    rebuilt = run_search(options)
+    assert rebuilt.plan is not None
+    assert rebuilt.plan.config == plan.config
+    assert len(rebuilt.trials) == len(result.trials)  # nothing was measured again
+
+    more = run_search(SearchOptions(**{**_fields(options), "budget_s": 90.0, "max_trials": 6}))
+    assert not more.from_record
+    assert more.resumed_trials == len(result.trials)
+    assert more.status == "plan_found"
+
+
+def _fields(options: SearchOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in SearchOptions.__dataclass_fields__}
+
+
+SLOW_DATA = """
+import time
+import torch
+from torch import nn
+from autoplan.strategies.workloads.workload import LossSum, Workload
+
+def make_batch(count, index):
+    time.sleep(0.02 * count)
+    return {"x": torch.rand(count, 8)}
+
+def slow_data():
+    return Workload(
+        name="slow data", build_model=lambda: nn.Linear(8, 8), make_batch=make_batch, global_batch=8,
+        loss=lambda model, batch: LossSum(model(batch["x"]).square().sum(), len(batch["x"])),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_says_that_its_data_comes_too_slowly(tmp_path: Path):
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW_DATA)
+    spec = make_spec(model=f"{path}:slow_data")
+    plan = search(tmp_path / "s", spec=spec, fixed=ONE_FAMILY, max_trials=2).plan
+    assert plan is not None and plan.prediction is not None
+    assert plan.prediction.bound == "input" and plan.prediction.time_parts_s["input"] >= 0.16
+    assert plan.measurement.step_time_s.median < 0.16, "trials time steps without their data"
+    assert any("Input binds" in note and "workers" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_the_selected_one_is_the_fastest_of_its_own_record(tmp_path: Path):
+    result = search(tmp_path / "s", fixed={"compile": "off"}, max_trials=6)
+    assert result.plan is not None
+    ordered = rank(enter(result.trials))
+    assert result.plan.config == ordered[0].config
+    measured_again = [entry for entry in ordered if entry.finalist_runs] or ordered
+    fastest = min(entry.step_time.median for entry in measured_again)
+    assert ordered[0].step_time.median <= fastest * (1 + TIE)
+
+
+@pytest.mark.slow
+def test_the_search_goes_on_past_every_fault(tmp_path: Path):
+    result = search(
+        tmp_path / "s",
+        "make",
+        fixed=ONE_FAMILY,
+        sampler="random",
+        max_trials=None,
+        memory_limit_bytes=1 << 30,
+        budget_s=200.0,
+    )
+    assert result.status == "plan_found", result.reason
+    outcomes = {trial.config.micro_batch: trial.outcome for trial in result.trials if trial.purpose == "search"}
+    expected = {
+        3: Outcome.OUT_OF_MEMORY,
+        6: Outcome.UNSUPPORTED,
+        8: Outcome.TIMEOUT,
+        12: Outcome.CRASHED,
+        16: Outcome.CRASHED,
+        24: Outcome.CRASHED,
+        32: Outcome.NONFINITE,
+        48: Outcome.OUT_OF_MEMORY,
+        64: Outcome.CRASHED,
+        96: Outcome.CRASHED,
+        192: Outcome.CRASHED,
+        384: Outcome.CRASHED,
+    }
+    assert {size: outcomes.get(size) for size in expected} == expected
+    assert all(trial.reason for trial in result.trials if trial.outcome is not Outcome.OK)
+    assert result.plan is not None
+    assert result.plan.config.micro_batch in (1, 2, 4, 128)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+@pytest.mark.slow
+def test_optunas_samplers_give_legal_trials_only(tmp_path: Path, sampler: str):
+    result = search(tmp_path / "s", sampler=sampler, bounds={"compile": Bound(values=("off",))}, max_trials=8)
+    assert result.status == "plan_found", result.reason
+    tried = [trial.config for trial in result.trials if trial.purpose != "finalist"]
+    assert len(tried) == len(set(tried)) == 8
+    for config in tried:
+        assert config.accumulation(384) * config.micro_batch == 384
+
+
+def test_nothing_fits_says_by_how_much(tmp_path: Path):
+    result = search(tmp_path / "s", memory_limit_bytes=50 << 20)
+    assert result.status == "no_feasible_plan"
+    assert result.exit_code == 3
+    assert "50.0 MiB" in (result.reason or "")
+    assert "--memory-limit" in (result.hint or "")
+    assert result.trials == ()
+    assert result.left_out
+
+
+def test_a_dry_run_runs_nothing_and_keeps_nothing(tmp_path: Path):
+    result = search(tmp_path / "s", dry_run=True)
+    assert result.status == "dry_run"
+    assert result.candidates
+    times = [c.prediction.step_time_s for c in result.candidates if c.prediction is not None]
+    assert times == sorted(times)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_fix_that_cannot_be_is_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(ConfigError, match="does not divide the global batch"):
+        search(tmp_path / "s", fixed={"micro_batch": 5})
+
+
+def test_a_broken_workload_is_the_users_error(tmp_path: Path):
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "from autoplan.strategies.workloads.workload import Workload\n"
+        "import torch\n"
+        "def make():\n"
+        "    return Workload(name='b', build_model=lambda: torch.nn.Linear(2, 2), make_batch=lambda n, i: 1 / 0,\n"
+        "        loss=lambda m, b: (m(b).sum(), 1), build_optimizer=torch.optim.SGD, global_batch=4)\n"
+    )
+    with pytest.raises(WorkloadError, match="ZeroDivisionError"):
+        run_search(SearchOptions(spec=make_spec(model=f"{broken}:make"), device="cpu", store=tmp_path / "s"))
+
+
+@pytest.mark.slow
+def test_a_budget_too_small_ends_with_what_is_known(tmp_path: Path):
+    result = search(tmp_path / "s", budget_s=1.0)
+    assert result.status == "budget_ended"
+    assert result.exit_code == 5
+    assert "--budget" in (result.hint or "")
+
+
+PLANNER = """
+import sys
+from pathlib import Path
+from autoplan.planner.search.run import SearchObserver, SearchOptions, run_search
+from autoplan.strategies.workloads.sources import make_spec
+
+class Printer(SearchObserver):
+    def on_phase(self, name, detail=""):
+        print("stage", name, flush=True)
+    def on_trial_started(self, number, purpose, *rest):
+        print("started", number, purpose, flush=True)
+    def on_progress(self, phase, facts, budget):
+        print("phase", phase, flush=True)
+    def on_trial_finished(self, trial, best, budget):
+        print("finished", trial.number, "resumed" if trial.resumed else "now", flush=True)
+
+spec = make_spec(model=sys.argv[1])
+fixed = {"precision": "fp32", "threads": 1, "compile": sys.argv[3]}
+options = SearchOptions(
+    spec=spec, budget_s=180.0, device="cpu", store=Path(sys.argv[2]), max_trials=int(sys.argv[4]), fixed=fixed
+)
+result = run_search(options, observer=Printer())
+print("ended", result.status, result.exit_code, flush=True)
+sys.exit(result.exit_code)
+"""
+
+
+def start_planner(
+    folder: Path, *, linger_in: str = "", compile: str = "off", max_trials: int = 3
+) -> "subprocess.Popen[str]":
+    workload = f"{WORKLOADS}:make_slow"
+    command = [sys.executable, "-c", PLANNER, workload, str(folder), compile, str(max_trials)]
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "LINGER_IN": linger_in}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def read_until(process: "subprocess.Popen[str]", *words: str) -> None:
+    """Reads the planner's lines until one has all these words; it must come."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if all(word in line.split() for word in words):
+            return
+    pytest.fail(f"the planner ended without {words}; its lines: {seen}")
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "record.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line["trial"] for line in lines if line["kind"] == "trial"]
+
+
+KILLED_IN = (  # the planner's line at which it is killed, and where the workload lingers so that it is seen
+    (("started", "baseline"), ""),
+    (("phase", "init"), "init"),
+    (("phase", "build"), "build"),
+    (("phase", "warmup"), "loss"),
+    (("phase", "measure"), "loss"),
+    (("finished", "now"), ""),  # its line is on disk: it must stay
+    (("started", "search"), ""),
+    (("started", "finalist"), ""),
+    (("stage", "parity"), ""),
+)
+
+
+@pytest.mark.slow
+def test_a_search_killed_in_every_phase_goes_on_and_repeats_no_finished_trial(tmp_path: Path):
+    """One study, killed nine times: whatever was on disk stays as it is, and nothing that finished is run again."""
+    folder = tmp_path / "s"
+    kept: list[dict[str, Any]] = []
+    for line, linger_in in KILLED_IN:
+        planner = start_planner(folder, linger_in=linger_in)
+        read_until(planner, *line)
+        kill(planner)
+        now = recorded(folder)
+        assert now[: len(kept)] == kept, f"killed at {line}, the record lost or changed a trial"
+        kept = now
+    assert [trial["number"] for trial in kept] == list(range(len(kept)))
+    fixed = {"compile": "off", "precision": "fp32", "threads": 1}
+    result = search(folder, "make_slow", fixed=fixed, max_trials=3, budget_s=240.0)
+    assert result.status == "plan_found", result.reason
+    assert [trial.number for trial in result.trials[: len(kept)]] == [trial["number"] for trial in kept]
+    assert all(trial.resumed for trial in result.trials[: len(kept)])
+    configs = [trial.config for trial in result.trials if trial.purpose != "finalist"]
+    assert len(configs) == len(set(configs)) == 3, "a finished trial was repeated"
+
+
+@pytest.mark.slow
+def test_a_search_killed_while_it_compiles_goes_on(tmp_path: Path):
+    folder = tmp_path / "s"
+    planner = start_planner(folder, compile="model", max_trials=2)
+    read_until(planner, "phase", "compile")
+    kill(planner)
+    kept = recorded(folder)
+    assert [trial["purpose"] for trial in kept] == ["baseline"]
+    planner = start_planner(folder, compile="model", max_trials=2)
+    read_until(planner, "finished", "1", "now")
+    kill(planner)
+    after = recorded(folder)
+    assert after[:1] == kept
+    assert after[1]["config"]["compile"] == "model"
+    assert after[1]["outcome"] == "ok", after[1]["reason"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_finished(tmp_path: Path):
+    folder = tmp_path / "s"
+    planner = start_planner(folder)
+    read_until(planner, "started", "search")
+    planner.send_signal(signal.SIGINT)
+    output, _ = planner.communicate(timeout=120)
+    assert "ended interrupted 130" in output
+    assert planner.returncode == 130
+    assert recorded(folder)

@@ -1,0 +1,363 @@
+"""The surrogate, the picker and Optuna's study: legal picks, better picks with evidence, one fixed distribution."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+
+from autoplan.planner.records import Interval, LeftOutFamily, Outcome, PeakMemory, Trial
+from autoplan.planner.search.reasons import explain_choices
+from autoplan.planner.search.sampler import NoCandidateError, Picker
+from autoplan.planner.search.selection import Entry, contenders, enter, rank, speed_ratio
+from autoplan.planner.search.surrogate import Belief, Prior, Surrogate, expected_improvement, similarity
+from autoplan.planner.search.trial_cost import TrialCost
+from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, make_distributions
+from autoplan.strategies.config import KNOBS, TrainingConfig
+
+LIMIT = float(8 << 30)
+CANDIDATES = tuple(
+    TrainingConfig(micro_batch=m, precision=p, checkpointing=c)  # type: ignore[arg-type]
+    for m in (1, 2, 4, 8)
+    for p in ("fp32", "bf16")
+    for c in ("none", "full")
+)
+VALUES = {knob: tuple(dict.fromkeys(getattr(config, knob) for config in CANDIDATES)) for knob in KNOBS}
+
+
+def true_time(config: TrainingConfig) -> float:
+    """The machine of these tests: bf16 is three times as fast, recomputing costs a third, small micro-batches cost."""
+    factor = 1.0 if config.precision == "bf16" else 3.0
+    return factor * (4 / 3 if config.checkpointing == "full" else 1.0) * (1 + 1 / config.micro_batch)
+
+
+def true_memory(config: TrainingConfig) -> float:
+    return (2.0 + 1.2 * config.micro_batch * (0.2 if config.checkpointing == "full" else 1.0)) * 2**30
+
+
+class Estimates:
+    """A cost model that sees no difference between precisions: it must be taught by trials."""
+
+    def __init__(self) -> None:
+        self.told: list[Trial] = []
+
+    def table(self, configs: Any) -> Any:
+        times = np.array([true_time(c.model_copy(update={"precision": "fp32"})) for c in configs])
+        memory = np.array([true_memory(c) for c in configs])
+        return SimpleNamespace(
+            step_time_s=times,
+            step_time_low_s=times / 4,
+            step_time_high_s=times * 4,
+            peak_memory_bytes=memory,
+            peak_memory_low_bytes=memory / 1.3,
+            peak_memory_high_bytes=memory * 1.3,
+        )
+
+    def observe(self, trial: Trial) -> None:
+        self.told.append(trial)
+
+
+def make_trial(number: int, config: TrainingConfig, outcome: Outcome | None = None, **fields: Any) -> Trial:
+    if outcome is None:
+        outcome = Outcome.OK if true_memory(config) <= LIMIT else Outcome.OUT_OF_MEMORY
+    good = outcome is Outcome.OK
+    time = true_time(config)
+    values: dict[str, Any] = {
+        "number": number,
+        "purpose": "search",
+        "config": config,
+        "outcome": outcome,
+        "phase": "done",
+        "step_time_s": Interval(median=time, low=0.99 * time, high=1.01 * time, samples=5) if good else None,
+        "peak_memory": PeakMemory(resident_bytes=int(min(true_memory(config), LIMIT)), limit_bytes=int(LIMIT)),
+        "seconds_spent": 5.0,
+    }
+    return Trial(**(values | fields))
+
+
+def make_picker(kind: str = "ours") -> Picker:
+    cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu", time_box_s=5.0)
+    estimator: Any = Estimates()
+    return Picker(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT, device="cpu", kind=kind, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["ours", "tpe", "random"])
+def test_every_pick_is_legal_and_new(kind: str):
+    picker = make_picker(kind)
+    seen: list[TrainingConfig] = []
+    for number in range(len(CANDIDATES)):
+        try:
+            config = picker.pick()
+        except NoCandidateError as end:
+            assert not end.out_of_time
+            assert kind == "ours"  # the others go on until all were tried
+            break
+        seen.append(config)
+        picker.told(make_trial(number, config))
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(CANDIDATES)
+    if kind != "ours":
+        assert set(seen) == set(CANDIDATES)
+
+
+def test_our_sampler_finds_the_best_that_fits_in_fewer_trials_than_there_are():
+    picker = make_picker()
+    fitting = [config for config in CANDIDATES if true_memory(config) <= LIMIT]
+    best = min(fitting, key=true_time)
+    for number in range(8):
+        config = picker.pick()
+        picker.told(make_trial(number, config))
+        if config == best:
+            return
+    pytest.fail(f"{best.describe()} was not picked in 8 of {len(CANDIDATES)} trials")
+
+
+def test_what_was_learnt_of_one_carries_over_to_its_neighbours():
+    surrogate = Surrogate(CANDIDATES, LIMIT, "cpu")
+    estimates = Estimates()
+    prior = Prior.of(estimates.table(CANDIDATES))
+    config = TrainingConfig(micro_batch=4, precision="bf16")
+    trials = [make_trial(0, config)]
+    belief = surrogate.believe(prior, trials, Prior.of(estimates.table([config])))
+    here = CANDIDATES.index(config)
+    near = CANDIDATES.index(TrainingConfig(micro_batch=2, precision="bf16"))
+    far = CANDIDATES.index(TrainingConfig(micro_batch=1, precision="fp32", checkpointing="full"))
+    moved = prior.log_time - belief.log_time
+    assert moved[here] == pytest.approx(math.log(3), abs=0.05)
+    assert moved[here] > moved[near] > moved[far] >= 0
+    assert belief.log_time_sd[here] < belief.log_time_sd[near] < belief.log_time_sd[far]
+
+
+def test_out_of_memory_lowers_the_chance_of_larger_neighbours():
+    surrogate = Surrogate(CANDIDATES, LIMIT, "cpu")
+    estimates = Estimates()
+    prior = Prior.of(estimates.table(CANDIDATES))
+    config = TrainingConfig(micro_batch=4)
+    before = surrogate.believe(prior, [], prior)
+    trials = [make_trial(0, config, Outcome.OUT_OF_MEMORY)]
+    after = surrogate.believe(prior, trials, Prior.of(estimates.table([config])))
+    larger = CANDIDATES.index(TrainingConfig(micro_batch=4, precision="bf16"))
+    assert after.fits[CANDIDATES.index(config)] < 0.2
+    assert after.fits[larger] < before.fits[larger]
+
+
+def test_failures_make_neighbours_less_likely_but_not_impossible():
+    surrogate = Surrogate(CANDIDATES, LIMIT, "cpu")
+    estimates = Estimates()
+    prior = Prior.of(estimates.table(CANDIDATES))
+    failed = TrainingConfig(micro_batch=2, precision="bf16")
+    trials = [make_trial(0, failed, Outcome.CRASHED)]
+    works = surrogate.believe(prior, trials, Prior.of(estimates.table([failed]))).works
+    near = CANDIDATES.index(TrainingConfig(micro_batch=4, precision="bf16"))
+    far = CANDIDATES.index(TrainingConfig(micro_batch=8, precision="fp32", checkpointing="full"))
+    assert 0 < works[near] < works[far] <= 1
+
+
+def test_expected_improvement_needs_a_chance_to_win():
+    belief = Belief(
+        log_time=np.array([-1.0, 0.0, 1.0]), log_time_sd=np.full(3, 0.01), fits=np.ones(3), works=np.array([0.5, 1, 1])
+    )
+    gain = expected_improvement(belief, 0.5)
+    assert gain == pytest.approx([0.75, 0.5, 0.0], abs=1e-6)
+
+
+def test_similarity_is_one_for_the_same_and_less_for_each_knob():
+    codes = np.zeros((3, len(KNOBS)))
+    column = KNOBS.index("precision")
+    codes[1, column] = 7.0
+    codes[2, column], codes[2, KNOBS.index("loss")] = 7.0, 9.0
+    row = similarity(codes, codes)[0]
+    assert row[0] == 1.0 > row[1] > row[2] > 0
+
+
+def test_a_trial_that_would_break_the_budget_is_not_picked():
+    picker = make_picker()
+    picker.time_left_s = 0.5
+    with pytest.raises(NoCandidateError) as end:
+        picker.pick()
+    assert end.value.out_of_time
+
+
+# The study.
+
+
+def test_the_study_has_one_distribution_per_knob_and_closes_what_was_left_running(tmp_path: Path):
+    study = SearchStudy(tmp_path / "s.sqlite3", VALUES, ())
+    asked = study.ask(0, CANDIDATES[0])
+    trial = make_trial(0, CANDIDATES[0])
+    study.tell(asked, trial)
+    over = study.ask(1, CANDIDATES[7])
+    study.tell(over, make_trial(1, CANDIDATES[7], Outcome.OUT_OF_MEMORY))
+    study.ask(2, CANDIDATES[1])
+    with_dead_owner = study.study.trials[2]
+    study.study._storage.set_trial_user_attr(
+        with_dead_owner._trial_id, "owner", {"boot_id": "gone", "pid": 1, "start_time": 0}
+    )
+    again = SearchStudy(tmp_path / "s.sqlite3", VALUES, (trial,))
+    assert [t.state.name for t in again.study.trials] == ["COMPLETE", "PRUNED", "FAIL"]
+    assert again.notes == ["trial 2 of the study was left running by a dead process; closed"]
+    first = again.study.trials[0]
+    assert first.value == trial.step_time_s.median  # type: ignore[union-attr]
+    assert TrainingConfig.model_validate(first.params) == CANDIDATES[0]
+    assert first.constraints["memory"] <= 0 < again.study.trials[1].constraints["memory"]
+    assert {tuple(t.distributions.items()) for t in again.study.trials} == {tuple(make_distributions(VALUES).items())}
+
+
+def test_a_damaged_study_is_made_again_from_the_record(tmp_path: Path):
+    trials = [make_trial(number, config) for number, config in enumerate(CANDIDATES[:3])]
+    path = tmp_path / "s.sqlite3"
+    path.write_bytes(b"this is no database" * 300)
+    study = SearchStudy(path, VALUES, trials)
+    assert [t.user_attrs[NUMBER] for t in study.study.trials] == [0, 1, 2]
+    assert "made again from the record" in study.notes[0]
+    assert list(tmp_path.glob("*.damaged-*"))
+
+
+def test_a_study_that_lags_behind_the_record_catches_up(tmp_path: Path):
+    trials = [make_trial(number, config) for number, config in enumerate(CANDIDATES[:3])]
+    SearchStudy(tmp_path / "s.sqlite3", VALUES, trials[:1])
+    study = SearchStudy(tmp_path / "s.sqlite3", VALUES, trials)
+    assert [t.user_attrs[NUMBER] for t in study.study.trials] == [0, 1, 2]
+    assert optuna.importance.get_param_importances(study.study) is not None
+
+
+# The selection.
+
+
+def finalist(
+    number: int,
+    config: TrainingConfig,
+    time: float,
+    peak: int = 1 << 30,
+    outcome: Outcome = Outcome.OK,
+    **fields: Any,
+) -> Trial:
+    step = Interval(median=time, low=0.995 * time, high=1.005 * time, samples=9)
+    memory = PeakMemory(resident_bytes=peak, limit_bytes=int(LIMIT))
+    return make_trial(number, config, outcome, step_time_s=step, peak_memory=memory, **fields)
+
+
+def test_interleaved_runs_decide_over_single_ones():
+    a, b = CANDIDATES[0], CANDIDATES[1]
+    trials = [finalist(0, a, 1.0), finalist(1, b, 1.1)]
+    trials += [finalist(2 + i, a, 1.5, purpose="finalist") for i in range(2)]
+    trials += [finalist(4 + i, b, 1.1, purpose="finalist") for i in range(2)]
+    assert [entry.config for entry in rank(enter(trials))] == [b, a]
+
+
+def test_one_noisy_finalist_run_is_no_speed_up_by_itself():
+    """Seen for real: the one finalist run of the baseline was hit, and the plan claimed a speed-up of 38."""
+    plain, fast = CANDIDATES[0], CANDIDATES[1]
+    trials = [finalist(0, plain, 1.15), finalist(1, fast, 1.0)]
+    trials += [finalist(2, fast, 1.0, purpose="finalist"), finalist(3, plain, 38.0, purpose="finalist")]
+    entries = {entry.config: entry for entry in enter(trials)}
+    ratio = speed_ratio(entries[fast], entries[plain])
+    assert ratio.median == pytest.approx(math.sqrt(1.15 * 38))
+    assert ratio.median == pytest.approx(entries[plain].step_time.median / entries[fast].step_time.median)
+    assert ratio.low < 1.0
+    trials += [finalist(4, fast, 1.0, purpose="finalist"), finalist(5, plain, 1.15, purpose="finalist")]
+    trials += [finalist(6, fast, 1.0, purpose="finalist"), finalist(7, plain, 1.15, purpose="finalist")]
+    entries = {entry.config: entry for entry in enter(trials)}
+    assert speed_ratio(entries[fast], entries[plain]).median == pytest.approx(1.15)
+
+
+def test_only_runs_made_side_by_side_are_compared():
+    a, b = CANDIDATES[0], CANDIDATES[1]
+    trials = [finalist(0, a, 9.0), finalist(1, b, 9.0)]
+    trials += [finalist(2 + i, a, 1.0 + i, purpose="finalist") for i in range(3)]  # the last is without b
+    trials += [finalist(5 + i, b, 2.0 * (1.0 + i), purpose="finalist") for i in range(2)]
+    entries = {entry.config: entry for entry in enter(trials)}
+    ratio = speed_ratio(entries[a], entries[b])
+    assert (ratio.samples, ratio.median) == (2, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "words"), [("time", "there was no time left"), ("max_trials", "--max-trials was reached")]
+)
+def test_a_value_expected_to_be_faster_comes_with_why_it_was_not_tried(ended_by: str, words: str):
+    reasons = reasons_for([finalist(0, TrainingConfig(micro_batch=2), 1.0)], ended_by)
+    assert f"precision=bf16 is expected to be 9% faster (cost model; not tried: {words}" in reasons["precision"]
+    assert "full is expected to be 33% slower (cost model)" in reasons["checkpointing"]
+
+
+def test_a_value_that_was_tried_comes_with_what_became_of_it():
+    plain = TrainingConfig(micro_batch=2)
+    trials = [
+        finalist(0, plain, 1.0),
+        make_trial(1, plain.model_copy(update={"precision": "bf16"}), Outcome.CRASHED),
+        finalist(2, plain.model_copy(update={"checkpointing": "full"}), 1.5, outcome=Outcome.PRUNED),
+    ]
+    reasons = reasons_for(trials, "time")
+    assert reasons["precision"] == "precision=bf16 ended as crashed (trial 1)"
+    assert reasons["checkpointing"] == (
+        "checkpointing=full was measured in one run, the plan being 1.50 times as fast as it (trial 2, stopped early)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"dp_replicate": 2}, "gradient_sync=every needs FSDP2"),
+        ({"dp_shard": 2, "micro_batch": 8}, "gradient_sync=every needs several micro-batches per step"),
+        ({"dp_shard": 2}, "gradient_sync=every left out: it is not needed"),
+    ],
+)
+def test_a_value_that_does_not_go_with_the_plan_says_which_rule_forbids_it(knobs: dict[str, int], words: str):
+    config = TrainingConfig(**({"micro_batch": 2} | knobs))
+    family = LeftOutFamily(family="gradient_sync=every", limit="it is not needed", by="", configurations=1)
+    reasons = reasons_for(
+        [finalist(0, config, 1.0)], "time", values={"gradient_sync": ("last", "every")}, left_out=(family,)
+    )
+    assert reasons["gradient_sync"].startswith(words)
+
+
+def reasons_for(
+    trials: list[Trial], ended_by: str, values: dict[str, Any] = VALUES, left_out: tuple[LeftOutFamily, ...] = ()
+) -> dict[str, str]:
+    def predict(config: TrainingConfig) -> Any:
+        slower = (0.91 if config.precision == "bf16" else 1.0) * (4 / 3 if config.checkpointing == "full" else 1.0)
+        return SimpleNamespace(step_time_s=slower)
+
+    session: Any = SimpleNamespace(
+        options=SimpleNamespace(fixed={}),
+        ground=SimpleNamespace(
+            space=SimpleNamespace(values=values), left_out=left_out, spec=SimpleNamespace(global_batch=16)
+        ),
+        store=SimpleNamespace(trials=tuple(trials)),
+        picker=SimpleNamespace(legal=frozenset(CANDIDATES)),
+        predict=predict,
+        ended_by=ended_by,
+    )
+    entries = enter(trials)
+    return {choice.knob: choice.reason for choice in explain_choices(session, entries[0], entries)}
+
+
+def test_a_tie_goes_to_less_memory_and_then_to_fewer_knobs():
+    plain, knobby = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=2, precision="bf16")
+    lean = TrainingConfig(micro_batch=1)
+    trials = [finalist(0, knobby, 1.0, 4 << 30), finalist(1, plain, 1.005, 4 << 30), finalist(2, lean, 1.01, 2 << 30)]
+    assert rank(enter(trials))[0].config == lean
+    assert rank(enter(trials[:2]))[0].config == plain
+
+
+def test_a_clear_difference_is_no_tie():
+    fast, lean = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=1)
+    trials = [finalist(0, fast, 1.0, 4 << 30), finalist(1, lean, 1.05, 1 << 30)]
+    assert rank(enter(trials))[0].config == fast
+
+
+def test_what_failed_as_a_finalist_is_out():
+    a, b = CANDIDATES[0], CANDIDATES[1]
+    trials = [finalist(0, a, 1.0), finalist(1, b, 2.0), make_trial(2, a, Outcome.CRASHED, purpose="finalist")]
+    assert [entry.config for entry in enter(trials)] == [b]
+
+
+def test_contenders_are_those_that_come_near():
+    trials = [
+        finalist(i, config, time) for i, (config, time) in enumerate(zip(CANDIDATES, (1.0, 1.03, 2.0), strict=False))
+    ]
+    chosen: list[Entry] = contenders(enter(trials))
+    assert [entry.config for entry in chosen] == list(CANDIDATES[:2])

@@ -1,0 +1,284 @@
+"""The space: legal candidates only, and the reasons for the rest."""
+
+import numpy as np
+import pytest
+
+from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.cost.traced.estimator import CostTable
+from autoplan.planner.space import prune as prune_module
+from autoplan.planner.space.bounds import Bound, parse_bound
+from autoplan.planner.space.generate import generate
+from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.probes.profile import Device, OperationReading
+from autoplan.record import Reading
+from autoplan.strategies.analysis.facts import KnobChoices, LeftOutValue
+from autoplan.strategies.config import TrainingConfig, parse_knob
+
+
+def device(**rates: float) -> Device:
+    """A CPU with measured rates of linear_train per dtype."""
+    operations = tuple(
+        OperationReading(
+            kind="linear_train",
+            dtype=dtype,
+            shape=(1024, 1024, 1024),
+            seconds=Reading(value=1.0, unit="s", provenance="measured"),
+            rate=Reading(value=rate, unit="flop/s", provenance="measured"),
+        )
+        for dtype, rate in rates.items()
+    )
+    memory = Reading(value=1e10, unit="bytes", provenance="driver")
+    return Device(
+        index=0,
+        type="cpu",
+        name="test",
+        memory_total_bytes=memory,
+        memory_available_bytes=memory,
+        operations=operations,
+    )
+
+
+CHOICES = (
+    KnobChoices(knob="micro_batch", values=(1, 2, 3, 4, 6, 12)),
+    KnobChoices(knob="checkpointing", values=("none", "full")),
+    KnobChoices(
+        knob="precision",
+        values=("fp32", "bf16"),
+        left_out=(LeftOutValue(value="tf32", reason="TF32 is a format of NVIDIA GPUs"),),
+    ),
+    KnobChoices(knob="compile", values=("off", "block", "model")),
+    KnobChoices(knob="compile_mode", values=("default", "max-autotune")),
+    KnobChoices(knob="dp_replicate", values=(1,)),
+)
+
+
+def test_candidates_are_legal_and_told_once():
+    space = generate(CHOICES, global_batch=12, device=device())
+    assert len(set(space.candidates)) == len(space.candidates)
+    # 6 micro-batches x 2 checkpointing x 2 precisions x (off, block, model, model + max-autotune)
+    assert len(space.candidates) == 6 * 2 * 2 * 4
+    for config in space.candidates:
+        assert config == TrainingConfig.model_validate(config.model_dump())
+        assert 12 % config.micro_batch == 0
+        assert config.compile_mode == "default" or config.compile == "model"
+
+
+def test_what_a_technique_does_not_offer_is_kept_with_its_reason():
+    space = generate(CHOICES, global_batch=12, device=device())
+    family = next(family for family in space.left_out if family.family == "precision=tf32")
+    assert family.limit == "TF32 is a format of NVIDIA GPUs"
+    assert family.configurations == len(space.candidates) // 2
+
+
+def test_a_precision_that_was_measured_to_lose_is_left_out_with_the_numbers():
+    space = generate(CHOICES, global_batch=12, device=device(float32=100e9, bfloat16=10e9))
+    assert {config.precision for config in space.candidates} == {"fp32"}
+    family = next(family for family in space.left_out if family.family == "precision=bf16")
+    assert "10.0 times slower" in family.by
+
+
+def test_a_precision_that_was_measured_to_win_stays():
+    space = generate(CHOICES, global_batch=12, device=device(float32=100e9, bfloat16=300e9))
+    assert {config.precision for config in space.candidates} == {"fp32", "bf16"}
+
+
+def test_fixed_knobs():
+    space = generate(CHOICES, global_batch=12, device=device(), fixed={"precision": "bf16", "micro_batch": 3})
+    assert {(config.precision, config.micro_batch) for config in space.candidates} == {("bf16", 3)}
+
+
+def test_a_slow_precision_that_the_user_fixed_is_obeyed():
+    slow = device(float32=100e9, bfloat16=10e9)
+    space = generate(CHOICES, global_batch=12, device=slow, fixed={"precision": "bf16"})
+    assert {config.precision for config in space.candidates} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"precision": "tf32"}, "format of NVIDIA"),
+        ({"micro_batch": 5}, "does not divide the global batch"),
+        ({"dp_shard": 2}, "share the work"),
+        ({"compile": "off", "compile_mode": "max-autotune"}, "no legal configuration"),
+        ({"colour": "blue"}, "not a knob"),
+        ({"micro_batch": "many"}, "not a value"),
+    ],
+)
+def test_a_fix_that_cannot_be_says_why(fixed: dict[str, object], text: str):
+    with pytest.raises(ConfigError, match=text):
+        generate(CHOICES, global_batch=12, device=device(), fixed=fixed)
+
+
+def test_bounds():
+    space = generate(
+        CHOICES,
+        global_batch=12,
+        device=device(),
+        bounds={"micro_batch": Bound(low=2, high=4), "compile": Bound(values=("off", "block"))},
+    )
+    assert {config.micro_batch for config in space.candidates} == {2, 3, 4}
+    assert {config.compile for config in space.candidates} == {"off", "block"}
+    with pytest.raises(ConfigError, match="within 7..9"):
+        generate(CHOICES, global_batch=12, device=device(), bounds={"micro_batch": Bound(low=7, high=9)})
+
+
+def test_a_micro_batch_that_only_the_user_may_choose():
+    reason = "bn1 (BatchNorm2d) normalises over the micro-batch"
+    choices = (
+        KnobChoices(
+            knob="micro_batch", values=(), left_out=tuple(LeftOutValue(value=v, reason=reason) for v in (1, 2, 4))
+        ),
+    )
+    with pytest.raises(WorkloadError, match="BatchNorm2d"):
+        generate(choices, global_batch=4, device=device())
+    space = generate(choices, global_batch=4, device=device(), fixed={"micro_batch": 2})
+    assert [config.micro_batch for config in space.candidates] == [2]
+
+
+def test_ranks_share_the_global_batch_exactly():
+    ways = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 8})
+    space = generate(CHOICES, global_batch=12, device=device(), degrees=ways)
+    assert {config.world_size for config in space.candidates} == {1, 2}  # 8 does not divide 12
+    for config in space.candidates:
+        assert config.micro_batch * config.dp * config.accumulation(12) == 12
+
+
+WAYS = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "pp": 2})
+
+
+@pytest.mark.parametrize(
+    ("fixed", "ways"),
+    [
+        ({"ddp_bucket_mb": 50}, [WAYS[1], WAYS[4]]),
+        ({"ddp_static_graph": True}, [WAYS[1]]),
+        ({"fsdp_prefetch": 2}, [WAYS[2], WAYS[3]]),
+        ({"gradient_sync": "every"}, [WAYS[2], WAYS[3]]),
+    ],
+)
+def test_a_knob_of_data_parallelism_that_is_fixed_goes_where_it_means_something(fixed, ways):
+    space = generate(CHOICES, global_batch=12, device=device(), degrees=WAYS, fixed=fixed)
+    plain = TrainingConfig(micro_batch=1)
+    degrees = {(config.dp_replicate, config.dp_shard, config.pp) for config in space.candidates}
+    asked = [plain.model_copy(update=way) for way in ways]
+    assert degrees == {(config.dp_replicate, config.dp_shard, config.pp) for config in asked}
+    assert all(getattr(config, knob) == value for config in space.candidates for knob, value in fixed.items())
+    if "ddp_static_graph" in fixed:
+        assert {config.accumulation(12) for config in space.candidates} == {1}
+    if "gradient_sync" in fixed:
+        assert {config.accumulation(12) for config in space.candidates} == {2, 3, 6}
+
+
+def test_gradients_are_scattered_at_every_micro_step_wherever_that_means_something():
+    space = generate(CHOICES, global_batch=12, device=device(), degrees=(*WAYS, {"dp_shard": 2, "pp": 2}))
+    assert len(set(space.candidates)) == len(space.candidates)
+    assert space.values["gradient_sync"] == ("last", "every")
+    several = {c for c in space.candidates if c.dp_shard > 1 and c.pp == 1 and c.accumulation(12) > 1}
+    every = {c for c in space.candidates if c.gradient_sync == "every"}
+    assert every and several == every | {c.model_copy(update={"gradient_sync": "last"}) for c in every}
+    asked = generate(
+        CHOICES, global_batch=12, device=device(), degrees=WAYS, bounds={"gradient_sync": Bound(values=("last",))}
+    )
+    assert {c.gradient_sync for c in asked.candidates} == {"last"}
+
+
+def test_knobs_of_data_parallelism_vary_only_where_they_are_asked_for():
+    def values(**options: object) -> set[tuple[int, int]]:
+        space = generate(CHOICES, global_batch=12, device=device(), degrees=WAYS, **options)  # type: ignore[arg-type]
+        assert len(set(space.candidates)) == len(space.candidates)
+        return {(config.dp_replicate * (config.dp_shard == 1), config.ddp_bucket_mb) for config in space.candidates}
+
+    assert {bucket for _, bucket in values()} == {25}
+    asked = values(bounds={"ddp_bucket_mb": Bound(values=(10, 25, 100))})
+    assert asked == {(1, 25), (0, 25), (2, 10), (2, 25), (2, 100)}
+    assert {bucket for _, bucket in values(bounds={"ddp_bucket_mb": Bound(low=20, high=70)})} == {20, 25, 32, 64, 70}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"fsdp_prefetch": 2, "dp_replicate": 2, "dp_shard": 1}, "nothing else gathers parameters"),
+        ({"gradient_sync": "every", "dp_replicate": 2, "dp_shard": 1}, "needs FSDP2"),
+        ({"gradient_sync": "every", "pp": 2}, "needs FSDP2"),
+        ({"gradient_sync": "every", "dp_shard": 2, "dp_replicate": 1, "micro_batch": 6}, "at most half of it"),
+        ({"ddp_bucket_mb": 50, "dp_shard": 2}, "FSDP2 keeps the replicas' gradients together"),
+        ({"ddp_static_graph": True, "pp": 2}, "several forwards before a backward"),
+        ({"ddp_static_graph": True, "micro_batch": 1}, "whole global batch"),
+    ],
+)
+def test_a_knob_of_data_parallelism_in_the_wrong_place_says_why(fixed: dict[str, object], text: str):
+    with pytest.raises(ConfigError) as caught:
+        generate(CHOICES, global_batch=12, device=device(), degrees=WAYS, fixed=fixed)
+    assert caught.value.hint is not None and text in caught.value.hint
+
+
+def columns(*peaks: float, times: tuple[float, ...] = ()) -> CostTable:
+    """The columns that matter here."""
+    peak = np.array(peaks)
+    step = np.array(times or [1.0] * len(peaks))
+    rest = dict.fromkeys(CostTable.__dataclass_fields__, step)
+    bounds = {
+        "peak_memory_bytes": peak,
+        "peak_memory_low_bytes": 0.8 * peak,
+        "peak_memory_high_bytes": 1.2 * peak,
+        "step_time_low_s": 0.9 * step,
+    }
+    return CostTable(**(rest | bounds))  # type: ignore[arg-type]
+
+
+def test_what_cannot_fit_is_dropped_by_family_with_by_how_much():
+    configs = [TrainingConfig(micro_batch=m, precision=p) for m in (1, 8) for p in ("fp32", "bf16")]
+    table = columns(2**30, 2.4 * 2**30, 4 * 2**30, 5 * 2**30)
+    kept, families = keep_what_may_win(configs, table, 2 * 2**30, "cpu")
+    assert kept == [0, 1]  # the second may be too big, and may not
+    assert [(family.configurations, "2.00 GiB too much" in family.by) for family in families] == [(2, True)]
+
+
+def test_gradients_are_scattered_at_every_micro_step_only_where_memory_asks_for_it():
+    configs = [
+        TrainingConfig.model_validate({"micro_batch": m, "dp_shard": 2, "gradient_sync": sync})
+        for m in (1, 2, 4)
+        for sync in ("last", "every")
+    ]
+    # of 10 GiB: last fits at 1, may fit at 2, cannot at 4
+    table = columns(*(g * 2**30 for g in (8, 5, 9, 6, 14, 8)), times=(1.0, 1.2, 1.0, 1.1, 1.0, 1.05))
+    kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda")
+    assert kept == [0, 2, 3, 5]
+    needless = next(family for family in families if family.family == "gradient_sync=every")
+    assert needless.configurations == 1 and "20.0%" in needless.by and "sends less" in needless.limit
+    fixed = keep_what_may_win(configs[1::2], columns(5.0, 6.0, 8.0), 10 * 2**30, "cuda")
+    assert fixed == ([0, 1, 2], [])
+
+
+def test_on_cpu_the_ranks_share_the_memory_and_on_cuda_each_has_its_own():
+    configs = [TrainingConfig(micro_batch=1), TrainingConfig(micro_batch=1, dp_replicate=2)]
+    table = columns(1.9 * 2**30, 1.9 * 2**30)
+    assert keep_what_may_win(configs, table, 2 * 2**30, "cpu")[0] == [0]
+    assert keep_what_may_win(configs, table, 2 * 2**30, "cuda")[0] == [0, 1]
+
+
+def test_a_very_large_space_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prune_module, "MAX_CANDIDATES", 2)
+    configs = [TrainingConfig(micro_batch=m) for m in (1, 2, 4, 8)]
+    table = columns(1.0, 1.0, 1.0, 1.0, times=(3.0, 1.0, 4.0, 2.0))
+    kept, families = keep_what_may_win(configs, table, 2**30, "cpu")
+    assert kept == [1, 3]
+    assert families[0].configurations == 2
+    assert "2.70 times" in families[0].by
+
+
+def test_reading_bounds():
+    assert parse_bound("micro_batch=1..8") == ("micro_batch", Bound(low=1, high=8))
+    assert parse_bound("micro-batch=..8") == ("micro_batch", Bound(low=None, high=8))
+    assert parse_knob("gradient-sync=every") == ("gradient_sync", "every")
+    assert parse_bound("gradient_sync=last,every") == ("gradient_sync", Bound(values=("last", "every")))
+    assert parse_bound("precision=fp32,bf16") == ("precision", Bound(values=("fp32", "bf16")))
+    for text in (
+        "micro_batch",
+        "micro_batch=8..1",
+        "precision=fp32..bf16",
+        "gradient_sync=first",
+        "colour=1..2",
+        "precision=fp99",
+    ):
+        with pytest.raises(ConfigError):
+            parse_bound(text)

@@ -1,0 +1,242 @@
+"""The record and the store: nothing that finished is lost, one owner, clear errors."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoplan.errors import StoreBusyError, StoreError
+from autoplan.planner.records import Interval, Outcome, Parity, Trial
+from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store import journal as journal_module
+from autoplan.planner.store.journal import RecordFile
+from autoplan.planner.store.store import Store, study_identity
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+
+def make_trial(number: int, micro_batch: int = 1) -> Trial:
+    return Trial(
+        number=number,
+        purpose="search",
+        config=TrainingConfig(micro_batch=micro_batch),
+        outcome=Outcome.OK,
+        phase="done",
+        step_time_s=Interval(median=1.0, low=0.9, high=1.1, samples=5),
+        seconds_spent=2.0,
+    )
+
+
+def open_store(folder: Path, identity: str = "abc", **options: bool) -> Store:
+    return Store(folder, identity, summary={"model": "tiny"}, **options)
+
+
+def test_a_torn_last_line_is_dropped_at_every_byte(tmp_path: Path):
+    path = tmp_path / "record.jsonl"
+    record = RecordFile(path)
+    for number in range(3):
+        record.append({"number": number, "text": "ä line"})
+    record.close()
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, len(whole) - 1) + 1
+    for cut in range(last, len(whole)):
+        path.write_bytes(whole[:cut])
+        again = RecordFile(path)
+        assert [d["number"] for d in again.documents] == [0, 1]
+        again.append({"number": 9})
+        again.close()
+        final = RecordFile(path)
+        assert [d["number"] for d in final.documents] == [0, 1, 9]
+        final.close()
+
+
+def test_a_last_line_of_zeros_is_dropped_too(tmp_path: Path):
+    path = tmp_path / "record.jsonl"
+    path.write_bytes(b'{"number": 0}\n' + b"\0" * 20 + b"\n")
+    record = RecordFile(path)
+    assert record.documents == [{"number": 0}]
+    record.close()
+
+
+def test_damage_before_the_last_line_is_an_error(tmp_path: Path):
+    path = tmp_path / "record.jsonl"
+    path.write_bytes(b'{"number": 0}\n{"num\n{"number": 2}\n')
+    with pytest.raises(StoreError, match="line 2"):
+        RecordFile(path)
+    assert path.read_bytes().count(b"\n") == 3  # nothing was cut off
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "record.jsonl"
+    record = RecordFile(path)
+    record.append({"number": 0})
+    real_write = os.write
+
+    def write_half(fd: int, data: bytes) -> int:
+        if len(data) > 4:
+            return real_write(fd, data[:4])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(journal_module.os, "write", write_half)
+    with pytest.raises(StoreError, match="disk is full") as caught:
+        record.append({"number": 1})
+    assert "--store" in (caught.value.hint or "")
+    monkeypatch.undo()
+    assert path.read_text() == '{"number":0}\n'
+    record.append({"number": 2})
+    record.close()
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [0, 2]
+
+
+def test_a_really_full_disk(tmp_path: Path):
+    """The same on a file system of 64 KiB, where one can be mounted."""
+    mount = tmp_path / "tiny"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        store = open_store(mount / "study")
+        with pytest.raises(StoreError, match="disk is full"):
+            for number in range(1000):
+                store.add_trial(make_trial(number))
+        kept = len(store.trials)
+        store.close()
+        (mount / "study" / "clock.json").unlink(missing_ok=True)
+        again = open_store(mount / "study")
+        assert len(again.trials) == kept > 0
+        again.close()
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_what_was_added_is_there_again(tmp_path: Path):
+    parity = Parity(
+        passed=True,
+        tolerance=1e-3,
+        worst_gradient_difference=1e-5,
+        worst_update_difference=1e-5,
+        worst_group="block.0",
+        loss_difference=0.0,
+        global_batch=4,
+        sequence_length=None,
+        changes_numerics=False,
+    )
+    with open_store(tmp_path / "s") as store:
+        store.set_budget(60.0)
+        store.add_trial(make_trial(0))
+        store.add_parity(TrainingConfig(micro_batch=1), parity)
+    with open_store(tmp_path / "s") as store:
+        assert [trial.number for trial in store.trials] == [0]
+        assert store.trials[0].resumed
+        assert store.next_number == 1
+        assert store.budget_s == 60.0
+        assert store.parity_of(TrainingConfig(micro_batch=1)) == parity
+        assert store.finished is None
+        store.finish("plan_found", ended_by="time")
+    with open_store(tmp_path / "s") as store:
+        assert store.finished == {"status": "plan_found", "ended_by": "time"}
+        store.set_budget(60.0)
+        assert store.finished is not None  # the same budget: the same search
+        store.set_budget(120.0)
+        assert store.finished is None
+
+
+def test_time_spent_adds_up_over_runs(tmp_path: Path):
+    with open_store(tmp_path / "s") as store:
+        store.tick(force=True)
+        first = store.spent_s
+    clock = tmp_path / "s" / "clock.json"
+    clock.write_text(json.dumps({"spent_s": first + 100.0}))  # the run went on for 100 s and was killed
+    with open_store(tmp_path / "s") as store:
+        assert store.spent_s >= first + 100.0
+    clock.write_text("{")
+    with open_store(tmp_path / "s") as store:
+        assert store.spent_s < first + 100.0  # a torn clock: what the record says
+
+
+def test_another_search_in_the_folder_is_refused(tmp_path: Path):
+    open_store(tmp_path / "s", "one").close()
+    with pytest.raises(StoreError, match="holds another search"):
+        open_store(tmp_path / "s", "two")
+    open_store(tmp_path / "s", "one").close()  # the lock was given back
+
+
+def test_fresh_renames_and_deletes_nothing(tmp_path: Path):
+    with open_store(tmp_path / "s") as store:
+        store.add_trial(make_trial(0))
+    with open_store(tmp_path / "s", fresh=True) as store:
+        assert store.trials == ()
+        assert store.renamed_to is not None
+        old = (store.renamed_to / "record.jsonl").read_text()
+    assert '"kind":"trial"' in old
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from autoplan.planner.store.store import Store
+store = Store(Path(sys.argv[1]), "abc", summary={})
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_search_is_told_who_has_it_and_a_dead_one_has_nothing(tmp_path: Path):
+    folder = tmp_path / "s"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        with pytest.raises(StoreBusyError, match=str(owner.pid)):
+            open_store(folder)
+    finally:
+        owner.kill()
+        owner.wait()
+    open_store(folder).close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="cannot be written"):
+        open_store(tmp_path / "s")
+
+
+def test_a_folder_under_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError):
+        open_store(tmp_path / "file" / "s")
+
+
+def test_identity_changes_with_what_changes_the_search(tmp_path: Path):
+    spec = WorkloadSpec(
+        kind="model", reference="tiny", name="tiny", sequence_length=8, global_batch=4, identity="0" * 16
+    )
+
+    def identity(spec: WorkloadSpec = spec, hardware: str = "hw", **options: object) -> str:
+        given: dict[str, object] = {
+            "device": "cpu",
+            "fixed": {},
+            "bounds": {},
+            "nproc": 1,
+            "memory_limit_bytes": None,
+        }
+        return study_identity(spec, hardware, **(given | options))  # type: ignore[arg-type]
+
+    variants = [
+        identity(),
+        identity(spec.model_copy(update={"identity": "1" * 16})),
+        identity(hardware="other"),
+        identity(device="cuda"),
+        identity(fixed={"precision": "fp32"}),
+        identity(bounds={"micro_batch": Bound(low=1, high=2)}),
+        identity(nproc=2),
+        identity(memory_limit_bytes=1 << 30),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert identity() == identity()

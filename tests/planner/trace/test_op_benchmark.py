@@ -1,0 +1,165 @@
+"""Operations are timed again on tensors of their recorded shapes, at two sizes, on memory that nobody just touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autoplan.planner.cost.traced.compute import believed, measured_seconds
+from autoplan.planner.cost.traced.rates import MatmulLaw, Rates
+from autoplan.planner.trace.model_profile import Law, ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.trace.op_benchmark import Timing, grown, time_recipes
+from autoplan.planner.trace.op_recorder import Recipe, TensorShape
+
+ATEN = torch.ops.aten
+NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": Law(), "rest_saved_bytes": Law()}
+PLAIN_PROFILE: dict[str, Any] = {
+    "identity": "x",
+    "method": "traced",
+    "device": "cpu",
+    "parameters": 1,
+    "trainable": 1,
+    "parameter_bytes": 4,
+    "block_parameters": 1.0,
+    "largest_unit_parameters": 1.0,
+    "num_blocks": 1,
+    "sequence_length": None,
+}
+
+
+def shape(*sizes: int) -> TensorShape:
+    strides = [int(np.prod(sizes[i + 1 :])) for i in range(len(sizes))]
+    return TensorShape(sizes, tuple(strides), torch.float32)
+
+
+def recipe(samples: int) -> Recipe:
+    return Recipe(ATEN.mm.default, (shape(64 * samples, 256), shape(256, 128)), {})
+
+
+def test_an_operation_grows_by_the_sizes_that_differ() -> None:
+    more = grown(recipe(2), recipe(4), 8)
+    assert more is not None
+    assert more.arguments == recipe(16).arguments
+    view = grown(
+        Recipe(ATEN.new_zeros.default, (shape(2, 5), [2, 5, 1]), {}),
+        Recipe(ATEN.new_zeros.default, (shape(4, 5), [4, 5, 1]), {}),
+        4,
+    )
+    assert view is not None and view.arguments == (shape(8, 5), [8, 5, 1])
+
+
+def test_operations_that_differ_in_more_than_sizes_do_not_grow() -> None:
+    other = Recipe(ATEN.mm.default, (shape(256, 256), shape(256, 128)), {"out": None})
+    assert grown(recipe(2), other, 4) is None
+    assert grown(recipe(2), Recipe(ATEN.mul.Tensor, recipe(4).arguments, {}), 4) is None
+
+
+def test_both_sizes_are_timed_and_the_larger_takes_longer() -> None:
+    timing = Timing(few=recipe(2), many=recipe(4), count=3, flops=2.0 * 128 * 256 * 128)
+    timed = time_recipes({"product": timing}, torch.device("cpu"), 5.0)["product"]
+    assert timed.times == 8 and timed.more_s is not None
+    assert timed.more_s > timed.seconds > 0
+
+
+def test_what_does_not_grow_is_timed_once_and_what_cannot_run_is_left_out() -> None:
+    batch = Timing(few=recipe(2), many=None, count=1, flops=1.0)
+    broken = Recipe(ATEN.bmm.default, (shape(1, 2, 3), shape(1, 5, 7)), {})
+    found = time_recipes(
+        {"batch": batch, "broken": Timing(few=broken, many=None, count=1, flops=1.0)}, torch.device("cpu"), 5.0
+    )
+    assert found["batch"].more_s is None
+    assert "broken" not in found
+
+
+def test_what_there_is_no_time_for_stands_in_proportion_to_its_kind() -> None:
+    """A budget that the first of the kind uses up: the others have half and twice its work."""
+    sizes = {"small": 1 << 20, "middle": 2 << 20, "large": 4 << 20}
+    recipes = {
+        name: Timing(few=Recipe(ATEN.exp.default, (shape(size),), {}), many=None, count=1, flops=0.0)
+        for name, size in sizes.items()
+    }
+    found = time_recipes(recipes, torch.device("cpu"), 1e-9)
+    assert found == {}
+    found = time_recipes(recipes, torch.device("cpu"), 0.002)  # room for the first; three times another is more
+    assert set(found) == set(recipes)
+    assert found["small"].seconds == pytest.approx(found["large"].seconds / 4)
+
+
+def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> None:
+    group = OperationGroup(
+        name="mul",
+        kind="memory",
+        segment="block",
+        phase="forward",
+        dtype="float32",
+        count=1,
+        bytes_moved=Law(per_sample=100.0),
+        measured_s=1.0,
+        measured_samples=2,
+        measured_more_s=10.0,
+        measured_more_samples=16,
+    )
+    found = measured_seconds(group, np.array([1.0, 2.0, 9.0, 16.0, 32.0]))
+    assert found == pytest.approx([0.5, 1.0, 5.5, 10.0, 20.0])
+
+
+def test_times_that_a_busy_machine_spoilt_are_left_out() -> None:
+    """Products that take ten times as long as the probe found: nothing that was timed with them is believed."""
+    law = MatmulLaw(coefficients=np.array([1e-11, 0.0, 0.0, 0.0, 0.0]), measured=True)
+    rates = Rates(
+        device="cpu",
+        matmul={"float32": law},
+        attention_flops_per_s={"float32": 1e11},
+        memory_bytes_per_s=1e10,
+        dispatch_s=1e-6,
+    )
+    for times, kept in ((1.5, True), (10.0, False)):
+        product = OperationGroup(
+            name="mm",
+            kind="matmul",
+            segment="block",
+            phase="forward",
+            dtype="float32",
+            count=1,
+            flops=Law(per_sample=2e9),
+            m=Law(per_sample=1000.0),
+            n=Law(fixed=1000.0),
+            k=Law(fixed=1000.0),
+            measured_s=times * 2e9 * 1e-11,
+            measured_samples=1,
+        )
+        key = VariantKey()
+        variant = VariantProfile(key=key, groups=(product,), kernels=1, peaks=(), **NOTHING_SAVED)
+        profile = ModelProfile(**PLAIN_PROFILE, variants={key.text(): variant})
+        found = believed(profile, rates)
+        assert (found.variants[key.text()].groups[0].measured_s is not None) is kept
+        assert bool(found.notes) is not kept
+
+
+def test_an_allocator_that_keeps_memory_takes_no_new_pages() -> None:
+    """In a process of its own: the setting lasts for the process's life."""
+    import subprocess
+    import sys
+
+    script = """
+import resource, sys, torch
+from autoplan.strategies.techniques.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def touch():
+    held = [torch.empty(12 << 20).fill_(1.0) for _ in range(4)]  # 48 MiB each: past what glibc keeps by itself
+for _ in range(3):
+    touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = {}
+    for mode in ("own", "keep"):
+        done = subprocess.run([sys.executable, "-c", script, mode], capture_output=True, text=True, check=True)
+        faults[mode] = int(done.stdout)
+    assert faults["own"] > 40_000  # 192 MiB in pages of 4 KiB, or nearly
+    assert faults["keep"] < 0.05 * faults["own"]

@@ -1,0 +1,192 @@
+"""The trace against what a real run does: parameters, operations, live bytes; frozen parts; what cannot be traced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+from autoplan.planner.cost.traced.candidates import from_configs
+from autoplan.planner.cost.traced.memory import traced_memory
+from autoplan.planner.trace.build_profile import profile_workload
+from autoplan.planner.trace.model_profile import ModelProfile, VariantKey
+from autoplan.planner.trace.trace import _read_cache, _write_cache, cache_path, trace_workload
+from autoplan.planner.trace.variant_tracer import Tracer
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.workloads.batch import split_batch
+from autoplan.strategies.workloads.sources import load_workload, make_spec
+from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.strategies.workloads.workload import LossSum, Workload
+
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkloadSpec:
+    path = tmp_path_factory.mktemp("gpt2") / "config.json"
+    config = {"model_type": "gpt2", "n_layer": 5, "n_embd": 64, "n_head": 4, "vocab_size": 1000, "n_positions": 64}
+    path.write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    return make_spec(model=str(path), sequence_length=64, global_batch=GLOBAL_BATCH)
+
+
+@pytest.fixture(scope="module")
+def traced(spec: WorkloadSpec) -> ModelProfile:
+    return trace_workload(spec, "cpu")
+
+
+def test_parameters_are_counted_once_where_they_are_tied(spec: WorkloadSpec, traced: ModelProfile) -> None:
+    model = load_workload(spec).build_model()
+    assert traced.parameters == sum(p.numel() for p in model.parameters())
+    assert traced.trainable == traced.parameters
+    assert traced.num_blocks == 5 and traced.method == "traced"
+    assert traced.optimizer_state_bytes_per_parameter == 8.0
+
+
+def test_flops_follow_six_n_d(traced: ModelProfile) -> None:
+    variant = traced.variants[VariantKey().text()]
+    flops = sum(g.count * (5 if g.segment == "block" else 1) * g.flops.at(1) for g in variant.groups)
+    embeddings = 64 * 64  # positions take no product
+    expected = 6 * (traced.parameters - embeddings) * 64 + 12 * 5 * 64 * 64 * 64
+    assert flops == pytest.approx(expected, rel=0.02)
+
+
+def live_bytes(spec: WorkloadSpec, config: TrainingConfig) -> float:
+    """The profiler's record of every allocation over two optimizer steps."""
+    workload = load_workload(spec)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run = prepare(workload, config, device="cpu")
+        for step in range(2):
+            batch = workload.make_batch(config.micro_batch * run.accumulation, step)
+            divisor = run.loss_divisor(batch)
+            total = count = torch.zeros(())
+            for number, micro in enumerate(split_batch(batch, config.micro_batch), start=1):
+                a, b = run.micro_step(micro, divisor, sync=number == run.accumulation)
+                total, count = total + a, count + b
+            run.optimizer_step(total, count, divisor)
+    live = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return float(peak)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"micro_batch": 4},
+        {"micro_batch": 8},
+        {"micro_batch": 2, "checkpointing": "full"},
+        {"micro_batch": 4, "checkpointing": "selective", "loss": "fused"},
+        {"micro_batch": 4, "checkpointing": "every_2", "precision": "bf16"},
+        {"micro_batch": 8, "attention": "eager", "optimizer_step": "foreach"},
+    ],
+    ids=lambda knobs: " ".join(f"{k}={v}" for k, v in knobs.items()),
+)
+def test_live_bytes_are_those_of_the_real_run(
+    spec: WorkloadSpec, traced: ModelProfile, knobs: dict[str, object]
+) -> None:
+    config = TrainingConfig.model_validate(knobs)
+    candidates = from_configs([config], GLOBAL_BATCH, device="cpu", num_blocks=traced.num_blocks)
+    keys = [candidates.variants[int(code[0])] for code in (candidates.variant, candidates.full_variant)]
+    plain, full = (traced.variants[key.text()] for key in keys)
+    predicted = float(traced_memory(plain, full, traced, candidates).live[0])
+    assert predicted == pytest.approx(live_bytes(spec, config), rel=0.10)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"precision": "half"}, {"attention": "eager"}, {"checkpointing": "full"}])
+def test_one_run_gives_what_a_run_for_each_micro_batch_gives(spec: WorkloadSpec, knobs: dict[str, str]) -> None:
+    key = VariantKey.model_validate(knobs)
+    one, two = (Tracer(load_workload(spec), "cpu", FakeTensorMode(allow_non_fake_inputs=True)) for _ in range(2))
+    one.try_one_run(2)
+    assert one.one_run and not two.one_run
+    assert all(one.record(key, 2, which).same_as(two.record(key, 2, which)) for which in range(2))
+
+
+def test_sizes_that_do_not_grow_with_the_samples_take_a_run_for_each_micro_batch() -> None:
+    plain, padded = tiny_workload(branch=False), tiny_workload(branch=False)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        rows = F.pad(batch["x"], (0, 0, 0, -len(batch["x"]) % 8))  # to the next multiple of eight
+        logits = model(rows)[: len(batch["x"])]
+        return LossSum(F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]))
+
+    padded.loss = loss
+    for workload, one_run in ((plain, True), (padded, False)):
+        tracer = Tracer(workload, "cpu", FakeTensorMode(allow_non_fake_inputs=True))
+        tracer.try_one_run(None)
+        assert tracer.one_run is one_run
+
+
+class Tiny(nn.Module):
+    """Two linear layers, the first frozen; `branch` makes the forward depend on the data."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.first.requires_grad_(False)
+        self.second = nn.Linear(32, 4)
+        self.branch = branch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.branch and hidden.sum().item() > 0:
+            hidden = hidden * 2
+        return self.second(hidden)
+
+
+def tiny_workload(branch: bool) -> Workload:
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        logits = model(batch["x"])
+        return LossSum(F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]))
+
+    def make_batch(count: int, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.rand(count, 16, generator=generator), "y": torch.zeros(count, dtype=torch.long)}
+
+    return Workload(
+        name="tiny",
+        build_model=lambda: Tiny(branch),
+        make_batch=make_batch,
+        loss=loss,
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=8,
+    )
+
+
+def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
+    found = profile_workload(tiny_workload(branch=False), "cpu", identity="tiny")
+    assert found.trainable == 32 * 4 + 4
+    assert found.parameters == found.trainable + 16 * 32 + 32
+    assert found.optimizer_state_bytes_per_parameter == 0.0
+    assert found.num_blocks == 0 and not any("checkpoint" in key for key in found.variants)
+
+
+def test_a_forward_that_asks_for_values_is_run_for_real_and_says_so() -> None:
+    found = profile_workload(tiny_workload(branch=True), "cpu", identity="tiny")
+    assert found.method == "measured_block"
+    assert "_local_scalar_dense" in found.notes[0] and "for real" in found.notes[0]
+    assert found.variants[VariantKey().text()].groups
+
+
+def test_a_damaged_cache_is_no_profile(spec: WorkloadSpec, traced: ModelProfile, tmp_path: Path) -> None:
+    path = cache_path(spec, "cpu", tmp_path)
+    _write_cache(path, traced)
+    assert _read_cache(path) == traced
+    path.write_text(path.read_text()[:-100])
+    assert _read_cache(path) is None
+
+
+def test_operations_are_timed_when_there_is_time_for_it(spec: WorkloadSpec) -> None:
+    found = trace_workload(spec, "cpu", timing_budget_s=30.0)
+    groups = found.variants[VariantKey().text()].groups
+    timed = [group for group in groups if group.measured_s is not None]
+    assert len(timed) > 0.8 * len(groups)
+    assert all(group.measured_s > 0 for group in timed if group.measured_s is not None)

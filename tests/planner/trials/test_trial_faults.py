@@ -1,0 +1,125 @@
+"""Whatever a trial does is an outcome with a reason. The faults are in the workload; the product has no switches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.trials.failures import classify_exception
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
+from autoplan.processes import Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+
+WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
+HANG_DEADLINE_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(preload=("torch", "autoplan.planner.trials.worker", "autoplan.strategies.prepare")) as zygote:
+        assert zygote.preload_errors == {}
+        yield zygote
+
+
+@pytest.fixture
+def runner(zygote: Zygote, tmp_path: Path) -> TrialRunner:
+    return TrialRunner(
+        zygote,
+        make_spec(model=f"{WORKLOADS}:make"),
+        device="cpu",
+        memory_limit_bytes=1 << 30,
+        host_limit_bytes=1 << 30,
+        directory=tmp_path,
+    )
+
+
+def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
+    values: dict[str, object] = {
+        "number": number,
+        "purpose": "search",
+        "config": TrainingConfig(micro_batch=128),
+        "prediction": None,
+        "time_box_s": 1.0,
+        "deadline_s": 300.0,
+    }
+    return runner.run(TrialOrder(**(values | options)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "outcome", "detail", "words"),
+    [
+        (12, Outcome.CRASHED, None, "planted"),
+        (192, Outcome.CRASHED, "SIGKILL", "signal 9"),
+        (384, Outcome.CRASHED, "SIGSEGV", "signal 11"),
+        (8, Outcome.TIMEOUT, "warmup", f"deadline of {HANG_DEADLINE_S:.0f} s"),
+        (16, Outcome.CRASHED, "exit status 3", "exit status 3"),
+        (96, Outcome.CRASHED, "exit status 3", "exit status 3"),
+        (32, Outcome.NONFINITE, None, "loss is nan"),
+        (64, Outcome.CRASHED, "no result", "without a result"),
+        (3, Outcome.OUT_OF_MEMORY, "host", "GiB"),
+        (6, Outcome.UNSUPPORTED, None, "no such kernel"),
+        (24, Outcome.CRASHED, "workload", "the loss is broken"),
+        (48, Outcome.OUT_OF_MEMORY, "host", "can't allocate memory"),
+    ],
+)
+def test_each_fault_has_its_own_outcome_and_the_next_trial_runs(
+    runner: TrialRunner, micro_batch: int, outcome: Outcome, detail: str | None, words: str
+):
+    if outcome is Outcome.TIMEOUT:  # the hang alone is to end by its deadline
+        runner.phase_deadlines_s = dict(PHASE_DEADLINES_S) | {"warmup": HANG_DEADLINE_S}
+    trial = measure(runner, 0, config=TrainingConfig(micro_batch=micro_batch))
+    runner.phase_deadlines_s = PHASE_DEADLINES_S
+    assert (trial.outcome, trial.detail) == (outcome, detail), trial.reason
+    assert words in (trial.reason or "")
+    assert trial.step_time_s is None
+    after = measure(runner, 1)
+    assert after.outcome is Outcome.OK, after.reason
+
+
+def test_a_good_trial_says_all_it_measured(runner: TrialRunner):
+    trial = measure(runner, 0)
+    assert trial.outcome is Outcome.OK, trial.reason
+    assert trial.reason is None
+    assert trial.step_time_s is not None
+    assert trial.tokens_per_s is not None
+    assert trial.step_time_s.low <= trial.step_time_s.median <= trial.step_time_s.high
+    assert trial.tokens_per_s.median == pytest.approx(384 / trial.step_time_s.median)
+    assert trial.method == "whole_steps"
+    assert 50 << 20 < (trial.peak_memory_bytes or 0) < 1 << 30
+    assert trial.loss is not None
+    assert set(trial.phase_seconds) >= {"init", "build", "warmup", "measure", "done"}
+    assert trial.model_validate_json(trial.model_dump_json()) == trial
+
+
+def test_a_losing_trial_is_stopped_early(runner: TrialRunner):
+    trial = measure(runner, 0, best_high_s=1e-6)
+    assert trial.outcome is Outcome.PRUNED
+    assert "stopped early" in (trial.reason or "")
+    assert trial.step_time_s is not None
+
+
+def test_a_trial_past_its_deadline_is_ended(runner: TrialRunner):
+    trial = measure(runner, 0, config=TrainingConfig(micro_batch=8), deadline_s=1.0)
+    assert trial.outcome is Outcome.TIMEOUT
+
+
+def test_a_trial_can_be_told_to_put_its_step_together_from_parts(runner: TrialRunner):
+    trial = measure(runner, 0, method="parts")
+    assert trial.outcome is Outcome.OK, trial.reason
+    assert trial.method == "parts"
+    assert trial.step_time_s is not None
+    assert trial.parts_s.keys() == {"first_micro_step", "second_micro_step", "micro_step", "optimizer_step"}
+    assert trial.step_time_s.median == pytest.approx(sum(trial.parts_s.values()))  # three micro-steps at this size
+
+
+def test_memory_comes_before_the_compilers_wrapper():
+    wrapped = ("torch._dynamo.exc.BackendCompilerFailed", "torch._dynamo.exc.TorchDynamoException", "RuntimeError")
+    assert classify_exception(wrapped, "backend='inductor' raised: oops")[0] is Outcome.UNSUPPORTED
+    assert classify_exception(wrapped, "raised: CUDA out of memory. Tried")[0] is Outcome.OUT_OF_MEMORY
+    assert classify_exception(("torch.OutOfMemoryError", "builtins.RuntimeError"), "") == (
+        Outcome.OUT_OF_MEMORY,
+        "device",
+    )
+    assert classify_exception(("builtins.MemoryError",), "") == (Outcome.OUT_OF_MEMORY, "host")

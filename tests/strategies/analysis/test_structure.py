@@ -1,0 +1,122 @@
+"""Blocks, head, embeddings and ties are found in models of different make, without a number being read."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoplan.strategies.analysis.structure import disable_dropout, find_structure
+from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, Classifier, language
+
+
+def on_meta(workload):
+    with torch.device("meta"):
+        return workload.build_model()
+
+
+@pytest.mark.parametrize(
+    ("fields", "stacks", "head", "tied"),
+    [
+        (GPT2, [["transformer.h.0", "transformer.h.1", "transformer.h.2"]], "lm_head", True),
+        (LLAMA, [["model.layers.0", "model.layers.1"]], "lm_head", False),
+        (BERT, [["bert.encoder.layer.0", "bert.encoder.layer.1"]], "cls.predictions.decoder", True),
+        (
+            T5,
+            [["encoder.block.0", "encoder.block.1"], ["decoder.block.0", "decoder.block.1", "decoder.block.2"]],
+            "lm_head",
+            True,
+        ),
+    ],
+    ids=["gpt2", "llama", "bert", "t5"],
+)
+def test_language_models(fields, stacks, head, tied):
+    structure = find_structure(on_meta(language(fields)))
+    assert [[name for name, _ in stack] for stack in structure.stacks] == stacks
+    assert structure.head is not None and structure.head[0] == head
+    assert bool(structure.tied) is tied
+    assert structure.embeddings and structure.attention
+    assert not structure.micro_batch_dependent
+
+
+def test_stages_of_an_image_model():
+    structure = find_structure(Classifier())
+    assert [[name for name, _ in stack] for stack in structure.stacks] == [
+        ["stages.0.0", "stages.0.1"],
+        ["stages.1.0", "stages.1.1"],
+    ]
+    assert structure.head is not None and structure.head[0] == "classify"
+    assert not structure.tied
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("resnet", {"ResNetBottleNeckLayer": [3, 4, 6, 3]}),
+        ("swin", {"SwinLayer": [2, 2, 6, 2]}),
+        ("convnext", {"ConvNextLayer": [3, 3, 9, 3]}),
+        ("vit", {"ViTLayer": [12]}),
+        ("mixtral", {"MixtralDecoderLayer": [2]}),
+        ("whisper", {"WhisperEncoderLayer": [4], "WhisperDecoderLayer": [4]}),
+    ],
+)
+def test_published_models(name, blocks):
+    import transformers
+
+    options = {"num_hidden_layers": 2, "num_local_experts": 4} if name == "mixtral" else {}
+    config = transformers.AutoConfig.for_model(name, **options)
+    auto = {"mixtral": "AutoModelForCausalLM", "whisper": "AutoModelForSpeechSeq2Seq"}
+    kind = getattr(transformers, auto.get(name, "AutoModelForImageClassification"))
+    with torch.device("meta"):
+        structure = find_structure(kind.from_config(config))
+    found: dict[str, list[int]] = {}
+    for stack in structure.stacks:
+        found.setdefault(type(stack[0][1]).__name__, []).append(len(stack))
+    assert found == blocks
+    assert structure.head is not None
+    assert bool(structure.micro_batch_dependent) is (name == "resnet")
+
+
+def test_batch_norm_is_found_and_frozen_batch_norm_is_not():
+    model = Classifier(norm=True)
+    found = find_structure(model).micro_batch_dependent
+    assert [dependent.name for dependent in found] == [f"stages.{i}.{j}.norm" for i in (0, 1) for j in (0, 1)]
+    model.eval()
+    assert not find_structure(model).micro_batch_dependent
+
+
+def test_experts_are_parts_of_a_block_not_blocks():
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList([Expert() for _ in range(4)])
+            self.norm = nn.LayerNorm(4)
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Block()])
+    structure = find_structure(model)
+    assert [name for name, _ in structure.blocks] == ["layers.0", "layers.1"]
+
+
+def test_a_plain_stack_of_linears_has_no_blocks():
+    assert not find_structure(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))).blocks
+
+
+def test_auxiliary_loss_of_experts_is_micro_batch_dependent():
+    model = on_meta(language(LLAMA))
+    model.config.output_router_logits = True
+    assert find_structure(model).micro_batch_dependent
+
+
+@pytest.mark.parametrize("fields", [GPT2, T5, BERT, LLAMA | {"attention_dropout": 0.3}])
+def test_disable_dropout_makes_two_forwards_equal(fields):
+    workload = language(fields)
+    model = workload.build_model().train()
+    batch = workload.make_batch(2, 0)
+    with torch.no_grad():
+        assert not torch.equal(workload.loss(model, batch).total, workload.loss(model, batch).total)
+        disable_dropout(model)
+        assert torch.equal(workload.loss(model, batch).total, workload.loss(model, batch).total)

@@ -1,0 +1,326 @@
+"""What each technique does to a model: kernels of the fused loss, checkpointing, compile, optimizer forms, threads."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoplan.errors import ConfigError
+from autoplan.strategies.analysis.structure import find_structure
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.inspect import inspect_workload, read_inspection, run_inspect_rank
+from autoplan.strategies.prepare import STRATEGIES, prepare
+from autoplan.strategies.techniques import compilation
+from autoplan.strategies.techniques.allocator import AllocatorStrategy
+from autoplan.strategies.techniques.loss_kernels import (
+    choose_kernel,
+    chunk_rows,
+    precomputed_cross_entropy,
+    recomputed_cross_entropy,
+)
+from autoplan.strategies.techniques.optimizer import reason_against
+from autoplan.strategies.workloads.optimizers import rebuild
+from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+from tests.recorded import make_hardware
+from tests.strategies.tiny import LLAMA, classifier, language
+
+PLAIN = TrainingConfig(micro_batch=2)
+
+
+def head_case(rows=37, size=16, vocabulary=50, bias=True):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    targets[::5] = -100
+    return normal(rows, size), normal(vocabulary, size), normal(vocabulary) if bias else None, targets
+
+
+KERNELS = {
+    "torch or ours, fp32": choose_kernel("fp32", compiled=False),
+    "inside compile": choose_kernel("fp32", compiled=True),
+    "recomputed": recomputed_cross_entropy,
+    "precomputed": lambda *case: precomputed_cross_entropy(*case, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_fused_loss_is_the_full_loss(kernel, bias, monkeypatch):
+    monkeypatch.setattr("autoplan.strategies.techniques.loss_kernels.chunk_rows", lambda vocabulary: 8)
+    hidden, weight, bias_tensor, targets = case = head_case(bias=bias)
+    inputs = [tensor for tensor in (hidden, weight, bias_tensor) if tensor is not None]
+    expected = F.cross_entropy(F.linear(hidden, weight, bias_tensor), targets, ignore_index=-100, reduction="sum")
+    expected_gradients = torch.autograd.grad(expected / 7, inputs)
+    got = kernel(*case)
+    gradients = torch.autograd.grad(got / 7, inputs)
+    assert torch.isclose(got, expected, rtol=1e-5)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_fused_loss_keeps_its_sum_in_fp32():
+    """torch's own operation gives the sum in bf16, eight bits: that is why it is not used there."""
+    case = head_case(rows=512, vocabulary=300)
+    expected = F.cross_entropy(F.linear(*case[:3]), case[3], reduction="sum")
+    got = choose_kernel("bf16", compiled=False)(*case)
+    assert got.dtype == torch.float32
+    assert torch.isclose(got, expected, rtol=2e-3)
+    gradient = torch.autograd.grad(got, case[1])[0]
+    exact = torch.autograd.grad(expected, case[1])[0]
+    assert gradient.dtype == torch.float32
+    assert (gradient - exact).norm() < 1e-2 * exact.norm()
+
+
+def test_all_positions_ignored_gives_zero():
+    hidden, weight, bias, targets = head_case()
+    for kernel in KERNELS.values():
+        total = kernel(hidden, weight, bias, torch.full_like(targets, -100))
+        assert total.item() == 0.0
+        assert torch.autograd.grad(total, weight)[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("vocabulary", [32, 50257, 262144])
+def test_chunks_are_bounded(vocabulary):
+    rows = chunk_rows(vocabulary)
+    assert rows >= 256 and (rows * vocabulary <= 2**27 or rows == 256)
+
+
+@pytest.mark.parametrize(
+    ("value", "wrapped"), [("full", [0, 1, 2]), ("every_2", [0, 2]), ("selective", [0, 1, 2]), ("none", [])]
+)
+def test_checkpointing_wraps_the_chosen_blocks(value, wrapped):
+    run = prepare(language(), PLAIN.model_copy(update={"checkpointing": value}))
+    found = [i for i in range(3) if "CheckpointWrapper" in type(run.model.transformer.h[i]).__name__]
+    assert found == wrapped
+
+
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_recomputation_leaves_running_statistics_alone(value):
+    config = TrainingConfig(micro_batch=4)
+    plain, recomputed = (
+        prepare(classifier(norm=True, fixed_micro_batch=4), config.model_copy(update={"checkpointing": choice}))
+        for choice in ("none", value)
+    )
+    for run in (plain, recomputed):
+        run.step(run.workload.make_batch(8, 0))
+    buffers = dict(plain.model.named_buffers())
+    assert buffers
+    for name, buffer in recomputed.state_dict()["model"].items():
+        if name in buffers:
+            assert torch.allclose(buffer, buffers[name]), name
+
+
+class CountMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.matmuls = self.others = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            self.matmuls += 1
+        elif func is torch.ops.aten.tanh.default:
+            self.others += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputes_everything_but_matmuls():
+    counts = {}
+    for value in ("none", "selective", "full"):
+        run = prepare(language(), PLAIN.model_copy(update={"checkpointing": value}))
+        batch = run.workload.make_batch(2, 0)
+        with CountMatmuls() as count:
+            run.micro_step(batch, torch.tensor(1.0), sync=True)
+        counts[value] = (count.matmuls, count.others)
+    assert counts["selective"][0] == counts["none"][0] < counts["full"][0]
+    assert counts["none"][1] < counts["selective"][1] == counts["full"][1]
+
+
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_checkpointing_keeps_dropout(value):
+    """The recomputation draws the same dropout mask: the gradient is that of the loss that was computed."""
+    runs = [
+        prepare(language(max_grad_norm=None), PLAIN.model_copy(update={"checkpointing": v})) for v in ("none", value)
+    ]
+    batch = runs[0].workload.make_batch(2, 0)
+    gradients = []
+    for run in runs:
+        torch.manual_seed(5)
+        run.micro_step(batch, torch.tensor(1.0), sync=True)
+        gradients.append([parameter.grad for parameter in run.parameters])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.allclose(plain, recomputed, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_compiled_blocks_share_their_code_and_keep_dropout(checkpointing):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    config = PLAIN.model_copy(update={"compile": "block", "checkpointing": checkpointing})
+    run = prepare(language(max_grad_norm=None), config)
+    batch = run.workload.make_batch(2, 0)
+    direction = [torch.randn_like(parameter) for parameter in run.parameters]
+
+    def loss_at(step):
+        with torch.no_grad():
+            torch._foreach_add_(run.parameters, direction, alpha=step)
+        torch.manual_seed(5)
+        total, _ = run.micro_step(batch, torch.tensor(1.0), sync=True)
+        with torch.no_grad():
+            torch._foreach_sub_(run.parameters, direction, alpha=step)
+        return total.item()
+
+    loss_at(0.0)
+    slope = sum((parameter.grad * way).sum().item() for parameter, way in zip(run.parameters, direction, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1, "three blocks of one class, one graph"
+    difference = (loss_at(1e-3) - loss_at(-1e-3)) / 2e-3
+    assert difference == pytest.approx(slope, rel=0.05)
+
+
+def test_no_compiler_is_a_reason(monkeypatch):
+    from torch._inductor import cpp_builder, exc
+
+    def missing():
+        raise exc.InvalidCxxCompiler()
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    compilation.reason_against_compiling.cache_clear()
+    try:
+        workload = language()
+        structure = find_structure(workload.build_model())
+        choices = compilation.CompilationStrategy().choices(workload, structure, make_hardware(), "cpu")
+        assert choices.values == ("off",)
+        assert "g++" in choices.left_out[0].reason
+    finally:
+        compilation.reason_against_compiling.cache_clear()
+
+
+def test_optimizer_forms_keep_groups_and_hyper_parameters():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias], "betas": (0.5, 0.6)}], lr=0.25
+    )
+    for flags in ({"foreach": True, "fused": False}, {"foreach": False, "fused": True}):
+        made = rebuild(optimizer, flags)
+        assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.01]
+        assert made.param_groups[1]["betas"] == (0.5, 0.6)
+        assert all(group[name] == value for group in made.param_groups for name, value in flags.items())
+        assert made.param_groups[0]["params"][0] is model.weight
+
+
+def test_optimizers_without_the_flag_say_so():
+    assert "fused" in (reason_against(torch.optim.Adadelta, "fused", "cpu") or "")
+    assert reason_against(torch.optim.Adadelta, "foreach", "cpu") is None
+    assert reason_against(torch.optim.SparseAdam, "for_loop", "cpu") is not None
+
+
+def test_eager_attention_is_set_in_every_block():
+    run = prepare(language(LLAMA), PLAIN.model_copy(update={"attention": "eager"}))
+    kinds = {block.self_attn.config._attn_implementation for block in run.model.model.layers}
+    assert kinds == {"eager"}
+
+
+def test_threads_are_set_for_the_process():
+    prepare(language(), PLAIN.model_copy(update={"threads": 2}))
+    assert torch.get_num_threads() == 2
+
+
+def test_the_allocator_keeps_memory_on_a_cpu_alone():
+    """What that does to page faults is shown in tests/planner/trace/test_op_benchmark.py."""
+    run = prepare(language(), PLAIN.model_copy(update={"allocator": "keep"}))
+    assert run.config.allocator == "keep"
+    elsewhere = SimpleNamespace(config=PLAIN.model_copy(update={"allocator": "keep"}), device=torch.device("meta"))
+    with pytest.raises(ConfigError, match="needs a CPU and glibc"):
+        AllocatorStrategy().apply(elsewhere)
+
+
+def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):
+    from autoplan.strategies.techniques.precision import set_matmul_tf32
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        for enabled in (True, False):
+            set_matmul_tf32(enabled)
+            assert torch.backends.cuda.matmul.allow_tf32 is enabled
+            assert torch.backends.cudnn.allow_tf32 is enabled
+            assert torch.get_float32_matmul_precision() == ("high" if enabled else "highest")
+            assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if enabled else "ieee")
+    finally:
+        set_matmul_tf32(False)
+
+
+def test_scaled_logits_leave_the_fused_loss_out():
+    workload = language()
+    model = workload.build_model()
+    loss = next(strategy for strategy in STRATEGIES if strategy.name == "loss")
+    assert loss.choices(workload, find_structure(model), make_hardware(), "cpu").values == ("full", "fused")
+    model.config.final_logit_softcapping = 30.0
+    choices = loss.choices(workload, find_structure(model), make_hardware(), "cpu")
+    assert choices.values == ("full",)
+    assert "softcapping" in choices.left_out[0].reason
+
+
+def test_facts_of_gpt2_without_allocating_it():
+    facts = inspect_workload(make_spec(model="gpt2-xl"), make_hardware(), "cpu")
+    assert (facts.parameters, facts.num_blocks) == (1_557_611_200, 48)
+    assert (facts.hidden_size, facts.num_heads, facts.vocabulary_size) == (1600, 25, 50257)
+    assert facts.logits_per_sample == 1024 * 50257
+    assert facts.optimizer == "AdamW" and facts.optimizer_states == 2
+    assert facts.parameter_bytes_by_dtype == {"float32": 4 * facts.parameters}
+    assert facts.tied == (("transformer.wte.weight", "lm_head.weight"),)
+    assert facts.knob("micro_batch").values == (1, 2, 4, 8, 16, 32)
+    assert facts.knob("loss").values == ("full", "fused")
+    assert type(facts).model_validate_json(facts.model_dump_json()) == facts
+
+
+def test_facts_of_a_function_fill_the_spec_in():
+    workload = classifier(norm=True)
+    facts = read_inspection(run_inspect_rank(None, spec_from_objects(workload), make_hardware(), "cpu"))
+    assert facts.spec.global_batch == 8 and facts.spec.unit == "samples" and not facts.spec.open_fields
+    assert facts.knob("micro_batch").values == ()
+    assert "BatchNorm2d" in facts.knob("micro_batch").left_out[0].reason
+    assert len(facts.micro_batch_dependent) == 4
+    assert facts.optimizer_states == 1
+
+
+def test_the_users_errors_come_back_as_such():
+    from autoplan.errors import WorkloadError
+
+    workload = classifier()
+    workload.make_batch = lambda count, index: {"image": torch.zeros(1, 3, 8, 8), "label": torch.zeros(1).long()}
+    answer = run_inspect_rank(None, spec_from_objects(workload), make_hardware(), "cpu")
+    with pytest.raises(WorkloadError, match="gave 1 samples"):
+        read_inspection(answer.model_dump(mode="json"))
+
+
+def test_losses_that_are_no_sum_over_samples_are_found_before_the_search():
+    from autoplan.strategies.workloads.workload import LossSum
+
+    def contrastive(model, batch):
+        features = model(batch["image"])
+        return LossSum(F.cross_entropy(features @ features.t(), torch.arange(len(features)), reduction="sum"), 1)
+
+    workload = classifier()
+    assert not inspect_workload(spec_from_objects(workload), make_hardware(), "cpu").micro_batch_dependent
+    workload.loss = contrastive
+    facts = inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
+    assert facts.knob("micro_batch").values == ()
+    assert "not the sum" in facts.micro_batch_dependent[0].why
+    fixed = spec_from_objects(workload).model_copy(update={"options": {"fixed_micro_batch": 4}})
+    assert inspect_workload(fixed, make_hardware(), "cpu").knob("micro_batch").values == (4,)
+
+
+def test_a_loss_that_fails_is_the_users_error():
+    from autoplan.errors import WorkloadError
+
+    workload = classifier()
+    workload.loss = lambda model, batch: model(batch["pixels"])
+    with pytest.raises(WorkloadError, match="KeyError.*pixels"):
+        inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
