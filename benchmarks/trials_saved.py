@@ -81,7 +81,7 @@ Model = Literal["search", "untimed", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class SearchMethod:
     """One way to search.
 
     Attributes:
@@ -98,12 +98,12 @@ class Way:
 
 
 WAYS = (
-    Way(name="ours", kind="ours"),
-    Way(name="ours, operations not timed", kind="ours", model="untimed"),
-    Way(name="ours, no cost model", kind="ours", model="none", drops=False),
-    Way(name="tpe", kind="tpe"),
-    Way(name="random", kind="random"),
-    Way(name="random, nothing dropped", kind="random", drops=False),
+    SearchMethod(name="ours", kind="ours"),
+    SearchMethod(name="ours, operations not timed", kind="ours", model="untimed"),
+    SearchMethod(name="ours, no cost model", kind="ours", model="none", drops=False),
+    SearchMethod(name="tpe", kind="tpe"),
+    SearchMethod(name="random", kind="random"),
+    SearchMethod(name="random, nothing dropped", kind="random", drops=False),
 )
 
 
@@ -149,7 +149,9 @@ def answer(trial: Trial, number: int, limit_bytes: int) -> Trial:
     return trial.model_copy(update=over | {"number": number})
 
 
-def replay(recorded: Recorded, way: Way, number: int, *, limit_bytes: int = LIMIT_BYTES, to_end: bool = True) -> Replay:
+def replay(
+    recorded: Recorded, way: SearchMethod, number: int, *, limit_bytes: int = LIMIT_BYTES, to_end: bool = True
+) -> Replay:
     """One search over what was recorded; `number` says the seed, the plain run it starts with and the round it sees.
 
     Without `to_end` it ends when the target is reached.
@@ -207,7 +209,7 @@ def tolerance(recorded: Recorded) -> float:
     return max(TOLERANCE, recorded.noise)
 
 
-def replays(recorded: Recorded, way: Way, draws: int, limit_bytes: int = LIMIT_BYTES) -> list[Replay]:
+def replays(recorded: Recorded, way: SearchMethod, draws: int, limit_bytes: int = LIMIT_BYTES) -> list[Replay]:
     """As many as there are draws; our own sampler draws nothing, so its starts and rounds are all there is.
 
     The others have no stop rule but that nothing is left, so they end at the target.
@@ -272,7 +274,7 @@ def about(recorded: Recorded) -> str:
     )
 
 
-def _row(recorded: Recorded, way: Way, limit: int, draws: int) -> list[str]:
+def _row(recorded: Recorded, way: SearchMethod, limit: int, draws: int) -> list[str]:
     done = replays(recorded, way, draws, limit)
     estimator = make_estimator(recorded, way.model, limit)
     count = len(kept(recorded, estimator, limit) if way.drops else recorded.candidates)

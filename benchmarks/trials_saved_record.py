@@ -20,7 +20,7 @@ import numpy as np
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.options import SearchObserver, SearchOptions
-from autoplan.planner.search.setup import PRELOAD, lay_groundwork
+from autoplan.planner.search.setup import PRELOAD, prepare_search
 from autoplan.planner.space.bounds import parse_bound
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
@@ -141,7 +141,7 @@ def record(folder: Path, names: Sequence[str], share: float, box_s: float) -> No
                 memory_limit_bytes=LIMIT_BYTES,
                 bounds=dict(parse_bound(text) for text in bounded.bounds),
             )
-            ground = lay_groundwork(options, zygote, SearchObserver(), saved=probed)
+            ground = prepare_search(options, zygote, SearchObserver(), saved=probed)
             runner = TrialRunner(
                 zygote,
                 ground.spec,

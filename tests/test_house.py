@@ -1,4 +1,4 @@
-"""The house rules: which way imports go, what `import autoplan` loads, and which names may be imported."""
+"""The rules of the architecture: which way imports go, what `import autoplan` loads, which names may be imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,56 +17,79 @@ import autoplan
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "optuna", "transformers", "numpy", "typer", "rich")
 
-# Each room may import from the rooms at its own height or below; the longest matching name counts.
-HEIGHTS = {
-    "autoplan.errors": 0,
-    "autoplan.units": 0,
-    "autoplan": 0,  # autoplan/__init__.py names its members as text and loads none of them
-    "autoplan.processes": 1,
-    "autoplan.probes": 2,
-    "autoplan.strategies": 3,
-    "autoplan.planner": 4,
-    "autoplan.report": 5,
-    "autoplan.api": 5,
-    "autoplan.cli": 5,
-    "autoplan.__main__": 5,
-}
+# From the lowest package to the highest: each imports from those on its own line and on the lines before it. A module
+# belongs to the longest name that it begins with.
+ORDER = (
+    ("autoplan", "autoplan.errors", "autoplan.units"),
+    ("autoplan.record",),
+    ("autoplan.processes",),
+    ("autoplan.probes.catalog",),
+    ("autoplan.probes",),
+    ("autoplan.strategies", "autoplan.strategies.config"),  # the package itself holds no code
+    ("autoplan.strategies.workloads",),
+    ("autoplan.strategies.analysis",),
+    ("autoplan.strategies.techniques",),
+    ("autoplan.strategies.state", "autoplan.strategies.run"),
+    ("autoplan.strategies.prepare", "autoplan.strategies.inspect"),
+    ("autoplan.planner", "autoplan.planner.records"),
+    ("autoplan.planner.trace",),
+    ("autoplan.planner.cost",),
+    ("autoplan.planner.cost.traced", "autoplan.planner.cost.analytical"),
+    ("autoplan.planner.space",),
+    ("autoplan.planner.trials",),
+    ("autoplan.planner.parity",),
+    ("autoplan.planner.store",),
+    ("autoplan.planner.apply",),
+    ("autoplan.planner.plan",),
+    ("autoplan.planner.search", "autoplan.planner.export"),
+    ("autoplan.report",),
+    ("autoplan.api",),
+    ("autoplan.cli",),
+    ("autoplan.__main__",),
+)
+HEIGHTS = {name: height for height, names in enumerate(ORDER) for name in names}
+Imports = Mapping[str, set[str]]
 
 
-def height(module: str) -> int:
-    """The height of a module's room; of a public name of autoplan, the height of its home."""
-    package, _, member = module.partition(".")
-    if package == "autoplan" and member in autoplan._HOME_OF:
-        return height(autoplan._HOME_OF[member])
-    parts = module.split(".")
+def home(name: str) -> str:
+    """Where a public name of autoplan really lives; any other name is returned as it is."""
+    package, _, member = name.partition(".")
+    return autoplan._HOME_OF[member] if package == "autoplan" and member in autoplan._HOME_OF else name
+
+
+def package_of(module: str) -> str:
+    """The line of ORDER that a module belongs to."""
+    parts = home(module).split(".")
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
-        if name in HEIGHTS:
-            return HEIGHTS[name]
-    raise AssertionError(f"{module} stands in no room that the design names: add it to HEIGHTS")
+        # the bare packages stand for their own __init__.py alone: what is in them has a line of its own
+        if name in HEIGHTS and (length == len(parts) or name not in ("autoplan.strategies", "autoplan.planner")):
+            return name
+    raise AssertionError(f"{module} belongs to no package that the design names: add it to ORDER")
 
 
 def source_files() -> Iterator[tuple[str, Path]]:
-    """(module name, file) of every module of the package; the links are followed."""
-    for room in ("", "processes", "cli", "report", "planner", "strategies", "probes"):
-        folder = ROOT / "autoplan" / room
-        files = sorted(folder.glob("*.py") if room == "" else folder.rglob("*.py"))
+    """(module name, file) of every module of the package, the links followed, but for autoplan/__init__.py.
+
+    That one names the public members, as text and for type checkers, and loads none of them.
+    """
+    for package in ("", "processes", "cli", "report", "planner", "strategies", "probes"):
+        folder = ROOT / "autoplan" / package
+        files = sorted(folder.glob("*.py") if package == "" else folder.rglob("*.py"))
         for path in files:
+            if path == ROOT / "autoplan" / "__init__.py":
+                continue
             parts = path.relative_to(ROOT).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every `autoplan...` module that a file imports, lazily or not, but for those under TYPE_CHECKING."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
+    """Every `autoplan...` name that a file imports: at the top, in functions, and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
-        else:
-            yield from imported_names(node)
 
 
 def wrong_way(module: str, tree: ast.AST) -> list[str]:
@@ -74,15 +97,72 @@ def wrong_way(module: str, tree: ast.AST) -> list[str]:
     return [
         f"{module}:{line} imports {name}"
         for name, line in imported_names(tree)
-        if name.split(".")[0] == "autoplan" and height(name) > height(module)
+        if name.split(".")[0] == "autoplan" and HEIGHTS[package_of(name)] > HEIGHTS[package_of(module)]
     ]
+
+
+def imports_between_files() -> dict[str, set[str]]:
+    """For each module, the modules of autoplan that it imports."""
+    files = dict(source_files())
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found[module] = set()
+        for name, _ in imported_names(ast.parse(path.read_text())):
+            parts = home(name).split(".")
+            known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            target = next((candidate for candidate in known if candidate in files), None)
+            if target is not None and target != module:
+                found[module].add(target)
+    return found
+
+
+def imports_between_packages(files: Imports) -> dict[str, set[str]]:
+    """The same between packages: a folder, or a file that stands directly in autoplan/, planner/ or strategies/."""
+    loose = ("autoplan", "autoplan.planner", "autoplan.strategies")
+    folders = {".".join(path.relative_to(ROOT).parts[:-1]) for _, path in source_files() if path.name == "__init__.py"}
+
+    def package(module: str) -> str:
+        parent = module.rpartition(".")[0]
+        return module if module in folders or parent in loose else parent
+
+    found: dict[str, set[str]] = {}
+    for module, targets in files.items():
+        found.setdefault(package(module), set()).update(package(target) for target in targets)
+    return {name: targets - {name} for name, targets in found.items()}
+
+
+def circles(imports: Imports) -> list[list[str]]:
+    """The groups of modules that import each other in a circle (strongly connected components, Tarjan 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        stack.append(name)
+        for target in sorted(imports.get(name, ())):
+            if target not in order:
+                visit(target)
+            if target in stack:
+                lowest[name] = min(lowest[name], lowest[target])
+        if lowest[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(imports):
+        if name not in order:
+            visit(name)
+    return found
 
 
 def test_imports_go_one_way() -> None:
     files = list(source_files())
-    assert len(files) > 20, "the walk no longer follows the links"
+    assert len(files) > 150, "the walk no longer follows the links"
     wrong = [line for module, path in files for line in wrong_way(module, ast.parse(path.read_text()))]
-    assert not wrong, "imports go cli|api|report -> planner -> strategies -> probes -> processes -> errors"
+    assert not wrong, "a package imports only from those before it in ORDER"
 
 
 def test_the_direction_check_sees_a_wrong_import() -> None:
@@ -93,6 +173,24 @@ def test_the_direction_check_sees_a_wrong_import() -> None:
     assert not wrong_way("autoplan.cli.search", ast.parse(up))
     assert wrong_way("autoplan.probes.host", ast.parse("from autoplan import Plan"))
     assert not wrong_way("autoplan.probes.host", ast.parse("from autoplan import __version__"))
+    typing_only = "if TYPE_CHECKING:\n    from autoplan.planner.search.run import run_search\n"
+    assert wrong_way("autoplan.planner.trace.trace", ast.parse(typing_only))
+    assert wrong_way("autoplan.strategies.workloads.spec", ast.parse("import autoplan.strategies.prepare"))
+
+
+def test_no_file_and_no_package_imports_itself_in_a_circle() -> None:
+    files = imports_between_files()
+    assert circles(files) == []
+    assert circles(imports_between_packages(files)) == []
+
+
+def test_the_circle_check_sees_a_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    between = imports_between_packages(
+        {"autoplan.probes.gpu": {"autoplan.probes.catalog"}, "autoplan.probes.catalog": {"autoplan.probes.host"}}
+    )
+    assert circles(between) == [["autoplan.probes", "autoplan.probes.catalog"]]
 
 
 def loaded_by(code: str) -> set[str]:
@@ -117,17 +215,17 @@ def test_records_load_without_torch(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"torch", "optuna", "transformers"}
 
 
-@pytest.mark.parametrize("room", ["planner", "probes", "strategies"])
-def test_a_bare_room_is_refused_with_the_right_name(room: str) -> None:
-    done = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("package", ["planner", "probes", "strategies"])
+def test_a_bare_package_is_refused_with_the_right_name(package: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "ImportError" in done.stderr and f"import autoplan.{room}" in done.stderr
+    assert "ImportError" in done.stderr and f"import autoplan.{package}" in done.stderr
 
 
-@pytest.mark.parametrize("room", ["planner", "probes", "strategies"])
-def test_the_rooms_are_relative_links(room: str) -> None:
-    link = ROOT / "autoplan" / room
-    assert link.is_symlink() and os.readlink(link) == f"../{room}"
+@pytest.mark.parametrize("package", ["planner", "probes", "strategies"])
+def test_the_packages_are_relative_links(package: str) -> None:
+    link = ROOT / "autoplan" / package
+    assert link.is_symlink() and os.readlink(link) == f"../{package}"
 
 
 def test_every_public_name_is_there() -> None:
@@ -137,17 +235,19 @@ def test_every_public_name_is_there() -> None:
         _ = autoplan.serach
 
 
-def test_each_strategy_is_registered_and_stands_in_its_room() -> None:
+def test_each_strategy_is_registered_and_stands_in_techniques() -> None:
     from autoplan.strategies.prepare import STRATEGIES
 
-    registered = {(type(s).__module__.removeprefix("autoplan.strategies."), type(s).__name__) for s in STRATEGIES}
+    registered = {
+        (type(s).__module__.removeprefix("autoplan.strategies.techniques."), type(s).__name__) for s in STRATEGIES
+    }
     written = {
         (path.stem, node.name)
-        for path in (ROOT / "strategies").glob("*.py")
+        for path in (ROOT / "strategies" / "techniques").glob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Strategy") and node.name != "Strategy"
     }
-    assert registered == written, "a technique is a class in a file of strategies/, and a line in prepare.py"
+    assert registered == written, "a technique is a class in a file of strategies/techniques/, and a line in prepare.py"
     names = [strategy.name for strategy in STRATEGIES]
     assert len(set(names)) == len(names), names
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from pydantic import Field
 
-from autoplan.planner.cost.traced.candidates import Floats
+from autoplan.planner.cost.candidates import Floats
 from autoplan.record import Record
 
 # How far off a part is taken to be before any trial, as a standard deviation of its logarithm.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.cost.traced.candidates import SHARDINGS, Candidates, Floats
+from autoplan.planner.cost.candidates import SHARDINGS, Candidates, Floats
 from autoplan.probes.profile import HardwareProfile
 
 # Where no probe measured it. Share of a link's rate that NCCL's rings reach on large messages: 230-240 GB/s of 300 on

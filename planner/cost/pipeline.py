@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoplan.planner.cost.traced.candidates import SCHEDULES, Candidates, Floats
+from autoplan.planner.cost.candidates import SCHEDULES, Candidates, Floats
 
 
 def pass_seconds(candidates: Candidates, slowest_s: Floats, all_stages_s: Floats, micro_batches: Floats) -> Floats:

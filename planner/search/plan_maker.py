@@ -11,7 +11,7 @@ from importlib import metadata
 from autoplan.planner.plan import Alternative, Environment, Measurement, Plan
 from autoplan.planner.records import Parity, Trial
 from autoplan.planner.search.reasons import explain_choices, tie_reason
-from autoplan.planner.search.selection import Entry, enter, even_out, rank, speed_ratio
+from autoplan.planner.search.selection import CandidateRuns, enter, match_rounds, rank, speed_ratio
 from autoplan.planner.search.session import Session
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import invert
@@ -22,21 +22,21 @@ SHOWN_VARIABLES = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_"
 MAX_ALTERNATIVES = 5
 
 
-def make_plan(session: Session, winner: Entry, parity: Parity, baseline: Trial) -> Plan:
+def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline: Trial) -> Plan:
     """The plan for a verified winner."""
-    ground = session.ground
+    context = session.context
     entries = enter(session.store.trials)
     base = next((entry for entry in entries if entry.config == baseline.config), None)
-    base = base or Entry(config=baseline.config, first=baseline)  # a run of it as a finalist may have failed
-    winner, base = even_out(winner, base)
+    base = base or CandidateRuns(config=baseline.config, first=baseline)  # a run of it as a finalist may have failed
+    winner, base = match_rounds(winner, base)
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         study=session.store.identity,
-        workload=ground.spec,
+        workload=context.spec,
         config=winner.config,
-        accumulation=winner.config.accumulation(ground.spec.global_batch),
-        device=ground.device,
-        hardware=ground.hardware,
+        accumulation=winner.config.accumulation(context.spec.global_batch),
+        device=context.device,
+        hardware=context.hardware,
         prediction=session.predict(winner.config),
         measurement=measurement_of(session, winner),
         baseline=with_all_runs(session, base),
@@ -44,23 +44,23 @@ def make_plan(session: Session, winner: Entry, parity: Parity, baseline: Trial) 
         alternatives=tuple(_alternatives(session, winner, entries)),
         parity=parity,
         choices=tuple(explain_choices(session, winner, entries)),
-        left_out=ground.left_out,
+        left_out=context.left_out,
         evidence=session.store.trials,
         notes=(*session.notes, *_input_notes(session, winner)),
         environment=read_environment(),
     )
 
 
-def measurement_of(session: Session, entry: Entry) -> Measurement:
+def measurement_of(session: Session, entry: CandidateRuns) -> Measurement:
     """What was measured of a configuration, all runs that count together."""
-    spec = session.ground.spec
+    spec = session.context.spec
     items = spec.global_batch * (spec.sequence_length or 1)
     flops = session.predict(entry.config).model_flops
-    peak, source = peak_rate(session.ground.hardware.device(session.ground.device), entry.config.precision)
+    peak, source = peak_rate(session.context.hardware.device(session.context.device), entry.config.precision)
     step = entry.step_time
     mfu = None
     if flops and peak:
-        mfu = flops / step.median / (peak * entry.config.world_size if session.ground.device == "cuda" else peak)
+        mfu = flops / step.median / (peak * entry.config.world_size if session.context.device == "cuda" else peak)
     runs = entry.runs
     return Measurement(
         step_time_s=step,
@@ -73,11 +73,11 @@ def measurement_of(session: Session, entry: Entry) -> Measurement:
     )
 
 
-def _input_notes(session: Session, winner: Entry) -> list[str]:
+def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:
     """What making the data does to the measured step, where it matters; trials time steps without it."""
     load_s = session.predict(winner.config).time_parts_s.get("input", 0.0)
     ranks = winner.config.dp
-    told = describe_input(load_s, winner.step_time.median, session.ground.spec.global_batch // ranks, ranks)
+    told = describe_input(load_s, winner.step_time.median, session.context.spec.global_batch // ranks, ranks)
     return [] if told is None else [told]
 
 
@@ -93,20 +93,20 @@ def peak_rate(device: Device, precision: str) -> tuple[float | None, str | None]
     return None, None
 
 
-def with_all_runs(session: Session, entry: Entry) -> Trial:
+def with_all_runs(session: Session, entry: CandidateRuns) -> Trial:
     """An entry's first trial with the figures of all its runs that count: what the speed-up stands on."""
     measured = measurement_of(session, entry)
     return entry.first.model_copy(update={"step_time_s": measured.step_time_s, "tokens_per_s": measured.tokens_per_s})
 
 
-def _alternatives(session: Session, winner: Entry, entries: Sequence[Entry]) -> list[Alternative]:
+def _alternatives(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns]) -> list[Alternative]:
     """The next best, with how they compare and why they are not the plan."""
     found = []
     for entry in rank(entries):
         if entry.config == winner.config:
             continue
         ratio = speed_ratio(entry, winner)
-        entry, _ = even_out(entry, winner)
+        entry, _ = match_rounds(entry, winner)
         parity = session.store.parity_of(entry.config)
         if parity is not None and not parity.passed:
             why = "it fails parity: it would not train the same thing"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autoplan.planner.plan import Choice
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.selection import Entry
+from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from autoplan.strategies.techniques.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
@@ -21,21 +21,21 @@ NOT_TRIED = {
 }
 
 
-def explain_choices(session: Session, winner: Entry, entries: Sequence[Entry]) -> list[Choice]:
+def explain_choices(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns]) -> list[Choice]:
     """Each knob that is off its default, or that could have been, with the reason for its value."""
     return [
         Choice(knob=knob, value=getattr(winner.config, knob), reason=_reason(session, winner, entries, knob))
         for knob in KNOBS
-        if knob in winner.config.knobs_off_default() or len(session.ground.space.values.get(knob, ())) > 1
+        if knob in winner.config.knobs_off_default() or len(session.context.space.values.get(knob, ())) > 1
     ]
 
 
-def _reason(session: Session, winner: Entry, entries: Sequence[Entry], knob: str) -> str:
+def _reason(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns], knob: str) -> str:
     """Fixed, the only one, measured against the trial that differs least, or the cost model's word."""
     value = getattr(winner.config, knob)
     if knob in session.options.fixed:
         return "fixed by you"
-    if len(session.ground.space.values.get(knob, ())) <= 1:
+    if len(session.context.space.values.get(knob, ())) <= 1:
         return _only_reason(session, knob)
     predicted = _reason_one_by_one(session, winner, knob)
     others = [entry for entry in entries if getattr(entry.config, knob) != value]
@@ -70,7 +70,7 @@ def _only_reason(session: Session, knob: str) -> str:
 
 
 def _left_out_reason(session: Session, knob: str) -> str | None:
-    for family in session.ground.left_out:
+    for family in session.context.left_out:
         if family.family.startswith(f"{knob}="):
             return f"{family.family} left out: {family.limit}"
     return None
@@ -80,13 +80,13 @@ def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str 
     """Which rule of data parallelism forbids each other value of a knob beside the rest of the plan, if one does."""
     if knob not in DATA_PARALLEL_KNOBS:
         return None
-    others = (value for value in session.ground.space.values.get(knob, ()) if value != getattr(config, knob))
-    batch = session.ground.spec.global_batch
+    others = (value for value in session.context.space.values.get(knob, ()) if value != getattr(config, knob))
+    batch = session.context.spec.global_batch
     found = [reason_against_data_parallel(config.model_dump() | {knob: value}, batch) for value in others]
     return "; ".join(reason for reason in found if reason) if all(found) else None
 
 
-def _reason_one_by_one(session: Session, winner: Entry, knob: str) -> str:
+def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> str:
     """What was measured of the knob's other values, all else equal, or is expected of them and why they were not tried.
 
     What is expected is the calibrated cost model's word.
@@ -94,7 +94,7 @@ def _reason_one_by_one(session: Session, winner: Entry, knob: str) -> str:
     config = winner.config
     tried = {trial.config: trial for trial in session.store.trials if trial.purpose != "finalist"}
     told: list[str] = []
-    values = list(session.ground.space.values.get(knob, ()))
+    values = list(session.context.space.values.get(knob, ()))
     place = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
     for value in sorted(values, key=lambda value: abs(values.index(value) - place)):
         other = config.model_copy(update={knob: value})
@@ -107,7 +107,7 @@ def _reason_one_by_one(session: Session, winner: Entry, knob: str) -> str:
     return why or "no other value is legal with the rest of the plan and predicted to fit"
 
 
-def _word_on(session: Session, winner: Entry, other: TrainingConfig, trial: Trial | None) -> str:
+def _word_on(session: Session, winner: CandidateRuns, other: TrainingConfig, trial: Trial | None) -> str:
     """Of one other configuration: how it ended, how fast it was, or what is expected of it."""
     if trial is not None and trial.step_time_s is None:
         return f"ended as {trial.outcome.value} (trial {trial.number})"
@@ -122,7 +122,7 @@ def _word_on(session: Session, winner: Entry, other: TrainingConfig, trial: Tria
     return f"is expected to be {expected} (cost model; {NOT_TRIED[session.ended_by]})"
 
 
-def tie_reason(winner: Entry, other: Entry) -> str:
+def tie_reason(winner: CandidateRuns, other: CandidateRuns) -> str:
     """Why the winner of a tie won it."""
     text = "cannot be told apart in speed; "
     difference = other.peak_memory_bytes - winner.peak_memory_bytes

@@ -23,7 +23,7 @@ from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.sampler import Picker
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
-from autoplan.planner.search.setup import PRELOAD, Groundwork, lay_groundwork, pick_device
+from autoplan.planner.search.setup import PRELOAD, SearchContext, pick_device, prepare_search
 from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_hand_setting, run_trials
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.bounds import Bound
@@ -126,14 +126,14 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
     """The space with predicted memory and time."""
     began = time.monotonic()
     with Zygote(preload=PRELOAD) as zygote:
-        ground = lay_groundwork(options, zygote, observer)
+        context = prepare_search(options, zygote, observer)
     candidates = [
         Candidate(config=config, prediction=prediction)
-        for config, prediction in zip(ground.candidates, ground.estimator.estimate(ground.candidates), strict=True)
+        for config, prediction in zip(context.candidates, context.estimator.estimate(context.candidates), strict=True)
     ]
     candidates.sort(key=lambda candidate: candidate.prediction.step_time_s if candidate.prediction else 0.0)
     return SearchResult(
-        status="dry_run", candidates=tuple(candidates), left_out=ground.left_out, spent_s=time.monotonic() - began
+        status="dry_run", candidates=tuple(candidates), left_out=context.left_out, spent_s=time.monotonic() - began
     )
 
 
@@ -186,18 +186,18 @@ def _budget_of(store: Store, options: SearchOptions, budget_s: float) -> BudgetS
 
 
 def _search(options: SearchOptions, observer: SearchObserver, store: Store, budget_s: float) -> SearchResult:
-    ground: Groundwork | None = None
+    context: SearchContext | None = None
     session: Session | None = None
     try:
         with Zygote(preload=PRELOAD) as zygote:
-            ground = lay_groundwork(options, zygote, observer, saved=store.folder / HARDWARE_FILE)
-            if not ground.candidates:
-                return _nothing_fits(store, ground, budget_s)
-            session = _open_session(options, observer, store, zygote, ground, budget_s)
+            context = prepare_search(options, zygote, observer, saved=store.folder / HARDWARE_FILE)
+            if not context.candidates:
+                return _nothing_fits(store, context, budget_s)
+            session = _open_session(options, observer, store, zygote, context, budget_s)
             return _run_stages(session)
     except BudgetOver as over:
         return _finish(
-            session, store, ground, budget_s, "budget_ended", f"the budget ended before {over}", _more(budget_s)
+            session, store, context, budget_s, "budget_ended", f"the budget ended before {over}", _more(budget_s)
         )
     except KeyboardInterrupt:
         best = best_trial(store.trials)
@@ -210,7 +210,7 @@ def _search(options: SearchOptions, observer: SearchObserver, store: Store, budg
             budget_s,
             reason=reason,
             hint="The same command goes on from here.",
-            left_out=ground.left_out if ground is not None else (),
+            left_out=context.left_out if context is not None else (),
             notes=tuple(session.notes) if session is not None else (),
         )
 
@@ -220,35 +220,35 @@ def _open_session(
     observer: SearchObserver,
     store: Store,
     zygote: Zygote,
-    ground: Groundwork,
+    context: SearchContext,
     budget_s: float,
 ) -> Session:
     """Takes in what earlier runs left: their trials calibrate the cost model and are not repeated."""
     cost = TrialCost(
-        ground.candidates,
-        global_batch=ground.spec.global_batch,
-        num_blocks=ground.facts.num_blocks,
-        device=ground.device,
+        context.candidates,
+        global_batch=context.spec.global_batch,
+        num_blocks=context.facts.num_blocks,
+        device=context.device,
         time_box_s=time_box_s(budget_s),
     )
     picker = Picker(
-        ground.candidates,
-        ground.estimator,
+        context.candidates,
+        context.estimator,
         cost,
-        memory_limit_bytes=ground.memory_limit_bytes,
-        device=ground.device,
+        memory_limit_bytes=context.memory_limit_bytes,
+        device=context.device,
         kind=options.sampler,
         seed=options.seed,
         allows=options.allows,
     )
-    values = dict(ground.space.values) | {"micro_batch": tuple(micro_batches(ground.spec.global_batch))}
+    values = dict(context.space.values) | {"micro_batch": tuple(micro_batches(context.spec.global_batch))}
     study = SearchStudy(store.folder / "study.sqlite3", values, store.trials)
     runner = TrialRunner(
         zygote,
-        ground.spec,
-        device=ground.device,
-        memory_limit_bytes=ground.memory_limit_bytes,
-        host_limit_bytes=ground.host_limit_bytes,
+        context.spec,
+        device=context.device,
+        memory_limit_bytes=context.memory_limit_bytes,
+        host_limit_bytes=context.host_limit_bytes,
         directory=store.folder / "trials",
         seed=options.seed,
     )
@@ -257,7 +257,7 @@ def _open_session(
         observer=observer,
         store=store,
         zygote=zygote,
-        ground=ground,
+        context=context,
         budget_s=budget_s,
         picker=picker,
         study=study,
@@ -275,7 +275,7 @@ def _open_session(
 
 
 def _run_stages(session: Session) -> SearchResult:
-    store, ground, budget_s = session.store, session.ground, session.budget_s
+    store, context, budget_s = session.store, session.context, session.budget_s
     baseline = run_baseline(session)
     run_hand_setting(session)
     ended_by = run_trials(session)
@@ -287,11 +287,11 @@ def _run_stages(session: Session) -> SearchResult:
         best = session.best
         reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
         hint = "Its record says which gradients differ. A larger --budget tries more, --fix precision=fp32 is safest."
-        return _finish(session, store, ground, budget_s, "no_feasible_plan", reason, hint, ended_by=ended_by)
+        return _finish(session, store, context, budget_s, "no_feasible_plan", reason, hint, ended_by=ended_by)
     if baseline is None:
         reason = "the plain fp32 run does not run here, so that nothing can be compared with it"
         hint = "See its reason in the trials; a smaller --global-batch or --seq-len, or a larger --memory-limit."
-        return _finish(session, store, ground, budget_s, "no_feasible_plan", reason, hint, ended_by=ended_by)
+        return _finish(session, store, context, budget_s, "no_feasible_plan", reason, hint, ended_by=ended_by)
     session.observer.on_phase("plan", verified[0].config.describe())
     plan = make_plan(session, *verified, baseline)
     path = plan.save(store.folder / PLAN_FILE)
@@ -304,28 +304,28 @@ def _run_stages(session: Session) -> SearchResult:
         budget_s,
         plan=plan,
         plan_path=str(path),
-        left_out=ground.left_out,
+        left_out=context.left_out,
         notes=tuple(session.notes),
     )
 
 
-def _nothing_fits(store: Store, ground: Groundwork, budget_s: float) -> SearchResult:
+def _nothing_fits(store: Store, context: SearchContext, budget_s: float) -> SearchResult:
     """No candidate is predicted to fit: say by how much, and what would have to change."""
-    candidates = ground.space.candidates
-    table = ground.estimator.table(candidates)
-    ranks = np.array([config.world_size if ground.device == "cpu" else 1 for config in candidates])
+    candidates = context.space.candidates
+    table = context.estimator.table(candidates)
+    ranks = np.array([config.world_size if context.device == "cpu" else 1 for config in candidates])
     least = int(np.argmin(table.peak_memory_bytes * ranks))
     peak, high = (float(c[least] * ranks[least]) for c in (table.peak_memory_bytes, table.peak_memory_high_bytes))
     reason = (
         f"nothing fits: the smallest of {len(candidates):,} configurations, {candidates[least].describe()}, is "
-        f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(ground.memory_limit_bytes)}"
+        f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(context.memory_limit_bytes)}"
     )
-    shorter = "shorten --seq-len, " if ground.spec.sequence_length else ""
+    shorter = "shorten --seq-len, " if context.spec.sequence_length else ""
     hint = (
         f"Raise --memory-limit to {math.ceil(high / 2**20)}MiB if the machine has it, "
         f"or {shorter}take a smaller model or more devices."
     )
-    return _finish(None, store, ground, budget_s, "no_feasible_plan", reason, hint)
+    return _finish(None, store, context, budget_s, "no_feasible_plan", reason, hint)
 
 
 def _nothing_ran(session: Session, ended_by: str) -> SearchResult:
@@ -340,7 +340,7 @@ def _nothing_ran(session: Session, ended_by: str) -> SearchResult:
         return _finish(
             session,
             session.store,
-            session.ground,
+            session.context,
             session.budget_s,
             "budget_ended",
             reason,
@@ -349,7 +349,7 @@ def _nothing_ran(session: Session, ended_by: str) -> SearchResult:
         )
     hint = "autoplan's record has the last lines of each trial. If all fail alike, the workload itself is broken."
     return _finish(
-        session, session.store, session.ground, session.budget_s, "no_feasible_plan", reason, hint, ended_by=ended_by
+        session, session.store, session.context, session.budget_s, "no_feasible_plan", reason, hint, ended_by=ended_by
     )
 
 
@@ -362,7 +362,7 @@ def _more(budget_s: float) -> str:
 def _finish(
     session: Session | None,
     store: Store,
-    ground: Groundwork | None,
+    context: SearchContext | None,
     budget_s: float,
     status: Status,
     reason: str,
@@ -377,7 +377,7 @@ def _finish(
         budget_s,
         reason=reason,
         hint=hint,
-        left_out=ground.left_out if ground is not None else (),
+        left_out=context.left_out if context is not None else (),
         notes=tuple(session.notes) if session is not None else (),
     )
 

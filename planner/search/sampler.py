@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.options import Sampler
-from autoplan.planner.search.surrogate import Array, Belief, Prior, Surrogate, expected_improvement
+from autoplan.planner.search.surrogate import Array, Posterior, Prior, Surrogate, expected_improvement
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import to_params
 from autoplan.strategies.config import KNOBS, TrainingConfig
@@ -108,7 +108,7 @@ class Picker:
         legal = [candidates[i] for i in np.flatnonzero(affordable)]
         return self._random.choice(legal) if self.kind == "random" else self._pick_tpe(legal)
 
-    def _pick_ours(self, belief: Belief, open_: NDArray[np.bool_], costs: Array) -> int:
+    def _pick_ours(self, belief: Posterior, open_: NDArray[np.bool_], costs: Array) -> int:
         """The most expected improvement per square root of its cost: the dear ones wait, but are not starved."""
         chance = belief.fits * belief.works
         best = self.best_log_time()

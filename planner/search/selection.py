@@ -25,7 +25,7 @@ ROUNDS_ALONE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CandidateRuns:
     """A configuration with all that was measured of it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Entry:
         return max(run.peak_memory_bytes or 0 for run in (self.first, *self.finalist_runs))
 
 
-def enter(trials: Iterable[Trial]) -> list[Entry]:
+def enter(trials: Iterable[Trial]) -> list[CandidateRuns]:
     """The configurations that ran, with their runs, fastest first.
 
     One whose finalist run failed is out: what failed once in a fresh process is no plan.
@@ -76,26 +76,26 @@ def enter(trials: Iterable[Trial]) -> list[Entry]:
         elif trial.outcome is Outcome.OK and trial.step_time_s is not None:
             firsts.setdefault(trial.config, trial)
     entries = [
-        Entry(config=config, first=first, finalist_runs=tuple(repeats.get(config, ())))
+        CandidateRuns(config=config, first=first, finalist_runs=tuple(repeats.get(config, ())))
         for config, first in firsts.items()
         if config not in out
     ]
     return sorted(entries, key=lambda entry: (entry.step_time.median, entry.first.number))
 
 
-def even_out(a: Entry, b: Entry) -> tuple[Entry, Entry]:
+def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, CandidateRuns]:
     """Both entries with as many interleaved runs as both have, so that their i-th runs were made side by side."""
     rounds = min(len(a.finalist_runs), len(b.finalist_runs))
     return replace(a, finalist_runs=a.finalist_runs[:rounds]), replace(b, finalist_runs=b.finalist_runs[:rounds])
 
 
-def speed_ratio(entry: Entry, reference: Entry) -> Interval:
+def speed_ratio(entry: CandidateRuns, reference: CandidateRuns) -> Interval:
     """How many times faster an entry is than the reference, by the runs that count of both."""
-    entry, reference = even_out(entry, reference)
+    entry, reference = match_rounds(entry, reference)
     return ratio_interval(entry.step_times, reference.step_times)
 
 
-def contenders(entries: Sequence[Entry]) -> list[Entry]:
+def contenders(entries: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     """Those that may be the fastest: the best by median, and whoever's interval comes near enough."""
     if not entries:
         return []
@@ -104,14 +104,14 @@ def contenders(entries: Sequence[Entry]) -> list[Entry]:
     return near[:MAX_CONTENDERS]
 
 
-def rank(entries: Sequence[Entry]) -> list[Entry]:
+def rank(entries: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     """Entries in the order in which they are the plan: the fastest, but a tie goes to less memory, then to fewer knobs.
 
     Those that were measured again come first: an interleaved run decides over a single one.
     """
     pool = [entry for entry in entries if entry.finalist_runs] or list(entries)
     rest = [entry for entry in entries if entry not in pool]
-    ordered: list[Entry] = []
+    ordered: list[CandidateRuns] = []
     while pool:
         fastest = min(pool, key=lambda entry: entry.step_time.median)
         tied = [entry for entry in pool if entry is fastest or is_tie(entry, fastest)]
@@ -123,7 +123,7 @@ def rank(entries: Sequence[Entry]) -> list[Entry]:
     return ordered + sorted(rest, key=lambda entry: entry.step_time.median)
 
 
-def is_tie(entry: Entry, fastest: Entry) -> bool:
+def is_tie(entry: CandidateRuns, fastest: CandidateRuns) -> bool:
     """Whether two configurations cannot be told apart."""
     if entry.step_time.median > fastest.step_time.median * (1 + TIE):
         return False

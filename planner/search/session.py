@@ -10,7 +10,7 @@ from autoplan.planner.records import Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.sampler import Picker
 from autoplan.planner.search.selection import best_trial
-from autoplan.planner.search.setup import Groundwork
+from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
@@ -38,7 +38,7 @@ class Session:
     """The state of one run of a search.
 
     Attributes:
-        options, observer, store, zygote, ground: What it was given.
+        options, observer, store, zygote, context: What it was given.
         budget_s: Seconds over all runs.
         picker: Chooses the next candidate.
         study: Optuna's study.
@@ -51,7 +51,7 @@ class Session:
     observer: SearchObserver
     store: Store
     zygote: Zygote
-    ground: Groundwork
+    context: SearchContext
     budget_s: float
     picker: Picker
     study: SearchStudy
@@ -77,7 +77,7 @@ class Session:
         reserve_s = min(max(PARITY_SHARE * self.budget_s, PARITY_LEAST_S), PARITY_MOST_S)
         base = self.baseline
         if base is not None and base.step_time_s is not None:
-            micro_steps = base.config.accumulation(self.ground.spec.global_batch)
+            micro_steps = base.config.accumulation(self.context.spec.global_batch)
             slow_s = PARITY_MICRO_STEPS * base.step_time_s.median / micro_steps
             reserve_s = max(reserve_s, min(slow_s, PARITY_MOST_SHARE * self.budget_s))
         return reserve_s
@@ -129,7 +129,7 @@ class Session:
 
     def predict(self, config: TrainingConfig) -> Prediction:
         """What the cost model says now."""
-        return self.ground.estimator.estimate([config])[0]
+        return self.context.estimator.estimate([config])[0]
 
     def measure(
         self,

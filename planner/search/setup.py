@@ -40,7 +40,7 @@ TIMING_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Groundwork:
+class SearchContext:
     """What the search stands on.
 
     Attributes:
@@ -82,9 +82,9 @@ def pick_device(hardware: HardwareProfile, wanted: str | None) -> Literal["cuda"
     return "cuda" if kind == "cuda" else "cpu"
 
 
-def lay_groundwork(
+def prepare_search(
     options: SearchOptions, zygote: Zygote, observer: SearchObserver, *, saved: Path | None = None
-) -> Groundwork:
+) -> SearchContext:
     """Probes, inspects, traces, generates and prices.
 
     Args:
@@ -111,7 +111,7 @@ def lay_groundwork(
     facts = inspect(zygote, spec, hardware, device)
     spec = facts.spec.model_copy(update={"payload": spec.payload})
     observer.on_workload(spec)
-    degrees, degrees_left_out = ways_to_share(options, facts, device)
+    degrees, degrees_left_out = degree_combinations(options, facts, device)
     space = generate(
         facts.choices,
         global_batch=spec.global_batch,
@@ -133,7 +133,7 @@ def lay_groundwork(
     kept, dropped = keep_what_may_win(space.candidates, table, memory_limit, device)
     left_out = (*space.left_out, *dropped)
     observer.on_space(len(kept), left_out)
-    return Groundwork(
+    return SearchContext(
         spec=spec,
         hardware=hardware,
         device=device,
@@ -229,7 +229,7 @@ def _with_fixed_micro_batch(spec: WorkloadSpec, fixed: Mapping[str, Any]) -> Wor
     return spec.model_copy(update={"options": options})
 
 
-def ways_to_share(
+def degree_combinations(
     options: SearchOptions, facts: WorkloadFacts, device: str
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
     """The legal degrees for up to --nproc ranks, and what was left out.

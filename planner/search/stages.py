@@ -9,7 +9,7 @@ from typing import Literal
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search.sampler import NoCandidateError
-from autoplan.planner.search.selection import Entry, contenders, enter, rank
+from autoplan.planner.search.selection import CandidateRuns, contenders, enter, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -54,15 +54,15 @@ def run_baseline(session: Session) -> Trial | None:
 
 def plain_configs(session: Session) -> list[TrainingConfig]:
     """The plain run at the largest power-of-two micro-batch that should fit and is cheap, then at smaller ones."""
-    sizes = [size for size in session.ground.space.values["micro_batch"] if isinstance(size, int)]
+    sizes = [size for size in session.context.space.values["micro_batch"] if isinstance(size, int)]
     if len(sizes) > 1:
         sizes = [size for size in sizes if size & (size - 1) == 0] or sizes
     configs = [TrainingConfig(micro_batch=size) for size in sorted(sizes, reverse=True)]
-    limit = session.ground.memory_limit_bytes
+    limit = session.context.memory_limit_bytes
     chosen: list[TrainingConfig] = []
     for config in configs:
         prediction = session.predict(config)
-        micro_step_s = prediction.step_time_s / config.accumulation(session.ground.spec.global_batch)
+        micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
         cheap = micro_step_s <= CHEAP_MICRO_STEP_SHARE * session.time_box_s
         if chosen or config is configs[-1] or (cheap and prediction.peak_memory_high_bytes <= limit):
             chosen.append(config)
@@ -74,7 +74,7 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
 
 def run_hand_setting(session: Session) -> Trial | None:
     """Measures what a careful person sets: bf16, fused optimizer, sdpa, compile, the largest 2^n micro-batch."""
-    if session.ground.device != "cuda":
+    if session.context.device != "cuda":
         return None
     done = [trial for trial in session.store.trials if trial.purpose == "reference"]
     good = next((trial for trial in done if trial.outcome is Outcome.OK), None)
@@ -96,7 +96,7 @@ def run_hand_setting(session: Session) -> Trial | None:
 
 def hand_settings(session: Session) -> list[TrainingConfig]:
     """The hand setting at the largest power-of-two micro-batch that should fit, then at smaller ones."""
-    values = session.ground.space.values
+    values = session.context.space.values
 
     def pick(knob: str, *wanted: object) -> object:
         return next((value for value in wanted if value in values[knob]), values[knob][0])
@@ -113,7 +113,7 @@ def hand_settings(session: Session) -> list[TrainingConfig]:
                 "compile": pick("compile", "model", "block"),
             }
         )
-        if session.predict(config).peak_memory_bytes <= session.ground.memory_limit_bytes or size == min(sizes):
+        if session.predict(config).peak_memory_bytes <= session.context.memory_limit_bytes or size == min(sizes):
             configs.append(config)
     return configs[: MAX_HALVINGS + 1]
 
@@ -128,7 +128,7 @@ def run_trials(session: Session) -> str:
 
 
 def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left"]:
-    session.observer.on_phase("search", f"{len(session.ground.candidates)} candidates")
+    session.observer.on_phase("search", f"{len(session.context.candidates)} candidates")
     while True:
         most = session.options.max_trials
         if most is not None and session.trials_done >= most:
@@ -186,18 +186,18 @@ def run_finalists(session: Session) -> None:
             session.measure("finalist", entry.config, deadline_s=deadline_s, method=entry.first.method)
 
 
-def eligible(session: Session) -> list[Entry]:
+def eligible(session: Session) -> list[CandidateRuns]:
     """What may be the plan, fastest first: all that ran and keeps what the user fixed."""
     return [entry for entry in enter(session.store.trials) if session.options.allows(entry.config)]
 
 
-def contenders_now(session: Session, field: Sequence[Entry]) -> list[Entry]:
+def contenders_now(session: Session, field: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     """The field with its runs up to now; those that failed in a round are out."""
     entries = {entry.config: entry for entry in enter(session.store.trials)}
     return [entries[entry.config] for entry in field if entry.config in entries]
 
 
-def _line_up(session: Session, field: Sequence[Entry]) -> list[Entry]:
+def _line_up(session: Session, field: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     """The field and the baseline, each once."""
     base = session.baseline
     line_up = {entry.config: entry for entry in field}
@@ -208,11 +208,11 @@ def _line_up(session: Session, field: Sequence[Entry]) -> list[Entry]:
     return list(line_up.values())
 
 
-def _affordable(session: Session, entries: Sequence[Entry]) -> bool:
+def _affordable(session: Session, entries: Sequence[CandidateRuns]) -> bool:
     return sum(map(repeat_cost_s, entries)) <= session.left_s - session.parity_reserve_s
 
 
-def repeat_cost_s(entry: Entry) -> float:
+def repeat_cost_s(entry: CandidateRuns) -> float:
     """Expected seconds of measuring a configuration again: compiling is quicker with a warm cache (half is assumed)."""
     return entry.first.seconds_spent - 0.5 * entry.first.phase_seconds.get("compile", 0.0)
 
@@ -220,7 +220,7 @@ def repeat_cost_s(entry: Entry) -> float:
 # Parity.
 
 
-def find_verified(session: Session, tried: int = 3) -> tuple[Entry, Parity] | None:
+def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Parity] | None:
     """The best configuration that still trains the same thing; None if none of the first few does.
 
     Raises:
@@ -254,9 +254,9 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
     try:
         parity = run_parity(
             session.zygote,
-            session.ground.spec,
+            session.context.spec,
             config,
-            device=session.ground.device,
+            device=session.context.device,
             directory=directory,
             deadline_s=deadline_s,
             cache_dir=session.store.folder / "parity",
@@ -272,8 +272,8 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             worst_update_difference=1.0,
             worst_group="the check itself",
             loss_difference=1.0,
-            global_batch=session.ground.spec.global_batch,
-            sequence_length=session.ground.spec.sequence_length,
+            global_batch=session.context.spec.global_batch,
+            sequence_length=session.context.spec.sequence_length,
             changes_numerics=config.precision != "fp32",
             note=f"The check did not run to its end: {error.message}",
         )

@@ -45,7 +45,7 @@ Z_90 = 1.645
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Belief:
+class Posterior:
     """What is believed of each candidate; arrays over the candidates.
 
     Attributes:
@@ -99,7 +99,7 @@ class Surrogate:
         self._log_shares = np.log(np.maximum(np.array(shares), 1.0))
         self._codes = encode(self.candidates)
 
-    def believe(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Belief:
+    def believe(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Posterior:
         """What is believed now.
 
         Args:
@@ -121,7 +121,7 @@ class Surrogate:
             trial_prior.log_memory_sd[weighed],
         )  # fmt: skip
         room = (self._log_shares - log_memory) / log_memory_sd
-        return Belief(
+        return Posterior(
             log_time=log_time, log_time_sd=log_time_sd, fits=normal_cdf(room), works=self._works(trials, codes)
         )
 
@@ -186,7 +186,7 @@ def similarity(a: Array, b: Array) -> Array:
     return np.exp(-KNOB_DISTANCE * distance)
 
 
-def expected_improvement(belief: Belief, best_log_time: float) -> Array:
+def expected_improvement(belief: Posterior, best_log_time: float) -> Array:
     """Expected gain in log step time over the best (Jones et al. 1998, equation 15), times the chance to run at all."""
     z = (best_log_time - belief.log_time) / belief.log_time_sd
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.trials.request import DEAR, FITS_MICRO_STEPS, VERY_DEAR, WHOLE_STEP_SHARE
+from autoplan.planner.trials.request import EXPENSIVE, FITS_MICRO_STEPS, VERY_EXPENSIVE, WHOLE_STEP_SHARE
 from autoplan.strategies.config import TrainingConfig
 
 Array = NDArray[np.float64]
@@ -77,7 +77,7 @@ class TrialCost:
         micro = step_time_s / accumulation
         most = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
         share = micro / self.time_box_s
-        short = np.minimum(most, np.where(share > VERY_DEAR, 3, np.where(share > DEAR, 4, most))) * micro
+        short = np.minimum(most, np.where(share > VERY_EXPENSIVE, 3, np.where(share > EXPENSIVE, 4, most))) * micro
         whole = np.minimum(self.time_box_s, 0.3 + 10 * step_time_s)
         parts = np.maximum(0.6 * (self.time_box_s - short), 0.0)
         return np.asarray(short + np.where(step_time_s < WHOLE_STEP_SHARE * self.time_box_s, whole, parts))

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.planner.trace.model_profile import Law, ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import time_recipes
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
 from autoplan.planner.trace.variant_tracer import DEPTHS, Tracer
@@ -167,8 +167,10 @@ def _assemble(
         parameter_tensors=len(trainable),
         largest_parameter=max((p.numel() for p in trainable), default=0),
         clips_gradients=workload.max_grad_norm is not None,
-        boundary_bytes=Law(per_sample=4.0 * length * hidden) if length and isinstance(hidden, int) else Law(),
-        batch_bytes=Law(per_sample=sum(t.numel() * t.element_size() for t in leaves) / 2),
+        boundary_bytes=LinearFit(per_sample=4.0 * length * hidden)
+        if length and isinstance(hidden, int)
+        else LinearFit(),
+        batch_bytes=LinearFit(per_sample=sum(t.numel() * t.element_size() for t in leaves) / 2),
         fewest_samples=float(tracer.samples[0]),
         tokens_per_sample=workload.tokens_per_sample,
         variants=variants,

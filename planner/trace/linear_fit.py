@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoplan.planner.trace.model_profile import (
-    Law,
+    LinearFit,
     OperationGroup,
-    PeakLaw,
+    PeakFit,
     VariantKey,
     VariantProfile,
 )
@@ -20,11 +20,11 @@ GroupKey = tuple[Any, ...]
 
 
 @dataclass(kw_only=True, slots=True)
-class Laws:
+class VariantFits:
     groups: Counter[GroupKey]
-    peaks: dict[str, tuple[Law, Law]]
-    saved: Law
-    block_saved: Law
+    peaks: dict[str, tuple[LinearFit, LinearFit]]
+    saved: LinearFit
+    block_saved: LinearFit
 
 
 def total_flops(recording: Recording) -> float:
@@ -35,17 +35,17 @@ def total_moved(recording: Recording) -> float:
     return sum(operation.bytes_moved for operation in recording.operations)
 
 
-def line(few: float, many: float, samples: tuple[int, int]) -> Law:
+def line(few: float, many: float, samples: tuple[int, int]) -> LinearFit:
     slope = (many - few) / (samples[1] - samples[0])
-    return Law(fixed=few - slope * samples[0], per_sample=slope)
+    return LinearFit(fixed=few - slope * samples[0], per_sample=slope)
 
 
-def scale(law: Law, factor: float) -> Law:
-    return Law(fixed=law.fixed * factor, per_sample=law.per_sample * factor)
+def scale(law: LinearFit, factor: float) -> LinearFit:
+    return LinearFit(fixed=law.fixed * factor, per_sample=law.per_sample * factor)
 
 
-def add(law: Law, block: Law, more: int) -> Law:
-    return Law(fixed=law.fixed + more * block.fixed, per_sample=law.per_sample + more * block.per_sample)
+def add(law: LinearFit, block: LinearFit, more: int) -> LinearFit:
+    return LinearFit(fixed=law.fixed + more * block.fixed, per_sample=law.per_sample + more * block.per_sample)
 
 
 def blocks_apart(two: Counter[GroupKey], three: Counter[GroupKey]) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
@@ -68,12 +68,12 @@ def group_key(group: OperationGroup) -> GroupKey:
     return (group.name, group.kind, group.phase, group.dtype, *((law.fixed, law.per_sample) for law in laws))
 
 
-def laws_of(
+def fit_variant(
     few: Recording,
     many: Recording,
     samples: tuple[int, int],
     recipes: dict[GroupKey, Timing],
-) -> Laws:
+) -> VariantFits:
     groups: Counter[GroupKey] = Counter()
     start, end = _common_ends(few.operations, many.operations)
     pairs = list(zip(few.operations[:start], many.operations[:start], strict=True))
@@ -94,7 +94,7 @@ def laws_of(
         for part in few.peaks
         if part in many.peaks
     }
-    return Laws(
+    return VariantFits(
         groups=groups,
         peaks=peaks,
         saved=line(few.saved_after_forward, many.saved_after_forward, samples),
@@ -127,7 +127,7 @@ def _grown_keys(
             line(sum(o.flops for o in a), sum(o.flops for o in b), samples),
             line(sum(o.bytes_moved for o in a), sum(o.bytes_moved for o in b), samples),
             line(sum(o.output_bytes for o in a), sum(o.output_bytes for o in b), samples),
-            *(Law(fixed=size) for size in (b or a)[0].sizes[:3]),
+            *(LinearFit(fixed=size) for size in (b or a)[0].sizes[:3]),
             line(len(a), len(b), samples),
         ]
         key = (name, kind, phase, dtype, *((law.fixed, law.per_sample) for law in laws))
@@ -149,15 +149,15 @@ def to_profile(
     key: VariantKey,
     block: Counter[GroupKey],
     rest: Counter[GroupKey],
-    peaks: dict[str, tuple[Law, Law]],
-    block_saved: Law,
-    saved: Law,
+    peaks: dict[str, tuple[LinearFit, LinearFit]],
+    block_saved: LinearFit,
+    saved: LinearFit,
     num_blocks: int,
 ) -> VariantProfile:
     segments: tuple[tuple[Literal["block", "rest"], Counter[GroupKey]], ...] = (("block", block), ("rest", rest))
     groups = [_group(g, count, segment) for segment, counts in segments for g, count in counts.items() if count]
     kernels = sum(g.count * (num_blocks if g.segment == "block" else 1) for g in groups)
-    rest_saved = Law(
+    rest_saved = LinearFit(
         fixed=saved.fixed - num_blocks * block_saved.fixed,
         per_sample=saved.per_sample - num_blocks * block_saved.per_sample,
     )
@@ -166,7 +166,7 @@ def to_profile(
         groups=tuple(groups),
         kernels=kernels,
         peaks=tuple(
-            PeakLaw(part=part, first=first, later=later)  # type: ignore[arg-type]
+            PeakFit(part=part, first=first, later=later)  # type: ignore[arg-type]
             for part, (first, later) in peaks.items()
             if part != "middle"
         ),
@@ -177,7 +177,7 @@ def to_profile(
 
 def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> OperationGroup:
     name, kind, phase, dtype, *laws = key
-    flops, moved, made, m, n, k, batch = (Law(fixed=fixed, per_sample=slope) for fixed, slope in laws)
+    flops, moved, made, m, n, k, batch = (LinearFit(fixed=fixed, per_sample=slope) for fixed, slope in laws)
     split = "none"
     if segment == "block":
         split = {"matmul": "n", "attention": "batch"}.get(kind, "all")
@@ -217,8 +217,8 @@ def swap_loss(
         None where the loss is not all that differs.
     """
 
-    def exchange(a: Law, b: Law, c: Law) -> Law:
-        return Law(fixed=a.fixed - b.fixed + c.fixed, per_sample=a.per_sample - b.per_sample + c.per_sample)
+    def exchange(a: LinearFit, b: LinearFit, c: LinearFit) -> LinearFit:
+        return LinearFit(fixed=a.fixed - b.fixed + c.fixed, per_sample=a.per_sample - b.per_sample + c.per_sample)
 
     rest: Counter[GroupKey] = Counter()
     known: dict[GroupKey, OperationGroup] = {}
@@ -231,7 +231,7 @@ def swap_loss(
         return None
     by_part = {p.part: p for p in bare.peaks}, {p.part: p for p in bare_fused.peaks}
     peaks = tuple(
-        PeakLaw(
+        PeakFit(
             part=p.part,
             first=exchange(p.first, by_part[0][p.part].first, by_part[1][p.part].first),
             later=exchange(p.later, by_part[0][p.part].later, by_part[1][p.part].later),

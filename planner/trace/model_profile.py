@@ -20,7 +20,7 @@ Segment = Literal["block", "rest"]
 TensorSplit = Literal["m", "n", "k", "batch", "all", "none"]
 
 
-class Law(Record):
+class LinearFit(Record):
     """A quantity that is linear in the samples of a micro-batch: fixed + per_sample x samples."""
 
     fixed: float = 0.0
@@ -31,7 +31,7 @@ class Law(Record):
         return self.fixed + self.per_sample * samples
 
 
-ZERO = Law()
+ZERO = LinearFit()
 
 
 class OperationGroup(Record):
@@ -48,13 +48,13 @@ class OperationGroup(Record):
     phase: Literal["forward", "backward"]
     dtype: str
     count: float
-    flops: Law = ZERO
-    bytes_moved: Law = ZERO
-    output_bytes: Law = Field(default=ZERO, description="what one allocates")
-    m: Law = ZERO
-    n: Law = ZERO
-    k: Law = ZERO
-    batch: Law = ZERO
+    flops: LinearFit = ZERO
+    bytes_moved: LinearFit = ZERO
+    output_bytes: LinearFit = Field(default=ZERO, description="what one allocates")
+    m: LinearFit = ZERO
+    n: LinearFit = ZERO
+    k: LinearFit = ZERO
+    batch: LinearFit = ZERO
     measured_s: float | None = Field(default=None, description="seconds of one, timed on the device by itself")
     measured_samples: float = 0.0
     measured_more_s: float | None = Field(default=None, description="the same at more samples, where there was time")
@@ -64,7 +64,7 @@ class OperationGroup(Record):
     )
 
 
-class PeakLaw(Record):
+class PeakFit(Record):
     """The largest bytes alive, beyond parameters and optimizer states, in one part of a micro-step.
 
     `first` counts the gradients that the pass has made so far; `later` leaves them out, which is what a micro-step
@@ -72,8 +72,8 @@ class PeakLaw(Record):
     """
 
     part: Literal["forward", "head", "backward", "tail"]
-    first: Law
-    later: Law
+    first: LinearFit
+    later: LinearFit
 
 
 class VariantKey(Record):
@@ -97,9 +97,9 @@ class VariantProfile(Record):
     key: VariantKey
     groups: tuple[OperationGroup, ...]
     kernels: float = Field(description="operations launched, views left out, forward and backward")
-    peaks: tuple[PeakLaw, ...]
-    block_saved_bytes: Law = Field(description="kept for the backward by one block, at the end of its forward")
-    rest_saved_bytes: Law = Field(description="kept by all else at the end of the forward, loss included")
+    peaks: tuple[PeakFit, ...]
+    block_saved_bytes: LinearFit = Field(description="kept for the backward by one block, at the end of its forward")
+    rest_saved_bytes: LinearFit = Field(description="kept by all else at the end of the forward, loss included")
 
 
 class ModelProfile(Record):
@@ -122,8 +122,8 @@ class ModelProfile(Record):
     parameter_tensors: int = Field(default=0, description="trainable tensors: what a for-loop optimizer visits")
     largest_parameter: int = 0
     clips_gradients: bool = False
-    boundary_bytes: Law = Field(default=ZERO, description="the activation between two blocks, fp32")
-    batch_bytes: Law = Field(default=ZERO, description="the batch itself on the device")
+    boundary_bytes: LinearFit = Field(default=ZERO, description="the activation between two blocks, fp32")
+    batch_bytes: LinearFit = Field(default=ZERO, description="the batch itself on the device")
     input_s_per_sample: float | None = Field(
         default=None, description="seconds of make_batch per sample on one thread; None: not measured, see notes"
     )

@@ -79,7 +79,7 @@ def time_recipes(recipes: Mapping[Key, Timing], device: torch.device, budget_s: 
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
         keep_freed_memory()
-    stand = _Stand(device)
+    stand = OpRunner(device)
     kept: dict[str, Timed] = {}
     kinds: dict[Hashable, dict[float, float]] = {}
     timed: dict[Key, Timed] = {}
@@ -131,7 +131,7 @@ def _of_all(one: Timed, count: int) -> Timed:
     return Timed(seconds=count * one.seconds, more_s=more, times=one.times)
 
 
-def _with_more(stand: _Stand, timing: Timing, seconds: float, left_s: float) -> Timed:
+def _with_more(stand: OpRunner, timing: Timing, seconds: float, left_s: float) -> Timed:
     if timing.many is not None and _bytes_of(timing.many) > _bytes_of(timing.few):
         grows = _bytes_of(timing.many) / _bytes_of(timing.few)  # 2 if all of it does
         for times in TIMES:
@@ -200,7 +200,7 @@ def _bytes_of(recipe: Recipe) -> int:
     return sum(_span(shape) * shape.dtype.itemsize for shape in _shapes(recipe))
 
 
-class _Stand:
+class OpRunner:
     """Runs operations on operands that no recent run touched."""
 
     def __init__(self, device: torch.device) -> None:

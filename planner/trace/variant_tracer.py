@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import ConfigError
 from autoplan.planner.trace.linear_fit import (
     GroupKey,
-    Laws,
+    VariantFits,
     add,
     blocks_apart,
+    fit_variant,
     group_key,
-    laws_of,
     minus,
     scale,
     swap_loss,
@@ -24,7 +24,7 @@ from autoplan.planner.trace.linear_fit import (
     total_flops,
     total_moved,
 )
-from autoplan.planner.trace.model_profile import Law, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import LinearFit, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import Timed, Timing
 from autoplan.planner.trace.op_recorder import Recording, Samples
 from autoplan.planner.trace.record_step import record_step
@@ -138,7 +138,7 @@ class Tracer:
         """The depth of the first trace of a variant."""
         return DEPTHS[0] if self.num_blocks is not None and self.num_blocks > DEPTHS[1] else None
 
-    # Laws.
+    # VariantFits.
 
     def variant(self, key: VariantKey) -> VariantProfile:
         """The laws of a variant; the fused loss is put together from what it changes in the plain one.
@@ -179,14 +179,14 @@ class Tracer:
         block_saved = scale(shallow.block_saved, 1 / DEPTHS[0])
         more = depth - DEPTHS[0]
         # under autocast a checkpointed block keeps its cast weights to the end of the forward, and no longer
-        later = block_saved if key.checkpointing == "none" else Law(per_sample=block_saved.per_sample)
+        later = block_saved if key.checkpointing == "none" else LinearFit(per_sample=block_saved.per_sample)
         peaks = {
             part: self._deepen(part, pair, block_saved if part == "forward" else later, more)
             for part, pair in shallow.peaks.items()
         }
         return to_profile(key, block, rest, peaks, block_saved, add(shallow.saved, block_saved, more), depth)
 
-    def _split(self, key: VariantKey, shallow: Laws) -> Split:
+    def _split(self, key: VariantKey, shallow: VariantFits) -> Split:
         """What one block does and what the rest does.
 
         The plain variant of each precision is recorded at two depths, which tells them apart. What is not in the blocks
@@ -213,19 +213,21 @@ class Tracer:
         place = (plain.precision, plain.attention)
         return self._plain.get(place) or self._split(plain, self._at_depth(plain, DEPTHS[0]))
 
-    def _at_two_depths(self, key: VariantKey, shallow: Laws) -> Split:
+    def _at_two_depths(self, key: VariantKey, shallow: VariantFits) -> Split:
         return blocks_apart(shallow.groups, self._at_depth(key, DEPTHS[1]).groups)
 
-    def _deepen(self, part: str, pair: tuple[Law, Law], block_saved: Law, more: int) -> tuple[Law, Law]:
+    def _deepen(
+        self, part: str, pair: tuple[LinearFit, LinearFit], block_saved: LinearFit, more: int
+    ) -> tuple[LinearFit, LinearFit]:
         """The peaks with `more` blocks: what these keep; at the end of the backward their gradients instead."""
         first, later = pair
         if part == "tail":
-            return Law(fixed=first.fixed + more * self.block_gradient_bytes, per_sample=first.per_sample), later
+            return LinearFit(fixed=first.fixed + more * self.block_gradient_bytes, per_sample=first.per_sample), later
         return add(first, block_saved, more), add(later, block_saved, more)
 
-    def _at_depth(self, key: VariantKey, depth: int | None) -> Laws:
+    def _at_depth(self, key: VariantKey, depth: int | None) -> VariantFits:
         few, many = (self.record(key, depth, which) for which in range(2))
-        return laws_of(few, many, self.samples, self._recipes)
+        return fit_variant(few, many, self.samples, self._recipes)
 
     # Times.
 
@@ -244,7 +246,7 @@ class Tracer:
         return group.model_copy(update=found)
 
 
-def _same_rest(shallow: Laws, rest: Counter[GroupKey]) -> Split | None:
+def _same_rest(shallow: VariantFits, rest: Counter[GroupKey]) -> Split | None:
     """What one block does, where all but the blocks is as in another variant; None where that cannot be."""
     in_blocks = minus(shallow.groups, rest, 1)
     if any(count < 0 or count % DEPTHS[0] for count in in_blocks.values()):

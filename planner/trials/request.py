@@ -18,7 +18,7 @@ FITS_MICRO_STEPS = 3
 """Micro-steps in each of the two short steps that show that a configuration fits, where accumulation has as many:
 Adam's state appears at the first step, gradients that accumulate beside it at the second."""
 
-DEAR, VERY_DEAR = 0.15, 1.0
+EXPENSIVE, VERY_EXPENSIVE = 0.15, 1.0
 """A first micro-step that takes more than these shares of the time box makes the short steps 2 + 2 or 1 + 2 micro-steps
 long. With a time box of 1/30 of the budget, 2 + 2 very dear ones would take more than 13 % of the budget."""
 

@@ -22,7 +22,7 @@ from autoplan.planner.trials.measure import (
     step_terms,
     sum_interval,
 )
-from autoplan.planner.trials.request import DEAR, FITS_MICRO_STEPS, VERY_DEAR, WHOLE_STEP_SHARE, TrialRequest
+from autoplan.planner.trials.request import EXPENSIVE, FITS_MICRO_STEPS, VERY_EXPENSIVE, WHOLE_STEP_SHARE, TrialRequest
 from autoplan.planner.trials.team import Team
 from autoplan.strategies.run import StepResult, TrainingRun
 from autoplan.strategies.workloads.batch import split_batch
@@ -151,7 +151,7 @@ class StepTimer:
             count += micro_count
             if shrink_if_dear and number == 1:
                 share = seconds / self.request.time_box_s
-                last = min(last, least if share > VERY_DEAR else 2 if share > DEAR else last)
+                last = min(last, least if share > VERY_EXPENSIVE else 2 if share > EXPENSIVE else last)
             self._beat(micro_step_s=seconds)
             if number >= last:
                 break

@@ -1,4 +1,4 @@
-"""The legal ways to share a workload over ranks, all degrees together, and why the others are not. Loads no torch."""
+"""The legal combinations of degrees that share a workload over ranks, and why others are not legal. Loads no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 VIRTUAL_STAGES = (2,)
 
 
-Way = dict[str, Any]
+DegreeCombination = dict[str, Any]
 
 
 def legal_degrees(
     facts: WorkloadFacts, nproc: int, *, device: str = "cpu", ranks_per_node: int | None = None
-) -> tuple[list[Way], list[dict[str, Any]]]:
-    """The ways to share a workload over up to `nproc` ranks.
+) -> tuple[list[DegreeCombination], list[dict[str, Any]]]:
+    """The combinations to share a workload over up to `nproc` ranks.
 
     Args:
         facts: The workload's facts.
@@ -34,7 +34,7 @@ def legal_degrees(
         pp_microbatches, virtual_stages; what is 1 or off is not named), and what was left out as family, limit, by
         and configurations.
     """
-    ways: list[Way] = []
+    combinations: list[DegreeCombination] = []
     left_out: dict[str, dict[str, Any]] = {}
     for world in world_sizes(nproc, device):
         for pp, tp, replicate, shard in factorings(world):
@@ -44,8 +44,8 @@ def legal_degrees(
                 entry = left_out.setdefault(family, {"family": family, "limit": limit, "by": by, "configurations": 0})
                 entry["configurations"] += 1
                 continue
-            ways += _expand(facts, pp, tp, replicate, shard)
-    return ways, list(left_out.values())
+            combinations += _expand(facts, pp, tp, replicate, shard)
+    return combinations, list(left_out.values())
 
 
 def world_sizes(nproc: int, device: str) -> list[int]:
@@ -101,11 +101,11 @@ def _why(parallel: ParallelFacts | None, field: str) -> str:
     return "the model was not looked at" if parallel is None else str(getattr(parallel, field) or "")
 
 
-def _expand(facts: WorkloadFacts, pp: int, tp: int, replicate: int, shard: int) -> Iterator[Way]:
+def _expand(facts: WorkloadFacts, pp: int, tp: int, replicate: int, shard: int) -> Iterator[DegreeCombination]:
     """One combination of degrees with what goes with it: resharding, and the pipeline's schedules."""
     named = {"pp": pp, "tp": tp, "dp_replicate": replicate, "dp_shard": shard}
-    base: Way = {knob: value for knob, value in named.items() if value > 1}
-    shardings: list[Way] = [{}]
+    base: DegreeCombination = {knob: value for knob, value in named.items() if value > 1}
+    shardings: list[DegreeCombination] = [{}]
     if shard > 1:
         # A pipeline stage's backward follows its forward at once in the steady state: gathering again gains nothing.
         shardings = [{"reshard_after_forward": value} for value in ((True, False) if pp == 1 else (False,))]
@@ -114,7 +114,7 @@ def _expand(facts: WorkloadFacts, pp: int, tp: int, replicate: int, shard: int) 
             yield base | sharding | schedule
 
 
-def _schedules(facts: WorkloadFacts, pp: int, dp: int) -> Iterator[Way]:
+def _schedules(facts: WorkloadFacts, pp: int, dp: int) -> Iterator[DegreeCombination]:
     if pp == 1:
         yield {}
         return
@@ -122,8 +122,8 @@ def _schedules(facts: WorkloadFacts, pp: int, dp: int) -> Iterator[Way]:
     for size in micro_batches(facts.spec.global_batch, dp):
         count = facts.spec.global_batch // dp // size
         for schedule, virtual in pipeline_schedules(facts.parallel.num_blocks, pp, count, dp):
-            way: Way = {"pp_schedule": schedule, "pp_microbatches": count}
-            yield way | ({"virtual_stages": virtual} if virtual > 1 else {})
+            combination: DegreeCombination = {"pp_schedule": schedule, "pp_microbatches": count}
+            yield combination | ({"virtual_stages": virtual} if virtual > 1 else {})
 
 
 def pipeline_schedules(num_blocks: int, pp: int, num_microbatches: int, dp: int = 1) -> list[tuple[str, int]]:

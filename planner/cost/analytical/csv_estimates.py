@@ -16,7 +16,7 @@ from autoplan.planner.cost.analytical.csv_rows import INPUT, given, parse_row
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, UNCALIBRATED_SD, Factors, PaperTable, price
 from autoplan.planner.cost.analytical.verdicts import MEMORY_SD, Z_90, bound_of, memory_verdict, step_interval, why
-from autoplan.planner.cost.traced.candidates import SHARDINGS, Floats
+from autoplan.planner.cost.candidates import SHARDINGS, Floats
 
 OUTPUT = (
     "step_time_s",

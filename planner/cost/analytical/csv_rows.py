@@ -23,7 +23,7 @@ from autoplan.planner.cost.analytical.layouts import (
     dimension_columns,
 )
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
-from autoplan.planner.cost.traced.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
+from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
 
 INPUT = (
     "id",

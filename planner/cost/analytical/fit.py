@@ -6,7 +6,7 @@ import numpy as np
 
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.step_time import FACTOR_SD, Factors, price
-from autoplan.planner.cost.traced.candidates import Floats
+from autoplan.planner.cost.candidates import Floats
 
 # Scatter of a measured step around the closed form with the right factors
 NOISE_SD = 0.1

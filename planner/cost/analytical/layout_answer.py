@@ -13,7 +13,7 @@ from autoplan.planner.cost.analytical.layouts import ATTENTION, CHECKPOINTING, P
 from autoplan.planner.cost.analytical.memory import MEMORY_PARTS
 from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_tokens
 from autoplan.planner.cost.analytical.verdicts import bound_of, step_interval
-from autoplan.planner.cost.traced.candidates import COMPILES, SCHEDULES, SHARDINGS
+from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS
 
 
 def describe(layouts: Layouts, i: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from autoplan.planner.cost.analytical.layouts import (
 from autoplan.planner.cost.analytical.step_time import Factors, PaperTable, price
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.analytical.verdicts import MEMORY_SD, RESERVE, Z_90, memory_verdict
-from autoplan.planner.cost.traced.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
+from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
 
 # The knobs of a layout, in the order of the search, and what they can be on the command line.
 KNOBS = (

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.cost.analytical.chips import Chip
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.traced.candidates import Floats, Ints
+from autoplan.planner.cost.candidates import Floats, Ints
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 CHECKPOINTING = ("none", "selective", "full")

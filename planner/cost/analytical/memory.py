@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.planner.cost.analytical.layouts import ATTENTION, Layouts
+from autoplan.planner.cost.candidates import SHARDINGS, Floats
 from autoplan.planner.cost.pipeline import held_micro_batches
-from autoplan.planner.cost.traced.candidates import SHARDINGS, Floats
 
 CONTEXT_BYTES = 1.2e9
 FRAGMENTATION = 0.04

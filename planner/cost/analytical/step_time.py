@@ -21,9 +21,9 @@ from pydantic import Field
 
 from autoplan.planner.cost.analytical.layouts import ATTENTION, CHECKPOINTING, PRECISIONS, Layouts
 from autoplan.planner.cost.analytical.memory import memory_parts
+from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
 from autoplan.planner.cost.communication import RAMP_S, Links, exchange
 from autoplan.planner.cost.pipeline import pass_seconds
-from autoplan.planner.cost.traced.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
 from autoplan.record import Record
 
 TILE = 128.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.traced.candidates import COMPILES, OPTIMIZERS, Candidates, Floats
+from autoplan.planner.cost.candidates import COMPILES, OPTIMIZERS, Candidates, Floats
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
 
@@ -171,7 +171,7 @@ def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
     return np.where(here > many, beyond, np.where(here < few, below, between))
 
 
-def believed(profile: ModelProfile, rates: Rates) -> ModelProfile:
+def discard_outlier_timings(profile: ModelProfile, rates: Rates) -> ModelProfile:
     """The profile with its timed operations, or without where something else ran while they were timed.
 
     The probes, which measured in more patience, know how long matrix products take; where the timed ones take several

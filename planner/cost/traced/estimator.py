@@ -10,16 +10,16 @@ import numpy as np
 
 from autoplan.errors import WorkloadError
 from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, Z_90, Calibration, MemoryFit, TimeFit
+from autoplan.planner.cost.candidates import Candidates, Floats, from_configs
 from autoplan.planner.cost.communication import exchange, links_of
 from autoplan.planner.cost.pipeline import pass_seconds
-from autoplan.planner.cost.traced.candidates import Candidates, Floats, from_configs
 from autoplan.planner.cost.traced.compute import (
     CHECKPOINT_DISPATCH_S,
     FAULTS_APART,
     GIVEN_BACK,
     PARTS,
     SegmentTimes,
-    believed,
+    discard_outlier_timings,
     executed_flops,
     first_touches,
     optimizer_seconds,
@@ -28,7 +28,7 @@ from autoplan.planner.cost.traced.compute import (
 from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory
 from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.records import Outcome, Prediction, Trial
-from autoplan.planner.trace.model_profile import Law, ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
 
@@ -96,7 +96,7 @@ class Estimator:
         self.global_batch = global_batch
         self.memory_limit_bytes = memory_limit_bytes
         self.rates = from_device(hardware.device(device))
-        self.profile = believed(profile, self.rates)
+        self.profile = discard_outlier_timings(profile, self.rates)
         self.links = links_of(hardware, device)
         self.time_fit = TimeFit()
         self.memory_fit = MemoryFit(BASE_BYTES[device], SLACK[device])
@@ -380,8 +380,8 @@ def binding(parts_s: dict[str, float]) -> str:
 def _between(eager: VariantProfile, selective: VariantProfile, share: float) -> VariantProfile:
     """A variant whose kept bytes lie between two others; operations are those of the first."""
 
-    def mix(a: Law, b: Law) -> Law:
-        return Law(
+    def mix(a: LinearFit, b: LinearFit) -> LinearFit:
+        return LinearFit(
             fixed=(1 - share) * a.fixed + share * b.fixed, per_sample=(1 - share) * a.per_sample + share * b.per_sample
         )
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoplan.planner.cost.candidates import OPTIMIZERS, SHARDINGS, Candidates, Floats
 from autoplan.planner.cost.pipeline import held_micro_batches
-from autoplan.planner.cost.traced.candidates import OPTIMIZERS, SHARDINGS, Candidates, Floats
-from autoplan.planner.trace.model_profile import Law, ModelProfile, VariantProfile
+from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantProfile
 
 # DDP's buckets are views of the gradients (gradient_as_bucket_view); one bucket of 25 MiB is in flight besides
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -36,7 +36,7 @@ class MemoryParts:
         return self.parameters + self.optimizer + self.gradients + self.activations + self.gathered
 
 
-def _at(law: Law, samples: Floats) -> Floats:
+def _at(law: LinearFit, samples: Floats) -> Floats:
     return np.asarray(law.fixed + law.per_sample * samples)
 
 
@@ -109,7 +109,7 @@ def traced_memory(
     )
 
 
-def _blend(none: Law, full: Law, candidates: Candidates) -> Floats:
+def _blend(none: LinearFit, full: LinearFit, candidates: Candidates) -> Floats:
     """Between no block and every block checkpointed whole."""
     share = candidates.checkpointed
     samples = candidates.micro_batch

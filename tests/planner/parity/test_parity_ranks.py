@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autoplan.planner.parity.compare import compare as parity
+from autoplan.planner.parity import compare as parity
 from autoplan.planner.parity.compare import run_parity
 from autoplan.processes import TaskFailedError, Zygote
 from autoplan.strategies.config import TrainingConfig

@@ -12,8 +12,8 @@ import pytest
 from autoplan.planner.records import Interval, LeftOutFamily, Outcome, PeakMemory, Trial
 from autoplan.planner.search.reasons import explain_choices
 from autoplan.planner.search.sampler import NoCandidateError, Picker
-from autoplan.planner.search.selection import Entry, contenders, enter, rank, speed_ratio
-from autoplan.planner.search.surrogate import Belief, Prior, Surrogate, expected_improvement, similarity
+from autoplan.planner.search.selection import CandidateRuns, contenders, enter, rank, speed_ratio
+from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, make_distributions
 from autoplan.strategies.config import KNOBS, TrainingConfig
@@ -157,7 +157,7 @@ def test_failures_make_neighbours_less_likely_but_not_impossible():
 
 
 def test_expected_improvement_needs_a_chance_to_win():
-    belief = Belief(
+    belief = Posterior(
         log_time=np.array([-1.0, 0.0, 1.0]), log_time_sd=np.full(3, 0.01), fits=np.ones(3), works=np.array([0.5, 1, 1])
     )
     gain = expected_improvement(belief, 0.5)
@@ -323,7 +323,7 @@ def reasons_for(
 
     session: Any = SimpleNamespace(
         options=SimpleNamespace(fixed={}),
-        ground=SimpleNamespace(
+        context=SimpleNamespace(
             space=SimpleNamespace(values=values), left_out=left_out, spec=SimpleNamespace(global_batch=16)
         ),
         store=SimpleNamespace(trials=tuple(trials)),
@@ -359,5 +359,5 @@ def test_contenders_are_those_that_come_near():
     trials = [
         finalist(i, config, time) for i, (config, time) in enumerate(zip(CANDIDATES, (1.0, 1.03, 2.0), strict=False))
     ]
-    chosen: list[Entry] = contenders(enter(trials))
+    chosen: list[CandidateRuns] = contenders(enter(trials))
     assert [entry.config for entry in chosen] == list(CANDIDATES[:2])

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from autoplan.planner.cost.traced.compute import believed, measured_seconds
+from autoplan.planner.cost.traced.compute import discard_outlier_timings, measured_seconds
 from autoplan.planner.cost.traced.rates import MatmulLaw, Rates
-from autoplan.planner.trace.model_profile import Law, ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import Timing, grown, time_recipes
 from autoplan.planner.trace.op_recorder import Recipe, TensorShape
 
 ATEN = torch.ops.aten
-NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": Law(), "rest_saved_bytes": Law()}
+NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": LinearFit(), "rest_saved_bytes": LinearFit()}
 PLAIN_PROFILE: dict[str, Any] = {
     "identity": "x",
     "method": "traced",
@@ -96,7 +96,7 @@ def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> Non
         phase="forward",
         dtype="float32",
         count=1,
-        bytes_moved=Law(per_sample=100.0),
+        bytes_moved=LinearFit(per_sample=100.0),
         measured_s=1.0,
         measured_samples=2,
         measured_more_s=10.0,
@@ -124,17 +124,17 @@ def test_times_that_a_busy_machine_spoilt_are_left_out() -> None:
             phase="forward",
             dtype="float32",
             count=1,
-            flops=Law(per_sample=2e9),
-            m=Law(per_sample=1000.0),
-            n=Law(fixed=1000.0),
-            k=Law(fixed=1000.0),
+            flops=LinearFit(per_sample=2e9),
+            m=LinearFit(per_sample=1000.0),
+            n=LinearFit(fixed=1000.0),
+            k=LinearFit(fixed=1000.0),
             measured_s=times * 2e9 * 1e-11,
             measured_samples=1,
         )
         key = VariantKey()
         variant = VariantProfile(key=key, groups=(product,), kernels=1, peaks=(), **NOTHING_SAVED)
         profile = ModelProfile(**PLAIN_PROFILE, variants={key.text(): variant})
-        found = believed(profile, rates)
+        found = discard_outlier_timings(profile, rates)
         assert (found.variants[key.text()].groups[0].measured_s is not None) is kept
         assert bool(found.notes) is not kept
 

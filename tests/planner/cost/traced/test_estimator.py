@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 
 from autoplan.planner.cost.calibrate import FACTORS, TimeFit
+from autoplan.planner.cost.candidates import checkpointed_share, from_configs
 from autoplan.planner.cost.communication import Links, exchange
-from autoplan.planner.cost.traced.candidates import checkpointed_share, from_configs
 from autoplan.planner.cost.traced.estimator import Estimator, binding
 from autoplan.planner.cost.traced.rates import fit_matmul_law
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
-from autoplan.planner.trace.model_profile import Law, ModelProfile, OperationGroup, PeakLaw, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import (
+    LinearFit,
+    ModelProfile,
+    OperationGroup,
+    PeakFit,
+    VariantKey,
+    VariantProfile,
+)
 from autoplan.planner.trace.trace import trace_workload
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.record import Reading
@@ -85,25 +92,25 @@ def variant(key: VariantKey, saved_mib: float, again: int) -> VariantProfile:
         phase="forward",
         dtype="bfloat16" if key.precision == "half" else "float32",
         count=3.0 + again,
-        flops=Law(per_sample=2 * 128 * 512 * 512),
-        bytes_moved=Law(fixed=4.0 * 512 * 512, per_sample=8.0 * 128 * 512),
-        m=Law(per_sample=128),
-        n=Law(fixed=512),
-        k=Law(fixed=512),
-        batch=Law(fixed=1),
+        flops=LinearFit(per_sample=2 * 128 * 512 * 512),
+        bytes_moved=LinearFit(fixed=4.0 * 512 * 512, per_sample=8.0 * 128 * 512),
+        m=LinearFit(per_sample=128),
+        n=LinearFit(fixed=512),
+        k=LinearFit(fixed=512),
+        batch=LinearFit(fixed=1),
         tensor_split="n",
     )
     elementwise = product.model_copy(
-        update={"name": "add", "kind": "memory", "flops": Law(), "tensor_split": "all", "count": 10.0}
+        update={"name": "add", "kind": "memory", "flops": LinearFit(), "tensor_split": "all", "count": 10.0}
     )
-    peak = Law(per_sample=saved_mib * MIB)
+    peak = LinearFit(per_sample=saved_mib * MIB)
     return VariantProfile(
         key=key,
         groups=(product, elementwise),
         kernels=40.0,
-        peaks=(PeakLaw(part="backward", first=peak, later=peak),),
-        block_saved_bytes=Law(per_sample=saved_mib * MIB / 4),
-        rest_saved_bytes=Law(),
+        peaks=(PeakFit(part="backward", first=peak, later=peak),),
+        block_saved_bytes=LinearFit(per_sample=saved_mib * MIB / 4),
+        rest_saved_bytes=LinearFit(),
     )
 
 
@@ -128,7 +135,7 @@ def profile() -> ModelProfile:
         hidden=512,
         parameter_tensors=4,
         largest_parameter=512 * 512,
-        boundary_bytes=Law(per_sample=4 * 128 * 512),
+        boundary_bytes=LinearFit(per_sample=4 * 128 * 512),
         variants=variants,
     )
 
