@@ -128,7 +128,7 @@ def test_a_plan_says_that_its_data_comes_too_slowly(tmp_path: Path):
     assert plan is not None and plan.prediction is not None
     assert plan.prediction.bound == "input" and plan.prediction.time_parts_s["input"] >= 0.16
     assert plan.measurement.step_time_s.median < 0.16, "trials time steps without their data"
-    assert any("Input binds" in note and "workers" in note for note in plan.notes)
+    assert any("Data loading is the bottleneck" in note and "workers" in note for note in plan.notes)
 
 
 @pytest.mark.slow
