@@ -20,15 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import AutoplanError, WorkloadError
-from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile
+from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
+from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext, Zygote
 
 DEADLINE_S = 180.0
-"""Seconds that the rank may take for the trace."""
+"""Seconds that the rank may take for the trace, where the caller sets no limit."""
+
+PLAIN_DEADLINE_FACTOR = 2.0
+"""The plain variant may take this many times the limit of the whole trace, before the trace is given up."""
 
 TIMING_BUDGET_S = 20.0
 """Seconds for timing the operations; a search takes minutes, and better predictions save it trials."""
@@ -40,9 +45,13 @@ def trace_profile(
     device: str,
     zygote: Zygote,
     hardware: HardwareProfile | None = None,
+    facts: WorkloadFacts | None = None,
+    variants: tuple[VariantKey, ...] | None = None,
     cache_dir: Path | None = None,
     fresh: bool = False,
     timing_budget_s: float = TIMING_BUDGET_S,
+    time_limit_s: float | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> ModelProfile:
     """The profile of a workload, from the cache or traced in a rank.
 
@@ -51,39 +60,62 @@ def trace_profile(
         device: cpu or cuda; attention uses different kernels on each.
         zygote: Starts the rank.
         hardware: The machine, part of the cache's key; the operations are timed on it. None: nothing is timed.
+        facts: The workload's; where they are given, a trace that takes too long or too much memory gives a rough
+            profile instead of an error.
+        variants: The variants that are needed; None: every variant that the model has.
         cache_dir: The folder of cached profiles; None: the user's cache folder.
         fresh: Trace again, even if the profile is in the cache.
         timing_budget_s: Seconds for timing the operations.
+        time_limit_s: Seconds for tracing the variants; what there is no time for is estimated. None: no limit.
+        memory_limit_bytes: Host memory that the rank may take; None: no limit.
 
     Raises:
-        WorkloadError: the model cannot be traced; the text says why.
+        WorkloadError: the plain program does not run; the text begins with its own error.
     """
-    from autoplan.processes import Task
+    from autoplan.processes import Ended, Task
 
     path = cache_path(spec, device, cache_dir, hardware)
     if not fresh:
         cached = _read_cache(path)
-        if cached is not None:
+        if cached is not None and _serves(cached, variants, time_limit_s):
             return cached
     budget_s = timing_budget_s if hardware is not None else 0.0
-    task = Task(
-        target="autoplan.planner.trace.trace:_trace_rank", args=(spec, device, budget_s), deadlines_s={"*": DEADLINE_S}
+    deadline_s = DEADLINE_S if time_limit_s is None else PLAIN_DEADLINE_FACTOR * time_limit_s + budget_s
+    report = zygote.run(
+        Task(
+            target="autoplan.planner.trace.trace:_trace_rank",
+            args=(spec, device, budget_s, time_limit_s, variants),
+            deadlines_s={"*": deadline_s},
+            memory_limit_bytes=memory_limit_bytes,
+        )
     )
-    report = zygote.run(task)
+    if facts is not None and report.ended in (Ended.DEADLINE, Ended.MEMORY_LIMIT):
+        limit = f"{deadline_s:.0f} s" if report.ended is Ended.DEADLINE else "the memory limit of a trial"
+        why = f"tracing {spec.name} took more than {limit}: predictions are rough until trials correct them"
+        rough = rough_profile(facts, device, why)
+        return with_rough_variants(rough, variants or ())
     failure = report.first_failure
     result = report.ranks[0].result if report.ranks else None
     if failure is not None or not isinstance(result, dict):
         error = failure.error if failure is not None else None
-        text = f"{error.type_name}: {error.message}" if error is not None else str(report.ended)
+        text = f"{error.type_name}: {error.message}" if error is not None else report.describe()
         raise WorkloadError(
             f"{spec.name} could not be traced: {text}",
-            hint="The model's forward must run on fake tensors: no branch on a tensor's value, no .item(), no numpy.",
+            hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
         )
     if "error" in result:
         raise WorkloadError(result["error"], hint=result["hint"])
     profile = ModelProfile.model_validate(result)
     _write_cache(path, profile)
     return profile
+
+
+def _serves(profile: ModelProfile, variants: tuple[VariantKey, ...] | None, time_limit_s: float | None) -> bool:
+    """Whether a cached profile has the wanted variants; rough ones only where this call allows no more time."""
+    if profile.rough_variants and (time_limit_s is None or time_limit_s > (profile.time_limit_s or 0.0)):
+        return False
+    known = {*profile.variants, *profile.failed_variants}
+    return variants is None or all(key.text() in known for key in variants)
 
 
 def cache_path(
@@ -122,15 +154,32 @@ def _write_cache(path: Path, profile: ModelProfile) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, timing_budget_s: float) -> dict[str, Any]:
+def _trace_rank(
+    context: RankContext,
+    spec: WorkloadSpec,
+    device: str,
+    timing_budget_s: float,
+    time_limit_s: float | None,
+    variants: tuple[VariantKey, ...] | None,
+) -> dict[str, Any]:
     context.phase("trace")
     try:
-        return json.loads(trace_workload(spec, device, timing_budget_s=timing_budget_s).model_dump_json())
+        profile = trace_workload(
+            spec, device, timing_budget_s=timing_budget_s, time_limit_s=time_limit_s, variants=variants
+        )
     except AutoplanError as error:
         return {"error": error.message, "hint": error.hint}
+    return json.loads(profile.model_dump_json())
 
 
-def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 0.0) -> ModelProfile:
+def trace_workload(
+    spec: WorkloadSpec,
+    device: str,
+    *,
+    timing_budget_s: float = 0.0,
+    time_limit_s: float | None = None,
+    variants: tuple[VariantKey, ...] | None = None,
+) -> ModelProfile:
     """Traces a workload in this process and times its make_batch. Imports torch.
 
     The only kernels that run are those of a tiny optimizer, and the operations if they are timed.
@@ -139,17 +188,20 @@ def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 
         spec: What is trained.
         device: cpu or cuda.
         timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
+        time_limit_s: Seconds for tracing the variants; None: no limit.
+        variants: The variants that are needed; None: every variant that the model has.
 
     Raises:
-        WorkloadError: the model cannot be traced; the text names the operation that failed.
+        WorkloadError: the plain program does not run; the text begins with its own error.
     """
-    from autoplan.planner.trace.build_profile import profile_workload
+    from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
     from autoplan.planner.trace.input_benchmark import measure_input
     from autoplan.strategies.workloads.sources import load_workload
 
     started = time.perf_counter()
     workload = load_workload(spec)
-    profile = profile_workload(workload, device, identity=spec.identity, timing_budget_s=timing_budget_s)
+    request = TraceRequest(variants=variants, time_limit_s=time_limit_s, timing_budget_s=timing_budget_s)
+    profile = profile_workload(workload, device, identity=spec.identity, request=request)
     input_s, why_not = measure_input(workload)
     return profile.model_copy(
         update={
