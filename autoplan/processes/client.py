@@ -19,11 +19,12 @@ from types import TracebackType
 from typing import IO, Any
 
 from autoplan.processes import linux
+from autoplan.processes.build_report import build_report
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.files import clear_rank_files, read_end
 from autoplan.processes.owner import ProcessIdentity, is_alive
-from autoplan.processes.records import Ended, ProcessReport, Progress, Task
-from autoplan.processes.reports import build_report
+from autoplan.processes.report import Ended, ProcessReport
+from autoplan.processes.task import Progress, Task
 from autoplan.processes.wire import FrameReader, send_frame
 
 _MARKER = "AUTOPLAN_ZYGOTE"

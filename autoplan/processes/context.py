@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.processes.files import rank_file, write_json
-from autoplan.processes.records import FIRST_PHASE
+from autoplan.processes.task import FIRST_PHASE
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -21,7 +21,8 @@ from autoplan.processes import linux
 from autoplan.processes.files import rank_file, read_json, trim_output
 from autoplan.processes.memory import MemoryWatch, data_limit_bytes
 from autoplan.processes.rank import RankSpec, exec_cold, run_forked
-from autoplan.processes.records import ANY_PHASE, FIRST_PHASE, Ended
+from autoplan.processes.report import Ended
+from autoplan.processes.task import ANY_PHASE, FIRST_PHASE
 
 _FAST_TICK_S = 0.02
 _SLOW_TICK_S = 0.1
