@@ -3,8 +3,8 @@
     with Zygote() as zygote:
         report = zygote.run(Task(target=work, args=(3,), ranks=2, deadlines_s={"*": 60.0}))
 
-In: a `Task`. Out: a `ProcessReport`. A `Zygote` is a process that has imported torch and the model library; it forks the
-ranks of one task after another. `run` returns a report whatever the ranks do, and leaves no process that they started.
+In: a `Task`. Out: a `ProcessReport`. A `Zygote` is a process that has imported torch and the model library; it forks
+the ranks of one task after another. `run` always returns a report, and leaves no process that the ranks started.
 
     task.py           Task: what goes in; Progress: how far it is
     report.py         ProcessReport: what comes back, rank by rank; TaskFailedError

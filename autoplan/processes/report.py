@@ -18,11 +18,11 @@ class Ended(StrEnum):
     FINISHED = "finished"
     """Every rank exited with status 0."""
     RANK_FAILED = "rank_failed"
-    """A rank raised, exited with another status or was killed by a signal that was not ours."""
+    """A rank raised, exited with another status or was killed by a signal that the supervisor did not send."""
     DEADLINE = "deadline"
     """A phase, or the whole task, ran past its deadline."""
     MEMORY_LIMIT = "memory_limit"
-    """The ranks and their descendants held more host memory than allowed."""
+    """The ranks and their descendants used more host memory than allowed."""
     CANCELLED = "cancelled"
     """The caller asked for the end."""
     ZYGOTE_LOST = "zygote_lost"
@@ -50,7 +50,7 @@ class RankReport(Record):
     rank: int
     pid: int | None
     exit_code: int | None
-    """None if it was killed by a signal, or if nobody saw it end."""
+    """None if it was killed by a signal, or if its end was not seen."""
     signal: int | None
     phase: str
     facts: dict[str, Any]
@@ -87,7 +87,7 @@ class ProcessReport(Record):
     data_limit_bytes: int | None
     """The hard limit behind the polled one (RLIMIT_DATA, per process), where it was set."""
     kernel_oom_kills: int
-    """How often the kernel's OOM killer acted on this machine meanwhile."""
+    """How often the kernel's OOM killer acted on this machine during the task."""
     swept: int
     """Processes other than ranks that were still there and were killed."""
     left_behind: int
@@ -126,7 +126,7 @@ class ProcessReport(Record):
                 return f"over its deadline of {self.phase_deadline_s:g} s {where}"
             case Ended.MEMORY_LIMIT:
                 return (
-                    f"held {self.peak_memory_bytes / 2**30:.2f} GiB of host memory "
+                    f"used {self.peak_memory_bytes / 2**30:.2f} GiB of host memory "
                     f"{where}; the limit is {(self.memory_limit_bytes or 0) / 2**30:.2f} GiB"
                 )
             case Ended.RANK_FAILED if failure is not None:
