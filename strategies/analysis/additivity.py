@@ -16,7 +16,7 @@ from autoplan.strategies.workloads.batch import Batch, move_batch, slice_batch
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
 TOLERANCE = 1e-3
-SHORT_LENGTH = 32  # tokens: enough to tell, and cheap
+SHORT_LENGTH = 32  # tokens: enough for the check, and cheap
 
 
 def check_additivity(workload: Workload, model: nn.Module, device: torch.device) -> tuple[bool, bool]:
@@ -31,7 +31,7 @@ def check_additivity(workload: Workload, model: nn.Module, device: torch.device)
         Whether it adds up, and whether the same two samples give the same loss twice.
 
     Raises:
-        WorkloadError: the loss is no LossSum.
+        WorkloadError: the loss is not a LossSum.
     """
     whole = shorten(workload.make_batch(2, 0), SHORT_LENGTH)
     batch = move_batch(slice_batch(whole, 0, 2), device)

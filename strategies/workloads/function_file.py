@@ -1,7 +1,7 @@
 """`file.py:function` workloads: checked by reading the source in the planner, imported in a rank.
 
 A function returns an `autoplan.Workload`. Parameters named sequence_length, global_batch, or like an option of the
-command are handed over. An example, an image classifier (examples/image_classifier.py is a whole one):
+command are passed to it. An example, an image classifier (examples/image_classifier.py is a whole one):
 
     def workload(global_batch: int = 64) -> autoplan.Workload:
         return autoplan.Workload(
@@ -113,7 +113,7 @@ def _parse(path: Path) -> ast.Module:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
-        raise WorkloadError(f"{path}{where} is not Python: {error}", hint="Mend the file.") from error
+        raise WorkloadError(f"{path}{where} is not Python: {error}", hint="Fix the file.") from error
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

@@ -71,14 +71,25 @@ def spec_from_objects(
             seed=seed,
         )
     else:
-        if not isinstance(workload, Workload):
-            raise WorkloadError(
-                f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
-                hint="Or hand in the parts: model=, make_batch=, loss=, optimizer=.",
-            )
-        given: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
-        workload = dataclasses.replace(workload, **{key: value for key, value in given.items() if value is not None})
-    identity = hash_identity({field.name: describe(getattr(workload, field.name)) for field in _fields(workload)})
+        workload = _with_changes(workload, global_batch=global_batch, sequence_length=sequence_length, name=name)
+    return _spec_of(workload, defaults_used=said)
+
+
+def _with_changes(workload: Any, **changes: Any) -> Workload:
+    """The workload with the changes that are given (not None)."""
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
+            hint="Or give the parts: model=, make_batch=, loss=, optimizer=.",
+        )
+    return dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
+
+
+def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadSpec:
+    """The spec that carries a workload."""
+    identity = hash_identity(
+        {field.name: describe(getattr(workload, field.name)) for field in dataclasses.fields(workload)}
+    )
     return WorkloadSpec(
         kind="object",
         reference=workload.name,
@@ -88,7 +99,7 @@ def spec_from_objects(
         unit="tokens" if workload.sequence_length else "samples",
         payload=_pack(workload, identity),
         identity=identity,
-        defaults_used=said,
+        defaults_used=defaults_used,
     )
 
 
@@ -124,40 +135,22 @@ def workload_from_objects(
     Raises:
         WorkloadError: a part is missing, or of the wrong kind.
     """
-    missing = [
-        part for part, value in (("model", model), ("make_batch", make_batch), ("optimizer", optimizer)) if not value
-    ]
-    if missing:
-        raise WorkloadError(
-            f"the workload lacks {', '.join(missing)}",
-            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
-        )
+    _check_parts(model=model, make_batch=make_batch, optimizer=optimizer)
     assert model is not None and make_batch is not None and optimizer is not None
     instance = model if isinstance(model, nn.Module) else None
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if instance is None:
-            raise WorkloadError(
-                "the optimizer is an instance, and the model is a function that makes new parameters",
-                hint="Give a function for both, or an instance of both.",
-            )
-        make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = rebuild_over(optimizer, trainable(instance))
-    else:
-        make_optimizer = optimizer
     causal = loss is None
-    if loss is None:
-        if instance is not None and not hasattr(instance, "get_output_embeddings"):
-            raise WorkloadError(
-                f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
-                hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
-            )
-        loss = causal_loss
+    if instance is not None and causal and not hasattr(instance, "get_output_embeddings"):
+        raise WorkloadError(
+            f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
+            hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
+        )
     build_model = model if instance is None else functools.partial(copy.deepcopy, instance)
     return Workload(
         name=name or (type(instance).__name__ if instance is not None else str(getattr(model, "__name__", "model"))),
         build_model=build_model,
         make_batch=make_batch,
-        loss=loss,
-        build_optimizer=make_optimizer,
+        loss=causal_loss if loss is None else loss,
+        build_optimizer=_optimizer_maker(optimizer, instance),
         global_batch=global_batch,
         sequence_length=sequence_length,
         max_grad_norm=max_grad_norm,
@@ -169,16 +162,44 @@ def workload_from_objects(
     )
 
 
+def _check_parts(**parts: object) -> None:
+    missing = [part for part, value in parts.items() if not value]
+    if missing:
+        raise WorkloadError(
+            f"the workload lacks {', '.join(missing)}",
+            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
+        )
+
+
+def _optimizer_maker(
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer], model: nn.Module | None
+) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    """A function that makes the optimizer from parameters.
+
+    Args:
+        optimizer: Such a function, or an optimizer over the parameters of `model`.
+        model: None where the model is made by a function.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if model is None:
+        raise WorkloadError(
+            "the optimizer is an instance, and the model is a function that makes new parameters",
+            hint="Give a function for both, or an instance of both.",
+        )
+    return rebuild_over(optimizer, trainable(model))
+
+
 def unpack(spec: WorkloadSpec) -> Workload:
     """The workload that travels with a spec.
 
     Raises:
-        WorkloadError: the spec was read from a plan, which carries no objects; or they do not load here.
+        WorkloadError: the spec was read from a plan, which contains no objects; or they do not load here.
     """
     if spec.payload is None:
         raise WorkloadError(
             f"{spec.name} was made of Python objects, which a plan does not carry",
-            hint="Hand them in again: plan.prepare(model, optimizer, loss), or search with the same ones.",
+            hint="Pass them again: plan.prepare(model, optimizer, loss), or search with the same ones.",
         )
     kind, _, text = spec.payload.partition(":")
     try:
@@ -244,10 +265,6 @@ def _named_values(function: Any, depth: int) -> Any:
         if isinstance(value, bool | int | float | str | list | tuple | dict) or (own and callable(value)):
             found[name] = describe(value, depth - 1) if depth > 0 else type(value).__qualname__
     return found
-
-
-def _fields(workload: Workload) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(workload)
 
 
 def _filled(cell: Any) -> bool:

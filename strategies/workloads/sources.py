@@ -19,7 +19,7 @@ from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpe
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
 
-DEFAULT_LONGEST_SEQUENCE = 8192  # some models take far more (131072 for Llama 3.2); nobody trains at that unasked
+DEFAULT_LONGEST_SEQUENCE = 8192  # some models take far more (131072 for Llama 3.2); too much for a default
 LANGUAGE_OPTIONS = ("learning_rate", "weight_decay", "max_grad_norm", "seed", "fixed_micro_batch")
 _LENGTH_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length")
 
@@ -39,7 +39,8 @@ def make_spec(
         model: A built-in name, a config.json, a folder with a config.json (and weights), or `file.py:function`.
         sequence_length: Tokens per sequence; None: the model's own length, at most DEFAULT_LONGEST_SEQUENCE.
         global_batch: Samples per optimizer step; None: DEFAULT_GLOBAL_BATCH, or what the function says.
-        options: learning_rate, weight_decay, max_grad_norm, seed, fixed_micro_batch; for a function whatever it takes.
+        options: learning_rate, weight_decay, max_grad_norm, seed, fixed_micro_batch; a function takes what it
+            declares.
 
     Raises:
         WorkloadError: an unknown model, a broken file, or a number out of range.
@@ -52,12 +53,7 @@ def make_spec(
     if ".py:" in model:
         given: dict[str, Option] = {key: value for key, value in chosen.items() if value is not None}
         return _function_spec(model, sequence_length, global_batch, given)
-    unknown = sorted(set(chosen) - set(LANGUAGE_OPTIONS))
-    if unknown:
-        raise WorkloadError(
-            f"{model} takes no option {', '.join(unknown)}",
-            hint=f"Language models take {', '.join(LANGUAGE_OPTIONS)}; a file.py:function takes what it declares.",
-        )
+    _check_language_options(model, chosen)
     if not model.strip():
         raise WorkloadError("no model was named", hint="For example: --model gpt2")
     name = registry.canonical_name(model)
@@ -78,8 +74,21 @@ def make_spec(
         return _language_spec(
             "config", str(path.resolve()), name, fields, sequence_length, global_batch, chosen, extra=""
         )
+    raise _unknown_model(model)
+
+
+def _check_language_options(model: str, options: Mapping[str, Option]) -> None:
+    unknown = sorted(set(options) - set(LANGUAGE_OPTIONS))
+    if unknown:
+        raise WorkloadError(
+            f"{model} takes no option {', '.join(unknown)}",
+            hint=f"Language models take {', '.join(LANGUAGE_OPTIONS)}; a file.py:function takes what it declares.",
+        )
+
+
+def _unknown_model(model: str) -> WorkloadError:
     near = registry.near_names(model)
-    raise WorkloadError(
+    return WorkloadError(
         f"{model!r} is no built-in model, no file and no folder here",
         hint=(f"Did you mean {' or '.join(near)}? " if near else "")
         + f"Built in are {', '.join(registry.list_models())}; else give a config.json, a model folder or "
@@ -95,7 +104,7 @@ def spec_from_objects(workload: Workload | None = None, **parts: Any) -> Workloa
 
 
 def load_workload(spec: WorkloadSpec) -> Workload:
-    """The workload that a spec stands for. Loads torch and, for language models, transformers; downloads nothing.
+    """The workload of a spec. Loads torch and, for language models, transformers; downloads nothing.
 
     Raises:
         WorkloadError: the files or functions behind it are missing, fail, or return the wrong thing.
@@ -137,14 +146,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text())
     except OSError as error:
         raise WorkloadError(
-            f"{path} cannot be read: {error.strerror}", hint="Give a config.json or a folder that holds one."
+            f"{path} cannot be read: {error.strerror}", hint="Give a config.json or a folder with one."
         ) from error
     except ValueError as error:
         raise WorkloadError(f"{path} is not JSON: {error}", hint="Is the file cut short? Fetch it again.") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise WorkloadError(
             f"{path} names no model_type, so it is not a model configuration of transformers",
-            hint='A config.json holds an object with "model_type", for example "gpt2" or "llama".',
+            hint='A config.json is an object with "model_type", for example "gpt2" or "llama".',
         )
     return fields
 

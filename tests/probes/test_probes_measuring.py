@@ -249,7 +249,7 @@ def test_cpu_time_of_other_processes_is_seen() -> None:
 
 
 class Written:
-    """A rank's context that keeps what it is told."""
+    """A rank's context that records its calls."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []

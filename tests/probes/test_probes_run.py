@@ -26,7 +26,7 @@ BUDGET_S = 1.5
 
 
 class NoZygote:
-    """Stands where nothing may be started."""
+    """A zygote for calls that must not start anything."""
 
     def run(self, *args: object, **options: object) -> None:
         raise AssertionError("something was measured")
@@ -99,10 +99,10 @@ def test_the_cache_has_a_place_of_its_own_per_device_kind(tmp_path: Path) -> Non
 
 
 def test_progress_is_told(zygote: Zygote, tmp_path: Path) -> None:
-    told: list[str] = []
-    run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=tmp_path, on_progress=told.append)
-    assert any("matmul" in text for text in told)
-    assert len(told) == len(list(dict.fromkeys(told)))
+    progress: list[str] = []
+    run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=tmp_path, on_progress=progress.append)
+    assert any("matmul" in text for text in progress)
+    assert len(progress) == len(list(dict.fromkeys(progress)))
 
 
 def test_a_device_that_does_not_work_is_an_error_with_the_reason(zygote: Zygote) -> None:

@@ -82,10 +82,10 @@ def parse_cluster(
     assumed = list(chip.assumed)
     if cluster.intra_gbytes_per_s is None:
         rate = chip.intra_bytes_per_s / 1e9
-        kind = chip.sheet.nvlink if chip.sheet.nvlink_links else f"{chip.sheet.pcie} x16"
+        kind = chip.sheet.gpu_link if chip.sheet.gpu_links else f"{chip.sheet.pcie} x16"
         assumed.append(f"inside a node: {kind}, {rate:.0f} GB/s per GPU and direction")
     if cluster.inter_gbits_per_s_per_gpu is None:
-        known = chip.sheet.nvlink_links and not text.endswith(".json")
+        known = chip.sheet.gpu_links and not text.endswith(".json")
         usual = USUAL_GBITS_PER_GPU.get(chip.sheet.architecture) if known else None
         if usual is None and cluster.nodes > 1:
             raise UsageError(

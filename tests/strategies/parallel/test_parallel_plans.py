@@ -120,7 +120,7 @@ class SharedBetween(SkipsABlock):
     [
         (SkipsABlock, "does not take what"),
         (SharedBetween, "does not take what"),
-        (lambda: nn.Linear(8, 8), "0 row(s) of repeated blocks"),
+        (lambda: nn.Linear(8, 8), "0 stack(s) of repeated blocks"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(model: Any, words: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.processes.files import rank_file, read_json, read_tail
-from autoplan.processes.records import FIRST_PHASE, Ended, ErrorReport, ProcessReport, RankReport, Task
+from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankReport
+from autoplan.processes.task import FIRST_PHASE, Task
 
 
 def build_report(task: Task, directory: Path, requested_at: float, ended: dict[str, Any]) -> ProcessReport:

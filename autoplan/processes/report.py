@@ -1,61 +1,15 @@
-"""What goes into a run of ranks (`Task`) and what comes back (`ProcessReport`)."""
+"""What comes back from a task: how it ended (`ProcessReport`), rank by rank, and the error for one that had to finish.
+
+`TaskFailedError` is here and not in errors.py, since it carries a report and `ProcessReport.check` raises it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-from autoplan.errors import AutoplanError, UsageError
+from autoplan.errors import AutoplanError
 from autoplan.record import Record
-
-ANY_PHASE = "*"
-FIRST_PHASE = "start"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """A function to run in one or more ranks, with the limits it runs under.
-
-    `target` is called as `target(context, *args)` with a `RankContext`. What it returns becomes the rank's result
-    (anything JSON can hold, or a pydantic model) unless it called `context.report(...)`.
-    """
-
-    target: str | Callable[..., Any]
-    """"package.module:function", or any callable: it travels by cloudpickle, so closures and functions of a
-    notebook or of an unguarded script work."""
-    args: tuple[Any, ...] = ()
-    ranks: int = 1
-    directory: Path | None = None
-    """Where heartbeats, results and output of the ranks are written; None takes a temporary one and removes it.
-    Files of an earlier task in it are removed first: use one directory per task."""
-    deadlines_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds allowed per phase; "*" is for phases not named. A phase with neither has no deadline of its own.
-    Before the first `context.phase(...)` a rank is in phase "start"."""
-    total_deadline_s: float | None = None
-    """Seconds allowed from the request to the end of the last rank."""
-    memory_limit_bytes: int | None = None
-    """Host memory of all ranks and their descendants together. Polled; see `autoplan.processes.supervisor`."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Set in the ranks before the target runs. What torch reads while it is imported needs `cold` too. The rest
-    of the environment is the planner's when the zygote was started."""
-    cold: bool = False
-    """A fresh interpreter, for settings that must be in place before torch is imported."""
-    cpu_affinity: tuple[tuple[int, ...], ...] | None = None
-    """The CPUs of each rank; None leaves them as they are."""
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise UsageError(f"a task was given {self.ranks} ranks; it needs at least one")
-        if self.cpu_affinity is not None and len(self.cpu_affinity) != self.ranks:
-            raise UsageError(
-                f"cpu_affinity names the CPUs of {len(self.cpu_affinity)} ranks, the task has {self.ranks}",
-                hint="give one tuple of CPU numbers per rank, or None",
-            )
-        if isinstance(self.target, str) and self.target.count(":") != 1:
-            raise UsageError(f"the target {self.target!r} is not of the form 'package.module:function'")
 
 
 class Ended(StrEnum):
@@ -64,11 +18,11 @@ class Ended(StrEnum):
     FINISHED = "finished"
     """Every rank exited with status 0."""
     RANK_FAILED = "rank_failed"
-    """A rank raised, exited with another status or was killed by a signal that was not ours."""
+    """A rank raised, exited with another status or was killed by a signal that the supervisor did not send."""
     DEADLINE = "deadline"
     """A phase, or the whole task, ran past its deadline."""
     MEMORY_LIMIT = "memory_limit"
-    """The ranks and their descendants held more host memory than allowed."""
+    """The ranks and their descendants used more host memory than allowed."""
     CANCELLED = "cancelled"
     """The caller asked for the end."""
     ZYGOTE_LOST = "zygote_lost"
@@ -96,7 +50,7 @@ class RankReport(Record):
     rank: int
     pid: int | None
     exit_code: int | None
-    """None if it was killed by a signal, or if nobody saw it end."""
+    """None if it was killed by a signal, or if its end was not seen."""
     signal: int | None
     phase: str
     facts: dict[str, Any]
@@ -109,19 +63,6 @@ class RankReport(Record):
     """Whether the target was entered."""
     failed_after_s: float | None
     """Seconds from the request to its failure; None where it did not fail by itself."""
-
-
-class Progress(Record):
-    """The state of a task while it runs."""
-
-    seconds: float
-    """Since the request."""
-    phase: str
-    """Of rank 0."""
-    phase_seconds: float
-    facts: tuple[dict[str, Any], ...]
-    """Per rank."""
-    memory_bytes: int
 
 
 class ProcessReport(Record):
@@ -146,7 +87,7 @@ class ProcessReport(Record):
     data_limit_bytes: int | None
     """The hard limit behind the polled one (RLIMIT_DATA, per process), where it was set."""
     kernel_oom_kills: int
-    """How often the kernel's OOM killer acted on this machine meanwhile."""
+    """How often the kernel's OOM killer acted on this machine during the task."""
     swept: int
     """Processes other than ranks that were still there and were killed."""
     left_behind: int
@@ -171,7 +112,7 @@ class ProcessReport(Record):
             TaskFailedError: It did not; the text is `describe()`.
         """
         if self.ended is not Ended.FINISHED:
-            raise TaskFailedError(self.describe(), report=self)
+            raise TaskFailedError(self)
         return self
 
     def describe(self) -> str:
@@ -185,7 +126,7 @@ class ProcessReport(Record):
                 return f"over its deadline of {self.phase_deadline_s:g} s {where}"
             case Ended.MEMORY_LIMIT:
                 return (
-                    f"held {self.peak_memory_bytes / 2**30:.2f} GiB of host memory "
+                    f"used {self.peak_memory_bytes / 2**30:.2f} GiB of host memory "
                     f"{where}; the limit is {(self.memory_limit_bytes or 0) / 2**30:.2f} GiB"
                 )
             case Ended.RANK_FAILED if failure is not None:
@@ -207,13 +148,9 @@ class TaskFailedError(AutoplanError):
 
     code = "task_failed"
 
-    def __init__(self, message: str, *, hint: str | None = None, report: ProcessReport | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, report: ProcessReport) -> None:
+        super().__init__(report.describe())
         self.report = report
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.message, self.hint, self.report))
-
-
-def _rebuild(message: str, hint: str | None, report: ProcessReport | None) -> TaskFailedError:
-    return TaskFailedError(message, hint=hint, report=report)
+        return (TaskFailedError, (self.report,))
