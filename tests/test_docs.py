@@ -168,3 +168,17 @@ def test_the_tutorial_shows_the_example_as_it_is() -> None:
         for line in block.splitlines():
             code = line.partition("  # ")[0].rstrip()
             assert code.strip() == "..." or code in example.splitlines(), f"not in examples/tutorial.py: {code}"
+
+
+def test_the_design_names_every_package() -> None:
+    text = (DOCS / "design.md").read_text()
+    listed = text.partition("### Which way imports go")[2].partition("### What is in each package")[0]
+    packages = sorted(file.parent for name in ("planner", "strategies") for file in (ROOT / name).glob("*/__init__.py"))
+    missing = [name for name in map(name_of, packages) if name not in listed]
+    assert packages and not missing
+
+
+def test_the_commit_hooks_have_the_tested_version_of_ruff() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (version,) = (repo["rev"] for repo in hooks if repo["repo"].endswith("/ruff-pre-commit"))
+    assert f"ruff=={version.removeprefix('v')}" in (ROOT / "constraints.txt").read_text().splitlines()
