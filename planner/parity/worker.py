@@ -22,7 +22,7 @@ from autoplan.planner.parity.records import (
     ParityMeasurement,
     ParityRequest,
 )
-from autoplan.planner.trials.worker import MEETING_TIMEOUT_S, pick_device
+from autoplan.planner.trials.worker import RENDEZVOUS_TIMEOUT_S, pick_device
 from autoplan.strategies.analysis.additivity import check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout
 from autoplan.strategies.config import TrainingConfig
@@ -54,7 +54,8 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
     else:
         mesh = None
         if context.world_size > 1:
-            context.init_process_group("cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo", MEETING_TIMEOUT_S)
+            backend = "cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo"
+            context.init_process_group(backend, RENDEZVOUS_TIMEOUT_S)
             mesh = build_mesh(config, request.device)
         recorder = Recorder(mesh)
         measurement = run_candidate(workload, config, request.steps or 1, device, recorder, context.phase)
