@@ -147,7 +147,7 @@ def step(plan: Plan) -> str:
     ]
     if not counts_items:
         lines += [
-            "    if not count_items:  # the real count is known only now",
+            "    if not count_items:  # the count of the batch is known only now",
             "        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], divisor / count)",
         ]
     lines += [

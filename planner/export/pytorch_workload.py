@@ -152,8 +152,8 @@ def user_file(plan: Plan) -> str:
 
 
 _LOAD_USER_FILE = '''def load_user_file():
-    """The workload that USER_FILE describes. The file imports Workload and LossSum from autoplan, and those above
-    stand in for them, so that autoplan need not be installed."""
+    """The workload that USER_FILE describes. Where the file imports Workload and LossSum from autoplan, it gets the
+    classes above, so that autoplan need not be installed."""
     names = {"Workload": Workload, "LossSum": LossSum, "OutputHead": OutputHead, "IGNORE_INDEX": IGNORE_INDEX}
     for module in ("autoplan", "autoplan.strategies", "autoplan.strategies.workloads.workload"):
         sys.modules[module] = types.ModuleType(module)

@@ -26,7 +26,7 @@ def companion(plan: Plan, arguments_file: str, not_carried: list[str], version: 
     """
     body = [
         comment(_comment_lines(plan, not_carried, version, verified)),
-        '"""What the plan sets that is no training argument. Use: '
+        '"""The settings of the plan that are no training arguments. Use: '
         'Trainer(model=prepare_model(model), args=load_arguments(), ...)."""',
         "",
         *(["import ctypes"] if plan.config.allocator == "keep" else []),
@@ -37,14 +37,14 @@ def companion(plan: Plan, arguments_file: str, not_carried: list[str], version: 
         "",
         "",
         "def load_arguments():",
-        '    """The TrainingArguments that stand beside this file."""',
+        '    """The TrainingArguments from the file beside this one."""',
         f"    path = Path(__file__).with_name({arguments_file!r})",
         "    (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)",
         "    return arguments",
         "",
         "",
         "def prepare_model(model):",
-        '    """Applies to a model what the training arguments cannot say; returns it."""',
+        '    """Applies the settings of the plan that are no training arguments; returns the model."""',
         *_prepare_model_lines(plan.config),
         "    return model",
         "",
@@ -62,7 +62,7 @@ def _comment_lines(plan: Plan, not_carried: list[str], version: str, verified: s
         + f" = {plan.workload.global_batch}. Start {config.world_size} process(es).",
         "Loss: the Trainer divides the summed loss by the items of the whole global batch, as the plan does, for "
         "models that take num_items_in_batch (the causal language models do). For other models it takes the mean of "
-        "the micro-batches' means, which is another loss wherever their counts differ: pass compute_loss_func then.",
+        "the micro-batches' means, which is another loss if their counts differ: then pass compute_loss_func.",
         *(f"NOT CARRIED: {text}." for text in not_carried),
     ]
 
