@@ -24,7 +24,7 @@ from autoplan.planner.search.sampler import Picker
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import PRELOAD, SearchContext, pick_device, prepare_search
-from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_hand_setting, run_trials
+from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_manual_setting, run_trials
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import write_atomically
@@ -277,7 +277,7 @@ def _open_session(
 def _run_stages(session: Session) -> SearchResult:
     store, context, budget_s = session.store, session.context, session.budget_s
     baseline = run_baseline(session)
-    run_hand_setting(session)
+    run_manual_setting(session)
     ended_by = run_trials(session)
     if session.best is None:
         return _nothing_ran(session, ended_by)

@@ -81,7 +81,7 @@ class Picker:
         """Takes in a finished trial."""
         self.trials.append(trial)
         self.estimator.observe(trial)
-        self.cost.told(trial)
+        self.cost.observe(trial)
         if self._mirror is not None:
             self._add_to_mirror(trial)
 
@@ -98,7 +98,7 @@ class Picker:
             raise NoCandidateError("every candidate was tried", out_of_time=False)
         prior = Prior.of(self.estimator.table(candidates))
         trial_prior = Prior.of(self.estimator.table([trial.config for trial in self.trials])) if self.trials else prior
-        belief = self.surrogate.believe(prior, self.trials, trial_prior)
+        belief = self.surrogate.posterior(prior, self.trials, trial_prior)
         costs = self.cost.all_s(np.exp(belief.log_time))
         if self.kind == "ours":
             return candidates[self._pick_ours(belief, open_, costs)]

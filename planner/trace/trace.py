@@ -1,10 +1,14 @@
-"""Traces a workload: the real program, as prepare() builds it, under fake tensors. No device, no data, no wait.
+"""The entry of the trace: gives the profile of a workload, from the cache or newly traced.
 
-A whole micro-step is recorded for every variant of the knobs that change it. Two micro-batches give the linear law in
-the samples; where the model is stacks of equal blocks, models cut to two and to three blocks give the law in depth, so
-that a deep model costs no more than a shallow one; one whole-depth trace then checks that law.
+In: a `WorkloadSpec`. Out: a `ModelProfile`, which is what the cost model knows of a model.
 
-`trace_profile` is for the planner's own process (it imports no torch); `trace_workload` runs in a rank.
+The program that is traced is the one that `prepare()` builds for training. It runs under fake tensors: without the
+device, without data, in seconds. One micro-step is recorded for each variant of the knobs that change it, at two
+micro-batches, so that every figure is a straight line in the samples. A model of equal blocks is recorded with two and
+with three blocks, and the whole model is calculated from the difference, so that a deep model costs no more than a
+shallow one. One recording of the whole model then checks that calculation.
+
+`trace_profile` is called in the planner's own process and imports no torch; `trace_workload` runs in a rank.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ if TYPE_CHECKING:
     from autoplan.processes import RankContext, Zygote
 
 DEADLINE_S = 180.0
-# What timing the operations may take: the search's budget is minutes, and this spares it trials
+"""Seconds that the rank may take for the trace."""
+
 TIMING_BUDGET_S = 20.0
+"""Seconds for timing the operations; a search takes minutes, and better predictions save it trials."""
 
 
 def trace_profile(
@@ -42,15 +48,15 @@ def trace_profile(
 
     Args:
         spec: What is trained.
-        device: cpu or cuda: attention picks other kernels on each.
-        zygote: Where the rank is started.
-        hardware: Where the operations are timed too; part of the cache's key. None: nothing is timed.
-        cache_dir: Where profiles are kept; None: the user's cache folder.
-        fresh: Trace again, whatever the cache holds.
-        timing_budget_s: Seconds that timing the operations may take, where they are timed.
+        device: cpu or cuda; attention uses different kernels on each.
+        zygote: Starts the rank.
+        hardware: The machine, part of the cache's key; the operations are timed on it. None: nothing is timed.
+        cache_dir: The folder of cached profiles; None: the user's cache folder.
+        fresh: Trace again, even if the profile is in the cache.
+        timing_budget_s: Seconds for timing the operations.
 
     Raises:
-        WorkloadError: the model cannot be traced, and why.
+        WorkloadError: the model cannot be traced; the text says why.
     """
     from autoplan.processes import Task
 
@@ -83,7 +89,7 @@ def trace_profile(
 def cache_path(
     spec: WorkloadSpec, device: str, cache_dir: Path | None = None, hardware: HardwareProfile | None = None
 ) -> Path:
-    """Where the profile of a workload is kept: by identity, device, machine and the versions that could change it."""
+    """The file of a cached profile, named by identity, device, machine and the versions that may change the profile."""
     import platformdirs
 
     folder = cache_dir or Path(platformdirs.user_cache_dir("autoplan")) / "profiles"
@@ -102,7 +108,7 @@ def _version(name: str) -> str:
 def _read_cache(path: Path) -> ModelProfile | None:
     try:
         return ModelProfile.model_validate_json(path.read_text())
-    except (OSError, ValueError):  # not there, cut short, or of another schema: traced again
+    except (OSError, ValueError):  # no such file, a damaged one, or another schema: traced again
         return None
 
 
@@ -125,9 +131,9 @@ def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, timing_bu
 
 
 def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 0.0) -> ModelProfile:
-    """Traces a workload on this process and times its make_batch. Imports torch.
+    """Traces a workload in this process and times its make_batch. Imports torch.
 
-    No kernel runs on the device but those of a tiny optimizer, and the operations where they are timed.
+    The only kernels that run are those of a tiny optimizer, and the operations if they are timed.
 
     Args:
         spec: What is trained.
@@ -135,7 +141,7 @@ def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 
         timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
 
     Raises:
-        WorkloadError: the model cannot be traced: which operation stood in the way.
+        WorkloadError: the model cannot be traced; the text names the operation that failed.
     """
     from autoplan.planner.trace.build_profile import profile_workload
     from autoplan.planner.trace.input_benchmark import measure_input

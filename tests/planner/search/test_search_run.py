@@ -14,7 +14,7 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.run import Bound, SearchObserver, SearchOptions, SearchResult, run_search
-from autoplan.planner.search.selection import TIE, enter, rank
+from autoplan.planner.search.selection import TIE, collect_runs, rank
 from autoplan.strategies.workloads.sources import make_spec
 
 WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
@@ -128,14 +128,14 @@ def test_a_plan_says_that_its_data_comes_too_slowly(tmp_path: Path):
     assert plan is not None and plan.prediction is not None
     assert plan.prediction.bound == "input" and plan.prediction.time_parts_s["input"] >= 0.16
     assert plan.measurement.step_time_s.median < 0.16, "trials time steps without their data"
-    assert any("Input binds" in note and "workers" in note for note in plan.notes)
+    assert any("Data loading is the bottleneck" in note and "workers" in note for note in plan.notes)
 
 
 @pytest.mark.slow
 def test_the_selected_one_is_the_fastest_of_its_own_record(tmp_path: Path):
     result = search(tmp_path / "s", fixed={"compile": "off"}, max_trials=6)
     assert result.plan is not None
-    ordered = rank(enter(result.trials))
+    ordered = rank(collect_runs(result.trials))
     assert result.plan.config == ordered[0].config
     measured_again = [entry for entry in ordered if entry.finalist_runs] or ordered
     fastest = min(entry.step_time.median for entry in measured_again)

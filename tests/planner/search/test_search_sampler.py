@@ -12,7 +12,7 @@ import pytest
 from autoplan.planner.records import Interval, LeftOutFamily, Outcome, PeakMemory, Trial
 from autoplan.planner.search.reasons import explain_choices
 from autoplan.planner.search.sampler import NoCandidateError, Picker
-from autoplan.planner.search.selection import CandidateRuns, contenders, enter, rank, speed_ratio
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, make_distributions
@@ -121,7 +121,7 @@ def test_what_was_learnt_of_one_carries_over_to_its_neighbours():
     prior = Prior.of(estimates.table(CANDIDATES))
     config = TrainingConfig(micro_batch=4, precision="bf16")
     trials = [make_trial(0, config)]
-    belief = surrogate.believe(prior, trials, Prior.of(estimates.table([config])))
+    belief = surrogate.posterior(prior, trials, Prior.of(estimates.table([config])))
     here = CANDIDATES.index(config)
     near = CANDIDATES.index(TrainingConfig(micro_batch=2, precision="bf16"))
     far = CANDIDATES.index(TrainingConfig(micro_batch=1, precision="fp32", checkpointing="full"))
@@ -136,9 +136,9 @@ def test_out_of_memory_lowers_the_chance_of_larger_neighbours():
     estimates = Estimates()
     prior = Prior.of(estimates.table(CANDIDATES))
     config = TrainingConfig(micro_batch=4)
-    before = surrogate.believe(prior, [], prior)
+    before = surrogate.posterior(prior, [], prior)
     trials = [make_trial(0, config, Outcome.OUT_OF_MEMORY)]
-    after = surrogate.believe(prior, trials, Prior.of(estimates.table([config])))
+    after = surrogate.posterior(prior, trials, Prior.of(estimates.table([config])))
     larger = CANDIDATES.index(TrainingConfig(micro_batch=4, precision="bf16"))
     assert after.fits[CANDIDATES.index(config)] < 0.2
     assert after.fits[larger] < before.fits[larger]
@@ -150,7 +150,7 @@ def test_failures_make_neighbours_less_likely_but_not_impossible():
     prior = Prior.of(estimates.table(CANDIDATES))
     failed = TrainingConfig(micro_batch=2, precision="bf16")
     trials = [make_trial(0, failed, Outcome.CRASHED)]
-    works = surrogate.believe(prior, trials, Prior.of(estimates.table([failed]))).works
+    works = surrogate.posterior(prior, trials, Prior.of(estimates.table([failed]))).works
     near = CANDIDATES.index(TrainingConfig(micro_batch=4, precision="bf16"))
     far = CANDIDATES.index(TrainingConfig(micro_batch=8, precision="fp32", checkpointing="full"))
     assert 0 < works[near] < works[far] <= 1
@@ -245,7 +245,7 @@ def test_interleaved_runs_decide_over_single_ones():
     trials = [finalist(0, a, 1.0), finalist(1, b, 1.1)]
     trials += [finalist(2 + i, a, 1.5, purpose="finalist") for i in range(2)]
     trials += [finalist(4 + i, b, 1.1, purpose="finalist") for i in range(2)]
-    assert [entry.config for entry in rank(enter(trials))] == [b, a]
+    assert [entry.config for entry in rank(collect_runs(trials))] == [b, a]
 
 
 def test_one_noisy_finalist_run_is_no_speed_up_by_itself():
@@ -253,14 +253,14 @@ def test_one_noisy_finalist_run_is_no_speed_up_by_itself():
     plain, fast = CANDIDATES[0], CANDIDATES[1]
     trials = [finalist(0, plain, 1.15), finalist(1, fast, 1.0)]
     trials += [finalist(2, fast, 1.0, purpose="finalist"), finalist(3, plain, 38.0, purpose="finalist")]
-    entries = {entry.config: entry for entry in enter(trials)}
+    entries = {entry.config: entry for entry in collect_runs(trials)}
     ratio = speed_ratio(entries[fast], entries[plain])
     assert ratio.median == pytest.approx(math.sqrt(1.15 * 38))
     assert ratio.median == pytest.approx(entries[plain].step_time.median / entries[fast].step_time.median)
     assert ratio.low < 1.0
     trials += [finalist(4, fast, 1.0, purpose="finalist"), finalist(5, plain, 1.15, purpose="finalist")]
     trials += [finalist(6, fast, 1.0, purpose="finalist"), finalist(7, plain, 1.15, purpose="finalist")]
-    entries = {entry.config: entry for entry in enter(trials)}
+    entries = {entry.config: entry for entry in collect_runs(trials)}
     assert speed_ratio(entries[fast], entries[plain]).median == pytest.approx(1.15)
 
 
@@ -269,7 +269,7 @@ def test_only_runs_made_side_by_side_are_compared():
     trials = [finalist(0, a, 9.0), finalist(1, b, 9.0)]
     trials += [finalist(2 + i, a, 1.0 + i, purpose="finalist") for i in range(3)]  # the last is without b
     trials += [finalist(5 + i, b, 2.0 * (1.0 + i), purpose="finalist") for i in range(2)]
-    entries = {entry.config: entry for entry in enter(trials)}
+    entries = {entry.config: entry for entry in collect_runs(trials)}
     ratio = speed_ratio(entries[a], entries[b])
     assert (ratio.samples, ratio.median) == (2, pytest.approx(2.0))
 
@@ -331,7 +331,7 @@ def reasons_for(
         predict=predict,
         ended_by=ended_by,
     )
-    entries = enter(trials)
+    entries = collect_runs(trials)
     return {choice.knob: choice.reason for choice in explain_choices(session, entries[0], entries)}
 
 
@@ -339,25 +339,25 @@ def test_a_tie_goes_to_less_memory_and_then_to_fewer_knobs():
     plain, knobby = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=2, precision="bf16")
     lean = TrainingConfig(micro_batch=1)
     trials = [finalist(0, knobby, 1.0, 4 << 30), finalist(1, plain, 1.005, 4 << 30), finalist(2, lean, 1.01, 2 << 30)]
-    assert rank(enter(trials))[0].config == lean
-    assert rank(enter(trials[:2]))[0].config == plain
+    assert rank(collect_runs(trials))[0].config == lean
+    assert rank(collect_runs(trials[:2]))[0].config == plain
 
 
 def test_a_clear_difference_is_no_tie():
     fast, lean = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=1)
     trials = [finalist(0, fast, 1.0, 4 << 30), finalist(1, lean, 1.05, 1 << 30)]
-    assert rank(enter(trials))[0].config == fast
+    assert rank(collect_runs(trials))[0].config == fast
 
 
 def test_what_failed_as_a_finalist_is_out():
     a, b = CANDIDATES[0], CANDIDATES[1]
     trials = [finalist(0, a, 1.0), finalist(1, b, 2.0), make_trial(2, a, Outcome.CRASHED, purpose="finalist")]
-    assert [entry.config for entry in enter(trials)] == [b]
+    assert [entry.config for entry in collect_runs(trials)] == [b]
 
 
-def test_contenders_are_those_that_come_near():
+def test_finalists_are_those_whose_interval_is_near():
     trials = [
         finalist(i, config, time) for i, (config, time) in enumerate(zip(CANDIDATES, (1.0, 1.03, 2.0), strict=False))
     ]
-    chosen: list[CandidateRuns] = contenders(enter(trials))
+    chosen: list[CandidateRuns] = pick_finalists(collect_runs(trials))
     assert [entry.config for entry in chosen] == list(CANDIDATES[:2])
