@@ -94,7 +94,7 @@ def parse_cluster(
             )
         if usual is not None:
             cluster = cluster.model_copy(update={"inter_gbits_per_s_per_gpu": usual})
-            where = "between nodes" if cluster.nodes > 1 else "between nodes, where more than this one are priced"
+            where = "between nodes" if cluster.nodes > 1 else "between nodes, where more than this one are estimated"
             assumed.append(f"{where}: {usual:.0f} Gbit/s per GPU, as such servers are sold")
     return cluster, tuple(assumed)
 
@@ -121,5 +121,5 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}", hint="docs/estimate.md shows a cluster file.") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no object", hint="docs/estimate.md shows a cluster file.")
+        raise UsageError(f"{path} has no object in it", hint="docs/estimate.md shows a cluster file.")
     return document

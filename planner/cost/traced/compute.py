@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.candidates import COMPILES, OPTIMIZERS, Candidates, Floats
+from autoplan.planner.cost.columns import COMPILES, DTYPES, OPTIMIZERS, Floats
+from autoplan.planner.cost.traced.candidates import Candidates
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
 
@@ -142,9 +143,9 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
             sizes[name] = sizes[name] / tp
     count = np.maximum(sizes["batch"], 1.0)
     out = np.zeros_like(samples)
-    for code in np.unique(candidates.matmul_dtype):
-        here = candidates.matmul_dtype == code
-        dtype = _product_dtype(group.dtype, candidates.dtypes[int(code)])
+    for code in np.unique(candidates.precision):
+        here = candidates.precision == code
+        dtype = _product_dtype(group.dtype, DTYPES[int(code)])
         law = rates.matmul_law(dtype)
         batch = count[here] if isinstance(count, np.ndarray) else count
         one = law.coefficients.copy()
@@ -236,10 +237,12 @@ def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidate
     An optimizer without state (SGD) makes 3 passes, one with momentum 5.
     """
     states = profile.optimizer_state_bytes_per_parameter / 4
-    passes = OPTIMIZER_PASSES[candidates.optimizer] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
+    passes = (
+        OPTIMIZER_PASSES[candidates.optimizer_step] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
+    )
     clip = CLIP_PASSES if profile.clips_gradients else 0.0
     moved = 4.0 * profile.trainable * share * (passes + clip)
-    launches = OPTIMIZER_LAUNCHES[candidates.optimizer] * profile.parameter_tensors
+    launches = OPTIMIZER_LAUNCHES[candidates.optimizer_step] * profile.parameter_tensors
     work = moved / rates.memory_bytes_per_s
     dispatch = launches * rates.dispatch_s
     if rates.device == "cuda":

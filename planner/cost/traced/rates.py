@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoplan.planner.cost.candidates import Floats
+from autoplan.planner.cost.columns import Floats
 from autoplan.probes.profile import Device
 
 # What dense kernels reach of a datasheet's peak and bandwidth on large problems, where nothing was measured. Source:
