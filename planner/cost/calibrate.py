@@ -1,4 +1,4 @@
-"""Calibration: a few factors with a physical meaning, fitted to finished trials, held near 1 by their priors.
+"""Calibration: a few factors with a physical meaning, fitted to finished trials, kept near 1 by their priors.
 
     log t_measured = log sum_p exp(theta_p) t_p + noise,      theta_p ~ N(0, sd_p)
 

@@ -85,7 +85,7 @@ def datasheet_links(
     *,
     assumed: tuple[str, ...] = (),
 ) -> Links:
-    """Links of which only the nominal rate per rank and direction is known: NCCL reaches a share of it, and ramps up."""
+    """Links of which only the nominal rates per rank and direction are known: NCCL reaches a share, and ramps up."""
     return Links(
         intra_bytes_per_s=ASSUMED_LINK_EFFICIENCY * intra_bytes_per_s,
         inter_bytes_per_s=ASSUMED_LINK_EFFICIENCY * inter_bytes_per_s,

@@ -3,9 +3,9 @@
     parameters = w P / d     gradients = g T / d     optimizer = (m + o) T / d
 
 P and T are the elements, all and trainable, that the rank's tensor and pipeline shares hold; w, g, m, o the widths in
-bytes of a parameter, a gradient, a master copy and the optimizer's own states; d is dp_shard for what is sharded
-(ZeRO-1 shards m + o, ZeRO-2 also g, FSDP and ZeRO-3 also w; Rajbhandari et al. 2020, arXiv 1910.02054, section 5) and 1 for the
-rest. Whole gradients are kept between micro-steps of which only the last one reduces.
+bytes of a parameter, a gradient, a master copy and the optimizer's own states. d is dp_shard for what is sharded and 1
+for the rest: ZeRO-1 shards m + o, ZeRO-2 also g, ZeRO-3 and FSDP also w (Rajbhandari et al. 2020, arXiv 1910.02054,
+section 5). Whole gradients are kept between micro-steps of which only the last one reduces.
 """
 
 from __future__ import annotations

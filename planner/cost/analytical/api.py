@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import UsageError
-from autoplan.planner.cost.analytical.cluster import Cluster, parse_cluster
+from autoplan.planner.cost.analytical.cluster import Cluster, parse_cluster, with_links
 from autoplan.planner.cost.analytical.cluster_report import estimate_cluster
 from autoplan.planner.cost.analytical.csv_estimates import (
     OUTPUT,
@@ -75,22 +75,12 @@ def estimate(
         WorkloadError: an unknown model, or a family without a closed form.
         NoFeasiblePlanError: no layout fits, and by how much.
     """
-    if rows is not None and not (model is None and cluster is None):
-        raise UsageError(
-            "a table of rows and a model or a cluster do not go together",
-            hint="A table has a column for each: model, chip, num_gpus, ... (docs/estimate.md).",
-        )
-    if out is not None and rows is None:
-        raise UsageError("out goes with rows alone", hint="A cluster's estimate is what is returned, or printed.")
+    _check_arguments(model, cluster, rows, out)
     factors = None if calibrate is None else fit_to_table(Path(calibrate))
     if rows is not None:
         table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
         return _table_document(table, factors, None if out is None else Path(out))
-    if model is None or cluster is None:
-        raise UsageError(
-            "an estimate needs a model and a cluster, or a table of rows",
-            hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
-        )
+    assert model is not None and cluster is not None
     links = {
         "inter_gbits_per_s_per_gpu": inter_gbits_per_gpu,
         "intra_gbytes_per_s": intra_gbytes_per_s,
@@ -101,6 +91,26 @@ def estimate(
     return estimate_cluster(question, model_name=model, tokens=tokens, assumed=(*assumed, *more), top=top)
 
 
+def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any) -> None:
+    """Raises where arguments do not go together.
+
+    Raises:
+        UsageError: which, and what to give.
+    """
+    if rows is not None and not (model is None and cluster is None):
+        raise UsageError(
+            "a table of rows and a model or a cluster do not go together",
+            hint="A table has a column for each: model, chip, num_gpus, ... (docs/estimate.md).",
+        )
+    if out is not None and rows is None:
+        raise UsageError("out goes with rows alone", hint="A cluster's estimate is what is returned, or printed.")
+    if rows is None and (model is None or cluster is None):
+        raise UsageError(
+            "an estimate needs a model and a cluster, or a table of rows",
+            hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
+        )
+
+
 def _cluster(
     cluster: str | Cluster, links: Mapping[str, float | None], price_per_gpu_hour: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
@@ -109,7 +119,8 @@ def _cluster(
     if isinstance(cluster, str):
         cluster, assumed = parse_cluster(cluster, **links)
     else:
-        cluster = cluster.model_copy(update={name: value for name, value in links.items() if value is not None})
+        given = {name: value for name, value in links.items() if value is not None}
+        cluster, assumed = with_links(cluster.model_copy(update=given), usual=False)
     if price_per_gpu_hour is not None:
         cluster = cluster.model_copy(update={"price_per_gpu_hour": price_per_gpu_hour})
     return cluster, assumed

@@ -20,7 +20,7 @@ from autoplan.planner.cost.prediction import spread
 def estimate_cluster(
     question: Question, *, model_name: str, tokens: float | None, assumed: tuple[str, ...], top: int
 ) -> dict[str, Any]:
-    """Best layouts, time to train, cost, smallest cluster, scaling, why others lose, and the back-of-the-envelope.
+    """Best layouts, time to train, cost, smallest cluster, scaling, why others lose, a back-of-the-envelope.
 
     Raises:
         NoFeasiblePlanError: no layout fits, and by how much.

@@ -131,7 +131,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], estimated: Estimat
 
 
 def output_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns of an estimated table: those given, then the estimates; a measured step time keeps a column of its own."""
+    """The columns of an estimated table: those given, a measured step time apart, then the estimates."""
     columns = [name for name in (rows[0] if rows else INPUT) if name is not None]
     names = [name for name in columns if name not in OUTPUT]
     return [*names, *(["measured_step_time_s"] if "step_time_s" in columns else []), *OUTPUT]

@@ -123,8 +123,9 @@ def _enumerate(question: Question) -> tuple[Layouts, Settings, tuple[str, ...]]:
         raise ConfigError(
             f"no layout of {gpus} GPUs is legal with {text} at a global batch of {question.global_batch}",
             hint=f"tp divides {model.heads} heads, {model.kv_heads} key-value heads and the "
-            f"{question.cluster.gpus_per_node} GPUs of a node, pp divides {model.layers} layers, tp x pp divides {gpus}, a pipeline takes at least pp "
-            "micro-batches, and the data-parallel ranks times the micro-batch divide the global batch.",
+            f"{question.cluster.gpus_per_node} GPUs of a node; pp divides {model.layers} layers; tp x pp divides "
+            f"{gpus}; a pipeline takes at least pp micro-batches; the data-parallel ranks times the micro-batch divide "
+            "the global batch.",
         )
     ignored = [f"{knob} changes nothing here ({why})" for knob, why in IGNORED_KNOBS.items() if knob in values]
     return _columns(question, values, settings, rows), settings, (*inputs.notes, *ignored)
@@ -161,7 +162,7 @@ def _check_fixed(question: Question, values: Mapping[str, str]) -> None:
 def _legal_degrees(question: Question, values: Mapping[str, str], settings: Settings) -> Iterator[tuple[Degrees, int]]:
     """Every legal combination of degrees with its micro-batch, as (degrees, micro_batch).
 
-    As a search offers them: tp within a node, at least pp micro-batches a pass; micro-batches by powers of two up to 16.
+    As a search offers them: tp within a node, at least pp micro-batches a pass. Micro-batches are powers of two.
     """
     model, cluster = question.model, question.cluster
     tps = [t for t in powers(cluster.gpus_per_node) if model.heads % t == 0 and model.kv_heads % t == 0]

@@ -8,7 +8,7 @@ p pipeline, d data degrees, m micro-batches of a step on a rank. One micro-batch
     norms, residuals, activation                                                         passes over memory
 
 and twice that backward (Megatron-LM, arXiv 2104.04473 and 2205.05198). The time of each product follows from its shape.
-States, communication and the pipeline are those of `planner.cost`; memory stands in `analytical.memory`.
+States, communication and the pipeline are those of `planner.cost`; memory is in `analytical.memory`.
 
 Constants that say "tables" were set by the step times of llm-foundry, fms-fsdp and vTrain (docs/accuracy.md); those
 that say "assumed" come from what is written beside them, and nothing was fitted to them.

@@ -14,7 +14,7 @@ from autoplan.planner.cost.prediction import bound_of
 from autoplan.planner.cost.states import ModelSize, state_widths
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator
-from autoplan.planner.cost.traced.rates import fit_matmul_law
+from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.trace.model_profile import (
     LinearFit,
@@ -339,13 +339,13 @@ def test_replicas_of_shards_reduce_once_per_step_all_the_same() -> None:
     assert every - last == pytest.approx((columns.accumulation[2] - 1) * scattered)
 
 
-def test_the_matmul_law_is_found_from_its_own_times() -> None:
+def test_the_matmul_fit_is_found_from_its_own_times() -> None:
     sizes = np.array(
         [(64, 64, 64), (512, 512, 512), (64, 4096, 512), (2048, 256, 64), (1024, 1024, 2048), (32, 32, 9e4)]
     )
     m, n, k = sizes.T
     seconds = 2 * m * n * k / 2e11 + m * n * 1e-10 + 3e-6
-    law = fit_matmul_law(np.column_stack([sizes, seconds]))
+    law = fit_matmul(np.column_stack([sizes, seconds]))
     assert 1 / law[0] == pytest.approx(2e11, rel=0.02)
     assert law[1] == pytest.approx(1e-10, rel=0.1) and np.all(law >= 0)
 
