@@ -19,6 +19,7 @@ _HOME_OF = {
     "probe": "autoplan.api",
     "load_plan": "autoplan.api",
     "export": "autoplan.api",
+    "estimate": "autoplan.planner.cost.analytical.api",
     "Plan": "autoplan.planner.plan",
     "Workload": "autoplan.strategies.workloads.workload",
     "LossSum": "autoplan.strategies.workloads.workload",
@@ -33,6 +34,7 @@ __all__ = ["__version__", *_HOME_OF]
 if TYPE_CHECKING:
     from autoplan.api import export, load_plan, probe, search
     from autoplan.errors import AutoplanError
+    from autoplan.planner.cost.analytical.api import estimate
     from autoplan.planner.plan import Plan
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
