@@ -72,6 +72,7 @@ def search_command(
 ) -> None:
     """Search for the fastest way to run a training job here, and write a verified plan."""
     from autoplan import api
+    from autoplan.planner.search.options import SearchOptions
 
     spec = make_spec(
         model,
@@ -82,21 +83,21 @@ def search_command(
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
-    options = api.make_options(
-        spec,
+    options = SearchOptions(
+        spec=spec,
         budget=budget,
         max_trials=max_trials,
         fix=parse_fixes(fix or []),
-        bound=dict(parse_bounds(bound or [])),
-        device=device,
+        bound=parse_bounds(bound or []),
+        device=device,  # type: ignore[arg-type]  # any text: the options check it
         memory_limit=memory_limit,
+        nproc=nproc,
+        sampler=sampler,  # type: ignore[arg-type]
         out=out,
         store=store,
         fresh=fresh,
-        sampler=sampler,
-        nproc=nproc,
-        seed=seed or 0,
         dry_run=dry_run,
+        seed=seed or 0,
     )
     say_what_is_searched(options)
     result = api.run(options)
@@ -133,11 +134,20 @@ def parse_fixes(texts: list[str]) -> dict[str, Any]:
     return fixed
 
 
-def parse_bounds(texts: list[str]) -> list[tuple[str, Any]]:
-    """`knob=low..high` and `knob=a,b` texts."""
+def parse_bounds(texts: list[str]) -> dict[str, Any]:
+    """`knob=low..high` and `knob=a,b` texts; UsageError for a knob that is bounded twice to different values."""
     from autoplan.planner.space.bounds import parse_bound
 
-    return [parse_bound(text) for text in texts]
+    bounds: dict[str, Any] = {}
+    for text in texts:
+        knob, bound = parse_bound(text)
+        if knob in bounds and bounds[knob] != bound:
+            raise UsageError(
+                f"--bound {knob} is given twice, as {bounds[knob].describe()} and as {bound.describe()}",
+                hint="Bound it once: a range (1..8), or all its values in one list (1,2,8).",
+            )
+        bounds[knob] = bound
+    return bounds
 
 
 def say_what_is_searched(options: SearchOptions) -> None:

@@ -33,7 +33,7 @@ def explain_choices(session: Session, winner: CandidateRuns, entries: Sequence[C
 def _reason(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns], knob: str) -> str:
     """Fixed, the only one, measured against the trial that differs least, or the cost model's word."""
     value = getattr(winner.config, knob)
-    if knob in session.options.fixed:
+    if knob in session.options.fix:
         return "fixed by you"
     if len(session.context.space.values.get(knob, ())) <= 1:
         return _only_reason(session, knob)
@@ -98,7 +98,7 @@ def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> st
     place = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
     for value in sorted(values, key=lambda value: abs(values.index(value) - place)):
         other = config.model_copy(update={knob: value})
-        if other == config or (other not in session.picker.legal and other not in tried):
+        if other == config or (other not in session.model.legal and other not in tried):
             continue
         told.append(f"{knob}={value} " + _word_on(session, winner, other, tried.get(other)))
     if told:

@@ -81,7 +81,7 @@ def _read_whole_lines(path: Path, fd: int) -> tuple[list[dict[str, Any]], int]:
                 raise StoreError(
                     f"line {len(documents) + 1} of {path} is damaged, and whole lines follow it",
                     hint="The file was changed by something else. Start over with --fresh (the old folder is kept), "
-                    "or mend that line by hand.",
+                    "or repair that line with an editor.",
                 )
             break
         documents.append(document)
