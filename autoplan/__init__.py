@@ -23,6 +23,7 @@ _MEMBERS = {
     "autoplan.planner.search.sampler": ("AutoplanSampler",),
     "autoplan.strategies.workloads.workload": ("LossSum", "OutputHead", "Workload"),
     "autoplan.strategies.workloads.datasets": ("batches_from_dataset",),
+    "autoplan.strategies.workloads.sources": ("make_spec", "spec_from_objects"),
     "autoplan.strategies.config": ("TrainingConfig",),
     "autoplan.strategies.run": ("TrainingRun",),
     "autoplan.probes.profile": ("HardwareProfile",),
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.datasets import batches_from_dataset
+    from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
     from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
 
 

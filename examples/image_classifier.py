@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoplan
-from autoplan.strategies.workloads.workload import LossSum
 
 CLASSES = 4
 
@@ -67,10 +66,10 @@ def draw_batch(size: int, num_samples: int, index: int) -> dict[str, torch.Tenso
     return {"image": images, "label": labels}
 
 
-def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> autoplan.LossSum:
     """Cross-entropy as a sum and a count."""
     total = F.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
-    return LossSum(total, len(batch["label"]))
+    return autoplan.LossSum(total, len(batch["label"]))
 
 
 def build_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:

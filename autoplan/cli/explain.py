@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 def explain_command(
     plan: PlanArgument = DEFAULT_PLAN,
     knob: Annotated[
-        str | None, typer.Option("--knob", help="Only this knob: its value, and how the trials of each value went.")
+        str | None,
+        typer.Option("--knob", metavar="NAME", help="Only this knob: its value, and the trials of each of its values."),
     ] = None,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Explain a plan: each choice with its reason, what failed, what was never tried and why."""
+    """Explain each choice of a plan.
+
+    The value of each knob and its reason, which trials failed, and what was never tried and why.
+    """
     loaded = load_plan(plan)
     knobs = explain_knobs(loaded, knob)
     if json_output:

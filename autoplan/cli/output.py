@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1  # of the documents that --json prints
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
+JSON_HELP = "Print one JSON document on stdout, and nothing else."
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 def console(*, stderr: bool = True) -> Console:

@@ -22,13 +22,17 @@ Row = tuple[str, ...]
 
 def probe_command(
     json: output.JsonOption = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if this machine was measured.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if the cache has this machine.")] = False,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cuda or cpu; without it the GPUs if there are any.", metavar="DEVICE"),
+        typer.Option("--device", help="cuda or cpu. Default: the GPUs, if the machine has any.", metavar="DEVICE"),
     ] = None,
 ) -> None:
-    """Measure what this machine can do: matmul, attention, memory, transfers, launches; read its limits and state."""
+    """Measure what this machine can do.
+
+    Measured are matrix products, attention, memory, transfers and kernel launches. The machine's limits and state are
+    read. A second call answers from a cache.
+    """
     from autoplan.probes.run import run_probes
 
     with _progress() as tell:

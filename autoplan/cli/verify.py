@@ -23,11 +23,15 @@ MEMORY_SHARE = 0.8  # of what is available, as a search takes by default
 def verify_command(
     plan: PlanArgument = DEFAULT_PLAN,
     time_box: Annotated[
-        str, typer.Option("--budget", help="Time for the measurement; the parity check comes on top.")
+        str,
+        typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
     json_output: output.JsonOption = False,
 ) -> None:
-    """Check a plan here: that it trains the same thing as the plain run, and how fast it is on this machine."""
+    """Check a plan on this machine.
+
+    Does it train the same thing as the plain run, and how fast is it here?
+    """
     from autoplan.api import found_elsewhere
 
     loaded = load_plan(plan)
