@@ -99,8 +99,8 @@ def search(
         out: A file to write the plan to, too.
         store: The folder of the searches' records; each search has a folder of its own in it. Default: the user's
             state folder.
-        fresh: Start over instead of resuming; what the store holds of this search is moved aside, not deleted.
-        observer: Is told what happens. Default: progress on stderr.
+        fresh: Start over instead of resuming; what the store has of this search is moved aside, not deleted.
+        observer: Its methods are called with what happens. Default: progress on stderr.
         quiet: No progress on stderr.
 
     Raises:

@@ -142,7 +142,7 @@ def without_times(profile: ModelProfile) -> ModelProfile:
 
 
 def answer(trial: Trial, number: int, limit_bytes: int) -> Trial:
-    """What a search would have been told: the recorded trial, or that its peak is above the limit."""
+    """How a search would have seen the trial end: the recorded trial, or that its peak is above the limit."""
     peak = trial.peak_memory_bytes or 0
     if trial.outcome is not Outcome.OK or peak <= limit_bytes:
         return trial.model_copy(update={"number": number})

@@ -2,7 +2,7 @@
 
     autoplan search --model examples/image_classifier.py:classifier --global-batch 64
 
-The images are drawn: a bright disc somewhere, and the class is the quarter of the image that it stands in. The model
+The images are drawn: a bright disc somewhere, and the class is the quarter of the image that it is in. The model
 normalises by groups (GroupNorm). BatchNorm would make the loss depend on the micro-batch, and autoplan would ask for
 the micro-batch that the training is meant to have: --fix micro_batch=N.
 """

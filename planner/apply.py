@@ -137,7 +137,7 @@ def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.dev
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the user hands over; None: as the search had it. `max_grad_norm` may be AS_SEARCHED; None: no clipping."""
+    """What the user gives; None: as the search had it. `max_grad_norm` may be AS_SEARCHED; None: no clipping."""
 
     model: Any = None
     optimizer: Any = None

@@ -1,4 +1,4 @@
-"""Plan: what a search hands over. Data only: JSON, readable and diffable; loading one never runs code."""
+"""Plan: the result of a search. Data only: JSON, readable and diffable; loading one never runs code."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Plan(Record):
             place = ".".join(map(str, first["loc"])) or "the document"
             raise PlanError(
                 f"{path} is not a plan: {place}: {first['msg']} ({error.error_count()} problem(s) in all)",
-                hint="Write plans with autoplan search; autoplan schema prints what a plan holds.",
+                hint="Write plans with autoplan search; autoplan schema prints what a plan contains.",
             ) from None
 
     def prepare(

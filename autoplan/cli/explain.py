@@ -53,13 +53,13 @@ def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
         only = only.replace("-", "_")
         knob_values(only)
     reasons = {choice.knob: choice.reason for choice in plan.choices}
-    told = []
+    explained = []
     for knob in KNOBS:
         tried = _tried(plan, knob)
         if only == knob or (only is None and (len(tried) > 1 or knob in reasons)):
             value = getattr(plan.config, knob)
-            told.append({"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried})
-    return told
+            explained.append({"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried})
+    return explained
 
 
 def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:

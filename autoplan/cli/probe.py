@@ -107,7 +107,7 @@ def device_rows(device: Device) -> list[Row]:
     for name, reading in device.state.items():
         rows.append((name.replace("_", " "), _state(reading), reading.reason or reading.source))
     if device.throttle_reasons:
-        rows.append(("held down by", ", ".join(device.throttle_reasons), ""))
+        rows.append(("slowed down by", ", ".join(device.throttle_reasons), ""))
     rows += [("also in use by", process, "") for process in device.other_processes]
     return rows
 
@@ -224,13 +224,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """What is being measured: a line that changes on a terminal, one line in all elsewhere; on stderr."""
     console = output.console()
     if is_plain(sys.stderr):
-        told = False
+        said = False
 
         def tell_once(doing: str) -> None:
-            nonlocal told
-            if not told:
+            nonlocal said
+            if not said:
                 console.print("measuring this machine, some 12 s", markup=False, soft_wrap=True)
-            told = True
+            said = True
 
         yield tell_once
         return

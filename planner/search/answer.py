@@ -45,7 +45,7 @@ class SearchRun:
         return self.result(status, reason=reason, hint=hint)
 
     def result(self, status: Status, **facts: Any) -> SearchResult:
-        """The result with what the store holds; `facts` are further fields of it."""
+        """The result, with the trials of the store; `facts` are further fields of it."""
         trials = self.store.trials
         best = best_trial(trials)
         if status in ("budget_ended", "interrupted") and best is not None:

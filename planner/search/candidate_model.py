@@ -52,7 +52,7 @@ class CandidateModel:
         cost: What trials cost in seconds; None: each costs the same, and time does not run out.
         memory_limit_bytes: Of one trial.
         device: cuda or cpu.
-        allows: Whether a configuration may be the plan; what it refuses (the plain baseline) is no target to beat.
+        allows: Whether a configuration may be the plan. One that it refuses (the plain baseline) is no target to beat.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ EXIT_CODES: Mapping[str, int] = {
 class SearchOptions:
     """What a search is asked for: the one list that `autoplan.search` and `autoplan search` fill.
 
-    Each value is as a person gives it, and is checked when the options are made. `fix` and `bound` then hold values of
+    Each value is as a person gives it, and is checked when the options are made. `fix` and `bound` then have values of
     the knobs' own types; `sampler="ours"` is the earlier name of "autoplan".
 
     Attributes:
@@ -50,7 +50,7 @@ class SearchOptions:
         max_trials: Trials over all its runs, finalist runs not counted; None: no limit.
         fix: Knobs to keep at one value, like `{"precision": "bf16"}`.
         bound: Knobs to keep within bounds: `(low, high)` inclusive, a list of values, the text `1..8` or `a,b`, or a
-            Bound. Read, it holds Bounds.
+            Bound. When it is read, each is a Bound.
         device: "cuda" or "cpu"; None: CUDA where there is one.
         memory_limit: What one trial may take on the device (host memory on CPU): "8GiB", bytes, or "80%" of all the
             memory there is; None: 80 % of what is available.
@@ -58,7 +58,7 @@ class SearchOptions:
         sampler: "autoplan", "tpe", "random", or a sampler of Optuna.
         out: Where the plan is written; None: only into the store.
         store: The folder of the searches' records, one folder in it for each; None: the user's state folder.
-        fresh: Start over; what the store holds of this search is moved aside.
+        fresh: Start over; what the store has of this search is moved aside.
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
 
@@ -235,7 +235,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 class BudgetState(Record):
-    """Where the search stands with its time."""
+    """The time of a search: its budget, what is spent and what is reserved."""
 
     budget_s: float
     spent_s: float = Field(description="over all runs of this search")
@@ -257,7 +257,7 @@ class Candidate(Record):
 
 
 class SearchObserver:
-    """Is told what the search does; every method does nothing unless overridden. Called from the search's thread."""
+    """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
         """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, plan."""

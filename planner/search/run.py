@@ -49,7 +49,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
 
     Args:
         options: What is asked for.
-        observer: Is told what happens.
+        observer: Its methods are called with what happens.
 
     Returns:
         How it ended; also without a plan (`status`, `reason`, `hint`), and after Ctrl-C.

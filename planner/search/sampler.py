@@ -95,7 +95,7 @@ class CandidateSampler(optuna.samplers.BaseSampler):
 
     @abstractmethod
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
-        """Why no further trial is worth making, None while one is. With a study: after what it holds now."""
+        """Why no further trial is worth making, None while one is. With a study: after the trials that it has now."""
 
     # Optuna's contract.
 
@@ -129,7 +129,7 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         """Gives what is drawn another seed."""
         self._other_parameters.reseed_rng()
 
-    # What the study holds.
+    # The trials of the study.
 
     def learn(self, study: optuna.Study) -> None:
         """Takes in the study's finished trials that were not taken in yet."""
@@ -153,7 +153,7 @@ class AutoplanSampler(CandidateSampler):
     """The candidate with the most expected improvement per square root of its cost: expensive ones wait, not starve.
 
     Args:
-        candidates: The legal configurations; a search hands over a model of them with its cost model behind it.
+        candidates: The legal configurations; a search gives a model of them, with its cost model.
         distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
         seed: Of parameters that are no knobs. The choice of a candidate draws nothing.
 
@@ -287,7 +287,7 @@ class RedrawingSampler(CandidateSampler):
         self.inner.reseed_rng()
 
     def _tell_mirror(self, study: optuna.Study) -> None:
-        """Tells the study in memory what became of the real study's trials; it holds no NaN and no missing value."""
+        """Tells the study in memory what became of the real study's trials; never a NaN or a missing value."""
         for trial in study.get_trials(deepcopy=False):
             if not trial.state.is_finished() or trial.number in self._mirrored:
                 continue

@@ -121,7 +121,7 @@ def prepare_search(
     Args:
         options: What the search is asked for.
         zygote: Where ranks are started.
-        observer: Is told what happens.
+        observer: Its methods are called with what happens.
         saved: Where the study keeps its hardware profile: every run of a search uses the same one.
 
     Raises:

@@ -16,7 +16,7 @@ from autoplan.planner.store.journal import store_error
 
 RECORD = "record.jsonl"
 OWN_FILES = (RECORD, "clock.json", "owner.json", "hardware.json", "plan.json", "best.json", "trials", "parity", "lock")
-"""What a study's folder holds, beside the SQLite study (`study.sqlite3*`)."""
+"""What a study's folder contains, beside the SQLite study (`study.sqlite3*`)."""
 
 
 def study_folder(store: Path | None, identity: str) -> Path:
@@ -32,7 +32,7 @@ def move_aside(folder: Path, identity: str) -> tuple[Path, Path]:
     """Moves a study aside and deletes nothing; returns where it is to begin anew, and where the old one is.
 
     A folder that is named by the identity is the study's alone, and is renamed. In any other, only the study's own
-    files are moved: it may hold other studies, or files of the user's.
+    files are moved: it may contain other studies, or files of the user.
 
     Raises:
         StoreError: they cannot be moved.

@@ -1,7 +1,7 @@
 """The append-only record of a search: one JSON document per line, on disk before append() returns.
 
-A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. What stands
-before it is untouched.
+A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. The lines
+before it are untouched.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The store of one study: its folder, its owner, its record, and what an earlier run of the same search left.
 
-A store holds many studies, one folder each, named by the study's identity (planner/store/folders.py).
+A store has many studies, one folder each, named by the study's identity (planner/store/folders.py).
 
 FOLDER/record.jsonl   the record: study, budget, trials, parity checks, the end; append-only, the truth
        study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
@@ -78,7 +78,7 @@ class Store:
 
     Raises:
         StoreBusyError: another search owns it.
-        StoreError: not writable, full, damaged, or the folder holds another study.
+        StoreError: not writable, full, damaged, or the folder is of another study.
     """
 
     def __init__(self, folder: Path, identity: str, *, summary: Mapping[str, Any], fresh: bool = False) -> None:
