@@ -37,7 +37,7 @@ def explain_choices(session: Session, winner: CandidateRuns, candidates: Sequenc
 def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns], knob: str) -> str:
     """The reason for one knob: against the measured configuration that differs least, else by the cost model."""
     value = getattr(winner.config, knob)
-    if knob in session.options.fixed:
+    if knob in session.options.fix:
         return "fixed by you"
     if len(session.context.space.values.get(knob, ())) <= 1:
         return _only_reason(session, knob)
@@ -102,7 +102,7 @@ def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> st
     chosen = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
     for value in sorted(values, key=lambda value: abs(values.index(value) - chosen)):
         other = config.model_copy(update={knob: value})
-        if other == config or (other not in session.picker.legal and other not in tried):
+        if other == config or (other not in session.model.legal and other not in tried):
             continue
         sentences.append(f"{knob}={value} " + _compare_with(session, winner, other, tried.get(other)))
     if sentences:

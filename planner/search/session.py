@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.planner.records import Outcome, Prediction, Trial
+from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
-from autoplan.planner.search.sampler import Picker
+from autoplan.planner.search.sampler import CandidateSampler
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.store.optuna_study import SearchStudy
@@ -19,6 +20,9 @@ from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
 from autoplan.processes import Progress, Zygote
 from autoplan.strategies.config import TrainingConfig
+
+if TYPE_CHECKING:
+    import optuna
 
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
@@ -52,7 +56,8 @@ class Session:
     Attributes:
         options, observer, store, zygote, context: As given to the search.
         budget_s: Seconds over all runs.
-        picker: Chooses the next candidate.
+        model: What is known of the candidates.
+        sampler: Says which candidate is next, and when no further trial is worth making.
         study: Optuna's study.
         runner: Runs trials.
         notes: Sentences for the plan.
@@ -65,7 +70,8 @@ class Session:
     zygote: Zygote
     context: SearchContext
     budget_s: float
-    picker: Picker
+    model: CandidateModel
+    sampler: CandidateSampler
     study: SearchStudy
     runner: TrialRunner
     notes: list[str] = field(default_factory=list)
@@ -151,10 +157,12 @@ class Session:
         deadline_s: float,
         best_high_s: float | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
+        asked: optuna.trial.Trial | None = None,
     ) -> Trial:
         """Runs one trial and writes it to disk before anything else happens.
 
-        KeyboardInterrupt passes through; the interrupted trial is closed in the study and is not in the record.
+        `asked` is the study's own trial, where the study chose the configuration. A Ctrl-C passes through; the trial
+        that it ended is closed in the study and not kept in the record.
         """
         number = self.store.next_number
         prediction = self.predict(config)
@@ -169,7 +177,8 @@ class Session:
             best_high_s=best_high_s,
             method=method,
         )
-        asked = None if purpose == "finalist" else self.study.ask(number, config)
+        if asked is None and purpose != "finalist":
+            asked = self.study.ask(number, config)
         try:
             trial = self.runner.run(order, on_progress=self.on_progress)
         except BaseException:
@@ -178,8 +187,8 @@ class Session:
             raise
         self.store.add_trial(trial)
         if asked is not None:
+            self.model.observe(trial)
             self.study.tell(asked, trial)
-            self.picker.told(trial)
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial

@@ -11,7 +11,6 @@ from typing import Literal
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
-from autoplan.planner.search.sampler import NoCandidateError
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
 from autoplan.planner.trials.failures import WORKLOAD
@@ -89,7 +88,7 @@ def run_manual_setting(session: Session) -> Trial | None:
     for config in manual_settings(session):
         if config in tried:
             continue
-        if session.picker.cost_s(config) > session.search_left_s:
+        if session.model.cost_s(config) > session.search_left_s:
             return None
         trial = session.measure("reference", config, deadline_s=session.hard_deadline_s(session.parity_reserve_s))
         if trial.outcome is Outcome.OK:
@@ -140,20 +139,22 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
             return "max_trials"
         if session.search_left_s <= 0:
             return "time"
-        session.picker.time_left_s = session.search_left_s
-        try:
-            config = session.picker.pick()
-        except NoCandidateError as end:
-            session.note(str(end))
-            return "time" if end.out_of_time else "nothing_left"
+        session.sampler.time_left_s = session.search_left_s
+        stop = session.sampler.reason_to_stop()
+        if stop is not None:
+            session.note(stop.text)
+            return "time" if stop.out_of_time else "nothing_left"
+        asked = session.study.ask(session.store.next_number)
+        config = TrainingConfig.model_validate(asked.params)
         best = session.best
-        expected_s = session.picker.cost_s(config)
+        expected_s = session.model.cost_s(config)
         reserve_s = session.parity_reserve_s + 0.5 * session.finalist_reserve_s
         session.measure(
             "search",
             config,
             deadline_s=min(session.hard_deadline_s(reserve_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)),
             best_high_s=best.step_time_s.high if best is not None and best.step_time_s is not None else None,
+            asked=asked,
         )
 
 
