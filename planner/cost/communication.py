@@ -164,13 +164,13 @@ def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidth
     )
 
 
-def boundary_width(columns: Columns, autocast_bytes: float = 4.0) -> Floats:
+def boundary_width(columns: Columns) -> Floats:
     """Bytes of an element of the activation between two blocks.
 
     Under autocast the residual stream stays in fp32 (strategies/techniques/data_parallel.py, cast_forward_inputs); with
     16-bit parameters it is in 16 bits.
     """
-    return np.asarray(np.where((columns.states > 0) & columns.half, 2.0, autocast_bytes))
+    return np.asarray(np.where((columns.states > 0) & columns.half, 2.0, 4.0))
 
 
 def _local_ranks(columns: Columns, links: Links) -> tuple[Floats, Floats]:

@@ -17,7 +17,6 @@ that say "assumed" come from what is written beside them, and nothing was fitted
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -133,10 +132,6 @@ class EstimateTable:
     hardware_flops: Floats
     mfu: Floats
     hfu: Floats
-
-    def take(self, index: Any) -> EstimateTable:
-        """The rows at an index."""
-        return EstimateTable(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     def time_parts_s(self, i: int) -> dict[str, float]:
         """Seconds of one row's step by part; they add up to the step."""

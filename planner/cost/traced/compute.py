@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.columns import COMPILES, DTYPES, OPTIMIZERS, Floats
+from autoplan.planner.cost.columns import COMPILES, DTYPES, Floats
 from autoplan.planner.cost.traced.candidates import Candidates
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
@@ -26,11 +26,12 @@ FUSED_BYTES = np.array([1.0, 0.45, 0.42])
 FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
 
-# Passes over fp32 parameters that an Adam step makes in each form, reads and writes: the fused one reads parameter,
-# gradient and two moments and writes three; the others also read and write every intermediate.
+# Passes over fp32 parameters that an Adam step makes in each form (by OPTIMIZERS), reads and writes, counted: the fused
+# one reads parameter, gradient and two moments and writes three; the others also read and write every intermediate.
 OPTIMIZER_PASSES = np.array([20.0, 20.0, 7.0])
-# operations that a step launches per parameter tensor
+# Operations that a step launches per parameter tensor, counted; foreach and fused forms take many tensors at once.
 OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
+# Clipping by the norm reads the gradients, reads them again and writes them: counted.
 CLIP_PASSES = 3.0
 
 # Selective checkpointing asks its policy in Python at every operation of a block, forward and recomputation (assumed;
@@ -63,22 +64,18 @@ class SegmentTimes:
 
     block: Floats
     rest: Floats
-    block_forward: Floats
-    rest_forward: Floats
 
 
-def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, candidates: Candidates) -> SegmentTimes:
+def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates) -> SegmentTimes:
     """Times of one micro-step for candidates of one variant.
 
     Returns:
-        Arrays of shape (parts, candidates); the forward's share as (candidates,).
+        Arrays of shape (parts, candidates).
     """
     size = len(candidates)
     times = SegmentTimes(
         block=np.zeros((len(PARTS), size)),
         rest=np.zeros((len(PARTS), size)),
-        block_forward=np.zeros(size),
-        rest_forward=np.zeros(size),
     )
     slow = rates.thread_slowdown(candidates.threads)
     whole = candidates.compiled == COMPILES.index("model")
@@ -103,11 +100,6 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
         if group.kind == "memory":
             dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], 1.0)
         target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
-        if group.phase == "forward":
-            if group.segment == "block":
-                times.block_forward += seconds
-            else:
-                times.rest_forward += seconds
     return times
 
 
@@ -222,17 +214,6 @@ def _product_dtype(traced: str, wanted: str) -> str:
     return "tf32" if wanted == "tf32" else "float32"
 
 
-def micro_step_parts(times: SegmentTimes, blocks: Floats | float, rest_share: Floats | float) -> Floats:
-    """Seconds of the parts of a micro-step on a rank that holds so many blocks and that share of the rest."""
-    return times.block * blocks + times.rest * rest_share
-
-
-def total(parts: Floats, *, overlapped_dispatch: bool) -> Floats:
-    """Seconds of a micro-step from its parts: the host's dispatch hides behind the GPU's work, not on a CPU."""
-    work = parts[:-1].sum(axis=0)
-    return np.maximum(work, parts[-1]) if overlapped_dispatch else work + parts[-1]
-
-
 def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidates, share: Floats) -> Floats:
     """Seconds of clipping and stepping, over the share of the trainable parameters that a rank holds.
 
@@ -259,6 +240,3 @@ def executed_flops(variant: VariantProfile, num_blocks: int, samples: Floats) ->
         count = group.count * (num_blocks if group.segment == "block" else 1)
         out += count * (group.flops.fixed + group.flops.per_sample * samples)
     return out
-
-
-assert OPTIMIZERS == ("for_loop", "foreach", "fused")

@@ -65,12 +65,12 @@ def _blended_times(
 ) -> tuple[SegmentTimes, Floats]:
     """Times and FLOPs of one micro-step, between no block and every block checkpointed whole."""
     profile, share = machine.profile, c.checkpointed
-    times = segment_times(plain, profile, machine.rates, c)
+    times = segment_times(plain, machine.rates, c)
     flops = executed_flops(plain, profile.num_blocks, c.micro_batch)
     if plain is full:
         return times, flops
-    other = segment_times(full, profile, machine.rates, c)
-    names = ("block", "rest", "block_forward", "rest_forward")
+    other = segment_times(full, machine.rates, c)
+    names = ("block", "rest")
     mixed = {name: (1 - share) * getattr(times, name) + share * getattr(other, name) for name in names}
     mixed["block"][PARTS.index("dispatch")] += share * CHECKPOINT_DISPATCH_S
     full_flops = executed_flops(full, profile.num_blocks, c.micro_batch)
