@@ -9,7 +9,7 @@ from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.techniques.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
+from autoplan.strategies.techniques.rules import incompatible
 
 ABOUT = 0.01
 """Expected differences below this share are "as fast"."""
@@ -77,12 +77,10 @@ def _left_out_reason(session: Session, knob: str) -> str | None:
 
 
 def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str | None:
-    """Which rule of data parallelism forbids each other value of a knob beside the rest of the plan, if one does."""
-    if knob not in DATA_PARALLEL_KNOBS:
-        return None
+    """Which rule forbids each other value of a knob beside the rest of the plan, if one does."""
     others = (value for value in session.context.space.values.get(knob, ()) if value != getattr(config, knob))
     batch = session.context.spec.global_batch
-    found = [reason_against_data_parallel(config.model_dump() | {knob: value}, batch) for value in others]
+    found = [incompatible(config.model_copy(update={knob: value}), batch) for value in others]
     return "; ".join(reason for reason in found if reason) if all(found) else None
 
 

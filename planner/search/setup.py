@@ -20,7 +20,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.strategies.analysis.facts import WorkloadFacts
+    from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
 
 MEMORY_SHARE = 0.8
 """Share of the available memory that a trial may take unless --memory-limit says otherwise."""
@@ -231,7 +231,7 @@ def _with_fixed_micro_batch(spec: WorkloadSpec, fixed: Mapping[str, Any]) -> Wor
 
 def degree_combinations(
     options: SearchOptions, facts: WorkloadFacts, device: str
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOut]]:
     """The legal degrees for up to --nproc ranks, and what was left out.
 
     Raises:
@@ -246,4 +246,4 @@ def degree_combinations(
     if options.nproc <= 1:
         return ({},), ()
     ways, dropped = legal_degrees(facts, options.nproc, device=device)
-    return [{}, *ways], [LeftOutFamily.model_validate(family) for family in dropped]
+    return [{}, *ways], dropped

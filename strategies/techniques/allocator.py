@@ -14,8 +14,9 @@ import sys
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 M_TRIM_THRESHOLD = -1
@@ -36,8 +37,8 @@ class AllocatorStrategy:
         elif not can_keep_freed_memory():
             reason = "the C library of this system is not glibc, whose mallopt it takes"
         else:
-            return Choices(knob=self.name, values=("own", "keep"))
-        return Choices(knob=self.name, values=("own",), left_out=(LeftOut(value="keep", reason=reason),))
+            return offer(self.name, ("own", "keep"))
+        return offer(self.name, ("own",), {"keep": reason})
 
     def apply(self, build: Build) -> None:
         """Sets the C library; this holds for the rest of the process's life, not only for the run."""

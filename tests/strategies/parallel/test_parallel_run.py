@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from autoplan.strategies.techniques.data_parallel_knobs import reason_against_data_parallel
 
 from autoplan.errors import ConfigError
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.data_parallel_knobs import reason_against_data_parallel
 from autoplan.strategies.techniques.mesh import local_tensor, named_parameters
 from tests.strategies.parallel.world import GLOBAL_BATCH, build_gpt2, make_workload, run_ranks
 
