@@ -37,6 +37,13 @@ CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINT_EVERY = {"selective": 1, "every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
 """By value of checkpointing: one of how many repeated blocks is wrapped."""
 
+OPTIMIZER_FLAGS = {
+    "for_loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+"""By value of optimizer_step: the flags of torch's optimizers."""
+
 INTERLEAVED_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
 """The pipeline schedules with several stages per rank."""
 

@@ -6,16 +6,10 @@ from typing import Any
 
 from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import CHECKPOINT_EVERY, CUDAGRAPH_MODES, OPTIMIZER_FLAGS, TrainingConfig
 
 LANGUAGE_MODEL = "workloads/language_model.py"
 KERNELS = "techniques/loss_kernels.py"
-OPTIMIZER_FLAGS = {
-    "for_loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-}
-EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1, "selective": 1}
 AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 LOSSES = {
     "causal": ("shifted_labels", "_cross_entropy", "causal_loss"),
@@ -23,7 +17,6 @@ LOSSES = {
     "seq2seq": ("_cross_entropy", "seq2seq_loss"),
 }
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def knob_settings(config: TrainingConfig) -> dict[str, Any]:
@@ -31,7 +24,7 @@ def knob_settings(config: TrainingConfig) -> dict[str, Any]:
     said: dict[str, Any] = {"PRECISION": config.precision}
     if config.checkpointing != "none":
         said["CHECKPOINTING"] = config.checkpointing
-        said["CHECKPOINT_EVERY"] = EVERY[config.checkpointing]
+        said["CHECKPOINT_EVERY"] = CHECKPOINT_EVERY[config.checkpointing]
     if config.compile != "off":
         said["COMPILE"] = config.compile
         said["COMPILE_MODE"] = config.compile_mode

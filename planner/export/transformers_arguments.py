@@ -16,7 +16,7 @@ from typing import Any
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import PLAIN, TrainingConfig
 
 # mallopt(3), as strategies/techniques/allocator.py sets them
 MALLOPT = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
@@ -114,7 +114,7 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
 def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], lost: list[str]) -> dict[str, Any]:
     """DDP's and FSDP2's knobs, where they are off torch's default."""
     said: dict[str, Any] = {}
-    if config.ddp_bucket_mb != 25:
+    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
         said["ddp_bucket_mb"] = config.ddp_bucket_mb
     if config.ddp_static_graph:
         said["ddp_static_graph"] = True

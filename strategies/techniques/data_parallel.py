@@ -111,11 +111,11 @@ def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> 
 
     set_prefetch(units, config.fsdp_prefetch)
 
-    build.hooks.set_sync = fsdp_sync(roots, every=config.gradient_sync == "every")
+    build.hooks.set_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
     return list(modules)
 
 
-def fsdp_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[[bool], None]:
+def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[[bool], None]:
     """What is called before each micro-step, with True before the last.
 
     A reduce-scatter averages over the ranks and is added to the shard's gradient, so that the sum over micro-steps is

@@ -13,8 +13,9 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.config import OPTIMIZER_FLAGS
 from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.workloads.optimizers import OPTIMIZER_FLAGS, rebuild, trainable
+from autoplan.strategies.workloads.optimizers import rebuild, trainable
 from autoplan.strategies.workloads.workload import Workload
 
 
