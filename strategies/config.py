@@ -56,7 +56,7 @@ _STAGES = (Need(knob="pp", at_least=2),)
 class TrainingConfig(Record):
     """One way to run a workload. Defaults are the plain run: fp32, nothing applied, one device.
 
-    A knob is a field with a `Knob`: all that is known of it stands here, and every list of knobs comes from here.
+    A knob is a field with a `Knob`: its description and metadata are here, and every list of knobs is made from them.
     """
 
     micro_batch: Annotated[

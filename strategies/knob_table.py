@@ -22,13 +22,13 @@ def _row(knob: str) -> tuple[str, ...]:
 
 def _values(knob: str) -> str:
     """The closed list, the plain value first, or the numbers that a search offers."""
-    allowed, told = knob_values(knob), knobs()[knob]
+    allowed, known = knob_values(knob), knobs()[knob]
     if allowed is not None:
         plain = getattr(PLAIN, knob)
         return ", ".join(f"`{value}`" for value in (plain, *(value for value in allowed if value != plain)))
-    if told.role == "rank_count":
+    if known.role == "rank_count":
         return "factors of the number of ranks"
-    return told.offered or f"`{getattr(PLAIN, knob)}`, and the numbers that you name"
+    return known.offered or f"`{getattr(PLAIN, knob)}`, and the numbers that you name"
 
 
 def _description(knob: str) -> str:
@@ -36,11 +36,11 @@ def _description(knob: str) -> str:
 
 
 def _left_out(knob: str) -> str:
-    told = knobs()[knob]
-    texts = [] if told.searched else ["you neither fix nor bound it"]
-    texts += {"cpu": ["CUDA"], "cuda": ["CPU"]}.get(told.device or "", [])
-    texts += [f"without `{need.describe()}`" for need in told.needs]
-    return "; ".join([*texts, told.left_out] if told.left_out else texts)
+    known = knobs()[knob]
+    texts = [] if known.searched else ["you neither fix nor bound it"]
+    texts += {"cpu": ["CUDA"], "cuda": ["CPU"]}.get(known.device or "", [])
+    texts += [f"without `{need.describe()}`" for need in known.needs]
+    return "; ".join([*texts, known.left_out] if known.left_out else texts)
 
 
 def _escape(text: str) -> str:

@@ -74,11 +74,7 @@ def prepare(
         WorkloadError: the workload's functions fail or return the wrong thing.
     """
     device = torch.device(device)
-    config.accumulation(workload.global_batch)
-    reason = incompatible(config, workload.global_batch)
-    if reason is not None:
-        hint = "Leave that knob at its default, or change what it goes with."
-        raise ConfigError(f"{config.describe()}: {reason}", hint=hint)
+    check_knobs(config, workload.global_batch)
     if mesh is None:
         mesh = build_mesh(config, device.type)
     if mesh is not None:
@@ -105,3 +101,16 @@ def prepare(
         torch.manual_seed(rank_seed(workload.seed, mesh))
     schedule = workload.build_schedule(build.optimizer) if workload.build_schedule is not None else None
     return TrainingRun(build, schedule)
+
+
+def check_knobs(config: TrainingConfig, global_batch: int) -> None:
+    """Refuses a config that no run can have, whatever the model and the device.
+
+    Raises:
+        ConfigError: micro_batch x dp does not divide the global batch, or the knobs do not go together.
+    """
+    config.accumulation(global_batch)
+    reason = incompatible(config, global_batch)
+    if reason is not None:
+        hint = "Leave that knob at its default, or change what it goes with."
+        raise ConfigError(f"{config.describe()}: {reason}", hint=hint)

@@ -101,18 +101,18 @@ def _needless(
     saving = [index for index, config in enumerate(candidates) if getattr(config, knob) != plain]
     if not saving:
         return {}
-    twins = {
+    plain_configs = {
         config: index
         for index, config in enumerate(candidates)
         if getattr(config, knob) == plain and all(need.is_met(getattr(config, need.knob)) for need in needs)
     }
     found = {}
     for index in saving:
-        twin = twins.get(candidates[index].model_copy(update={knob: plain}))
-        if twin is None or table.peak_memory_high_bytes[twin] > shares[twin]:
+        other = plain_configs.get(candidates[index].model_copy(update={knob: plain}))
+        if other is None or table.peak_memory_high_bytes[other] > shares[other]:
             continue
-        if table.step_time_s[twin] <= table.step_time_s[index]:
-            found[index] = twin
+        if table.step_time_s[other] <= table.step_time_s[index]:
+            found[index] = other
     return found
 
 

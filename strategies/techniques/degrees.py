@@ -1,4 +1,4 @@
-"""The legal combinations of degrees that share a workload over ranks, and why others are not legal. Loads no torch."""
+"""The legal combinations of degrees for a workload, and why others are not legal. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Pipeline parallelism: each rank holds some of the blocks; torch.distributed.pipelining moves the hidden states.
 
 A stage runs the model's own forward on the real micro-batch, so that masks, positions and whatever else the model
-derives from its input are as they always are. Modules it does not hold are replaced: embeddings by a stand-in of the
-right shape, the block before its first by one that hands in the hidden states received, the block after its last by
+derives from its input are as they always are. Modules it does not hold are replaced: embeddings by a placeholder of
+the right shape, the block before its first by one that hands in the hidden states received, the block after its last by
 one that leaves the forward with the hidden states to send. Any model with one row of blocks can be cut so.
 
 Two steps in prepare(): PipelineStrategy drops what the rank does not hold, then the techniques of a stage are applied
@@ -36,7 +36,7 @@ from autoplan.strategies.techniques.checkpointing import replace_module
 from autoplan.strategies.techniques.data_parallel import wrap_data_parallel
 from autoplan.strategies.techniques.mesh import AXES, axis_rank, local_tensor
 from autoplan.strategies.techniques.pipeline_stage import (
-    STAND_INS,
+    PLACEHOLDERS,
     Leave,
     Receive,
     Stage,
@@ -98,7 +98,7 @@ class PipelineStrategy:
 
 def find_structure_of_stage(model: nn.Module, whole: Structure, trace: PipelineTrace) -> Structure:
     """The structure of what a rank still holds: blocks, embeddings and head by the names they always had."""
-    held = {name for name, module in model.named_modules() if not isinstance(module, STAND_INS)}
+    held = {name for name, module in model.named_modules() if not isinstance(module, PLACEHOLDERS)}
     found = find_structure(model)
 
     def keep(pairs: tuple[tuple[str, nn.Module], ...]) -> tuple[tuple[str, nn.Module], ...]:
@@ -157,7 +157,7 @@ class PipelineEngineStrategy:
 
 
 def make_stage(build: Build, cut: PipelineCut, training: TrainingModule, stage: int) -> Stage:
-    """A stage around its own view of the model: shared modules, other stand-ins."""
+    """A stage around its own view of the model: shared modules, other placeholders."""
     start, stop = cut.bounds[stage]
     blocks = cut.trace.blocks
     model = training.model

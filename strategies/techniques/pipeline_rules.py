@@ -49,7 +49,7 @@ def _reason_against_microbatches(config: TrainingConfig, global_batch: int) -> s
 
 def _reason_against_stage(config: TrainingConfig) -> str | None:
     if config.compile == "model":
-        return "compile=model does not go with a pipeline: a stage cannot leave a graph of the whole model after its blocks"
+        return "compile=model does not go with a pipeline: a stage would leave the graph of the whole model early"
     if config.pp_schedule != "zero_bubble":
         return None
     if config.dp_replicate * config.dp_shard > 1:
