@@ -11,18 +11,7 @@ from typing import Any
 from autoplan.planner.export.pytorch_workload import AUTOCAST
 from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import TrainingConfig
-
-OPTIMIZER_FLAGS = {
-    "for_loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-}
-CHECKPOINT_EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1, "selective": 1}
-"""With a value of n, the first of every n blocks is checkpointed."""
-
-CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that use CUDA graphs."""
+from autoplan.strategies.config import CHECKPOINT_EVERY, CUDAGRAPH_MODES, OPTIMIZER_FLAGS, TrainingConfig
 
 # What the script takes from techniques/checkpointing.py and techniques/allocator.py.
 _SELECTIVE_NAMES = ("_KEPT_NAMES", "kept_operations", "_policy", "selective_context")

@@ -18,7 +18,7 @@ from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, same_or_error
 from autoplan.planner.export.transformers_companion import companion
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import PLAIN, TrainingConfig
 
 # The example scripts of transformers read such a file with parse_json_file, too. Without a GPU, the class refuses bf16
 # and fp16 unless use_cpu is set, and refuses tf32 in any case, so tf32 is not checked there.
@@ -113,7 +113,7 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
 def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
     """The knobs of DDP and FSDP2 that are not at torch's default."""
     values: dict[str, Any] = {}
-    if config.ddp_bucket_mb != 25:
+    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
         values["ddp_bucket_mb"] = config.ddp_bucket_mb
     if config.ddp_static_graph:
         values["ddp_static_graph"] = True

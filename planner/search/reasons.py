@@ -13,7 +13,7 @@ from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.techniques.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
+from autoplan.strategies.techniques.rules import incompatible
 
 SAME_SPEED = 0.01
 """A predicted difference below this share is called "as fast"."""
@@ -81,15 +81,10 @@ def _left_out_reason(session: Session, knob: str) -> str | None:
 
 
 def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str | None:
-    """The rules of data parallelism that forbid the other values of a knob with the rest of the plan.
-
-    None if one of the values is allowed.
-    """
-    if knob not in DATA_PARALLEL_KNOBS:
-        return None
+    """Which rules forbid the other values of a knob with the rest of the plan; None if one of them is allowed."""
     others = (value for value in session.context.space.values.get(knob, ()) if value != getattr(config, knob))
     batch = session.context.spec.global_batch
-    found = [reason_against_data_parallel(config.model_dump() | {knob: value}, batch) for value in others]
+    found = [incompatible(config.model_copy(update={knob: value}), batch) for value in others]
     return "; ".join(reason for reason in found if reason) if all(found) else None
 
 

@@ -20,7 +20,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.strategies.analysis.facts import WorkloadFacts
+    from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
 
 MEMORY_SHARE = 0.8
 """Share of the available memory that a trial may take unless --memory-limit says otherwise."""
@@ -254,7 +254,7 @@ def inspect(zygote: Zygote, spec: WorkloadSpec, hardware: HardwareProfile, devic
 
 def degree_combinations(
     fix: Mapping[str, Any], facts: WorkloadFacts, target: Target
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOut]]:
     """The legal degrees for up to --nproc ranks, and what was left out.
 
     Raises:
@@ -269,4 +269,4 @@ def degree_combinations(
     if target.nproc <= 1:
         return ({},), ()
     combinations, dropped = legal_degrees(facts, target.nproc, device=target.device)
-    return [{}, *combinations], [LeftOutFamily.model_validate(family) for family in dropped]
+    return [{}, *combinations], dropped

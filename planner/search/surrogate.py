@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.space.prune import memory_share_bytes
-from autoplan.strategies.config import KNOBS, TrainingConfig
+from autoplan.strategies.config import KNOBS, NUMBERS, TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import CostTable
@@ -29,12 +29,6 @@ Array = NDArray[np.float64]
 
 KNOB_DISTANCE = 0.3
 """Two configurations that differ in one knob correlate by exp(-0.3) = 0.74, in two by exp(-0.6) = 0.55, and so on."""
-
-NUMBERS = (
-    *("micro_batch", "threads", "dp_replicate", "dp_shard", "tp", "pp", "pp_microbatches", "virtual_stages"),
-    *("ddp_bucket_mb", "fsdp_prefetch"),
-)
-"""Knobs whose distance is the logarithm of the ratio (1 per doubling); for other knobs it is 1 if the values differ."""
 
 MIN_TIME_WIDTH, MIN_MEMORY_WIDTH = 0.08, 0.03
 """Lower limits of the prior standard deviations of the logarithms. Assumed: even a calibrated prediction of the time of
