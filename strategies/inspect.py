@@ -1,8 +1,7 @@
 """Looks at a workload without running it: the facts that the space, the cost model and the screen need.
 
 The model is built on the meta device, so that nothing is allocated; only the loss of a user's own function is run once,
-on two samples. Runs in a rank (it loads torch); the records load
-none.
+on two samples. Runs in a rank (it loads torch); the records load none.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
-from autoplan.strategies.analysis.facts import Dependence, KnobChoices, WorkloadFacts
+from autoplan.strategies.analysis.facts import Choices, Dependence, WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.strategies.analysis.structure import MicroBatchDependent, Structure
-    from autoplan.strategies.techniques.base import Choices
     from autoplan.strategies.workloads.workload import Workload
 
 
@@ -239,7 +237,7 @@ def _facts(
             Dependence(module=found.name, kind=found.kind, why=found.why) for found in structure.micro_batch_dependent
         ),
         fixed_micro_batch=workload.fixed_micro_batch,
-        choices=tuple(KnobChoices.model_validate(choice.model_dump()) for choice in choices),
+        choices=tuple(choices),
         parallel=find_parallel_facts(model, structure, workload),
     )
 

@@ -1,9 +1,12 @@
-"""Parity: does a configuration still train the same thing? Compared with one plain fp32 process.
+"""Checks that a configuration trains the same thing as one plain fp32 process.
 
-Losses alone prove nothing: over five steps from random weights a missing 1/A differs by 2e-7. So, per module that owns
-parameters: the norm of the gradient before clipping, the gradient itself (on a sample of its elements) and the norm
-of the parameters' change. Dropout is off, micro-batches hold different numbers of counted items, and there are at
-least two of them. Runs in ranks (planner/parity/worker.py); this module loads no torch.
+In: a workload and a configuration. Out: a `Parity` verdict. The runs are in ranks (planner/parity/worker.py); this
+module loads no torch.
+
+Equal losses prove nothing: a missing 1/A (gradient accumulation) changes the loss of five steps from random weights by
+2e-7. So three figures are compared for each module that owns parameters: the norm of its gradient before clipping, the
+gradient itself (a sample of its elements), and the norm of the change of its parameters. Dropout is off. There are at
+least two micro-batches, and they count different numbers of items.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_CAP = 1e6  # of a relative difference: JSON has no infinity
+_CAP = 1e6
+"""The largest relative difference that is reported, because JSON has no infinity."""
 
 
 class Tolerance(Record):
     """The largest relative differences that pass.
 
-    `norm` is for gradient and update norms per module, `vector` for the distance of a module's gradient. `floor`: a
-    module whose gradient is smaller than this share of the whole gradient is measured against that share.
+    `norm` is for the norms of gradients and updates per module, `vector` for the distance between the gradients of a
+    module. `floor`: the difference of a module whose norm is below this share of the whole model's is relative to that
+    share instead of its own norm.
     """
 
     norm: float
@@ -42,9 +47,9 @@ class Tolerance(Record):
     floor: float
 
 
-# Measured on tiny GPT-2, Llama, T5, BERT and convolutional classifiers and on GPT-2 (124M), largest norm / vector
-# difference of any module: fp32 2e-6 / 2e-6, fp16 4e-3 / 6e-2, bf16 2e-2 / 9e-2 (the largest are modules before a
-# ReLU, whose sign flips). The planted bugs of the tests are off by 9e-2 or more.
+# The largest norm / vector difference of any module of correct runs, measured on tiny GPT-2, Llama, T5, BERT and
+# convolutional classifiers and on GPT-2 (124M): fp32 2e-6 / 2e-6, fp16 4e-3 / 6e-2, bf16 2e-2 / 9e-2 (the largest are
+# modules before a ReLU, where signs flip). The bugs that the tests plant differ by 9e-2 or more.
 TOLERANCES: dict[str, Tolerance] = {
     "fp32": Tolerance(norm=1e-3, vector=2e-3, floor=1e-5),
     "tf32": Tolerance(norm=2e-2, vector=1.5e-1, floor=1e-3),
@@ -53,8 +58,8 @@ TOLERANCES: dict[str, Tolerance] = {
 }
 
 
-class Samples(NamedTuple):
-    """What one run left: its measurement, and sampled gradient elements by parameter name."""
+class ParityRun(NamedTuple):
+    """The result of one run of the check: its measurement, and sampled gradient elements by parameter name."""
 
     measurement: ParityMeasurement
     gradients: Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
@@ -80,11 +85,11 @@ def run_parity(
         device: cuda or cpu.
         directory: For the files of the check.
         deadline_s: For the whole check.
-        cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
-        ranks: Of the candidate; None: its world size.
+        cache_dir: The reference is kept here for the next candidate of the same sizes; None: in `directory`.
+        ranks: Ranks of the candidate; None: its world size.
 
     Raises:
-        TaskFailedError: the deadline passed; that says nothing about the configuration.
+        TaskFailedError: the deadline passed, which says nothing about the configuration.
     """
     started = time.monotonic()
     reference = _reference(zygote, spec, config, device, cache_dir or directory, deadline_s)
@@ -106,13 +111,13 @@ def run_parity(
     return compare(reference, candidates, config)
 
 
-def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingConfig) -> Parity:
-    """Holds each rank of a candidate against the reference.
+def compare(reference: ParityRun, candidates: Sequence[ParityRun], config: TrainingConfig) -> Parity:
+    """Compares each rank of a candidate with the reference.
 
     Args:
         reference: The plain fp32 run.
-        candidates: One per rank; each saw the whole gradient.
-        config: The candidate's; its precision decides the tolerance.
+        candidates: One per rank; each has the whole gradient.
+        config: The candidate's configuration; its precision decides the tolerance.
     """
     tolerance = TOLERANCES[config.precision]
     worst = max((_differences(reference, candidate, tolerance) for candidate in candidates), key=lambda d: d.excess)
@@ -144,7 +149,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
 
 
 def unfinished(config: TrainingConfig, why: str) -> Parity:
-    """The verdict on a check that did not come to its end: not passed."""
+    """The verdict of a check that did not finish: not passed."""
     tolerance = TOLERANCES[config.precision]
     return Parity(
         passed=False,
@@ -170,26 +175,26 @@ class _Differences(NamedTuple):
     problems: tuple[str, ...]
 
 
-def _differences(reference: Samples, candidate: Samples, tolerance: Tolerance) -> _Differences:
-    """The largest differences of one rank, each also as a share of its tolerance (`excess`)."""
-    plain, ours = reference.measurement, candidate.measurement
+def _differences(reference: ParityRun, candidate: ParityRun, tolerance: Tolerance) -> _Differences:
+    """The largest differences between one rank and the reference. `excess` is the largest share of its tolerance."""
+    plain, other = reference.measurement, candidate.measurement
     problems = []
-    missing = sorted(set(plain.modules) ^ set(ours.modules))
+    missing = sorted(set(plain.modules) ^ set(other.modules))
     if missing:
         problems.append(f"parameters are not the same: {', '.join(missing[:3])} is in one of the two only")
     if sorted(reference.gradients) != sorted(candidate.gradients):
-        lost = sorted(set(reference.gradients) ^ set(candidate.gradients))
-        problems.append(f"gradients are not of the same parameters: {', '.join(lost[:3])} is in one of the two only")
-    if not math.isfinite(ours.loss):
-        problems.append(f"the loss is {ours.loss}")
-    shared = [name for name in plain.modules if name in ours.modules]
+        missing = sorted(set(reference.gradients) ^ set(candidate.gradients))
+        problems.append(f"gradients are not of the same parameters: {', '.join(missing[:3])} is in one of the two only")
+    if not math.isfinite(other.loss):
+        problems.append(f"the loss is {other.loss}")
+    shared = [name for name in plain.modules if name in other.modules]
     whole_gradient = math.sqrt(sum(plain.modules[name].gradient_norm ** 2 for name in shared))
     whole_update = math.sqrt(sum(plain.modules[name].update_norm ** 2 for name in shared))
     rows = []
     for name in shared:
-        one, other = plain.modules[name], ours.modules[name]
-        gradient = _relative(one.gradient_norm, other.gradient_norm, tolerance.floor * whole_gradient)
-        update = _relative(one.update_norm, other.update_norm, tolerance.floor * whole_update)
+        expected, found = plain.modules[name], other.modules[name]
+        gradient = _relative(expected.gradient_norm, found.gradient_norm, tolerance.floor * whole_gradient)
+        update = _relative(expected.update_norm, found.update_norm, tolerance.floor * whole_update)
         vector = _vector_error(reference.gradients, candidate.gradients, name, tolerance.floor)
         excess = max(gradient / tolerance.norm, update / tolerance.norm, vector / tolerance.vector)
         rows.append((excess, gradient, update, vector, name))
@@ -198,7 +203,7 @@ def _differences(reference: Samples, candidate: Samples, tolerance: Tolerance) -
         gradient=max((row[1] for row in rows), default=_CAP),
         update=max((row[2] for row in rows), default=_CAP),
         vector=max((row[3] for row in rows), default=_CAP),
-        loss=_relative(plain.loss, ours.loss, 1e-12),
+        loss=_relative(plain.loss, other.loss, 1e-12),
         group=group,
         excess=excess,
         problems=tuple(problems),
@@ -206,6 +211,7 @@ def _differences(reference: Samples, candidate: Samples, tolerance: Tolerance) -
 
 
 def _relative(reference: float, value: float, floor: float) -> float:
+    """|value - reference| / max(|reference|, floor), at most _CAP."""
     if not math.isfinite(value) or not math.isfinite(reference):
         return _CAP
     scale = max(abs(reference), floor)
@@ -231,23 +237,23 @@ def _square(values: Any) -> float:
 
 
 def _sizes_note(measurement: ParityMeasurement) -> str:
-    """Of the candidate's measurement: what was checked on."""
+    """A sentence on the sizes of the check, from the candidate's measurement."""
     size = f"{measurement.global_batch} samples"
     if measurement.sequence_length is not None:
         size += f" of {measurement.sequence_length} tokens"
     text = f"checked on {size} in micro-batches of {measurement.micro_batch}, dropout off, {measurement.steps} step(s)"
     if not measurement.uneven_counts:
-        text += ", all micro-batches counting the same"
+        text += "; all micro-batches count the same number of items"
     return text
 
 
-# Running.
+# Runs of the check.
 
 
 def _reference(
     zygote: Zygote, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, deadline_s: float
-) -> Samples | str:
-    """The plain run, kept by what decides it; or why there is none."""
+) -> ParityRun | str:
+    """The plain run, from the folder where it is kept, else run now; or a sentence on why there is none."""
     request = ParityRequest(spec=spec, config=config, plain=True, device=device, samples="")
     key = [spec.identity, config.micro_batch, config.dp, request.accumulation, device]
     kept = folder / ("reference-" + hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
@@ -261,7 +267,7 @@ def _reference(
 
 def _run(
     zygote: Zygote, request: ParityRequest, folder: Path, ranks: int, deadline_s: float
-) -> tuple[ProcessReport, list[Samples]]:
+) -> tuple[ProcessReport, list[ParityRun]]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("gradients.*.npz"):
         old.unlink()
@@ -283,13 +289,13 @@ def _run(
     return report, _load(folder, ranks)
 
 
-def _load(folder: Path, ranks: int) -> list[Samples]:
+def _load(folder: Path, ranks: int) -> list[ParityRun]:
     try:
         measurements = json.loads((folder / "measurements.json").read_text())
         loaded = []
         for rank in range(ranks):
             with np.load(folder / f"gradients.{rank}.npz") as file:
-                loaded.append(Samples(ParityMeasurement.model_validate(measurements[rank]), dict(file)))
+                loaded.append(ParityRun(ParityMeasurement.model_validate(measurements[rank]), dict(file)))
     except (OSError, ValueError, IndexError):
         return []
     return loaded

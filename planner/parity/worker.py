@@ -1,8 +1,8 @@
-"""The parity check as its ranks run it: one plain fp32 process, and the candidate as `prepare` builds it.
+"""One run of the parity check, in a rank: the plain fp32 reference, or the candidate as `prepare` builds it.
 
-Both take the same few steps on the same small batches with dropout off, and write down, per module that owns
-parameters or buffers, the norm of the gradient before clipping and of the change of its state, and a sample of the
-gradient's elements. `planner/parity/compare.py` compares.
+In: a `ParityRequest`. Out: a `ParityMeasurement` and a file of sampled gradient elements. Both runs take the same few
+steps on the same small batches with dropout off. Measured for each module that owns parameters or buffers: the norm of
+the gradient before clipping, and the norm of the change of its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoplan.planner.parity.records import (
     ParityMeasurement,
     ParityRequest,
 )
-from autoplan.planner.trials.worker import MEETING_TIMEOUT_S, pick_device
+from autoplan.planner.trials.worker import RENDEZVOUS_TIMEOUT_S, pick_device
 from autoplan.strategies.analysis.additivity import check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout
 from autoplan.strategies.config import TrainingConfig
@@ -38,14 +38,21 @@ from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
-SAMPLED_ELEMENTS = 1 << 16  # of each parameter's gradient, evenly spread
-MOST_STEPS = 3  # a schedule may start at a rate of 0: steps are taken until parameters have changed
-_MASKED_SHARE = 0.7  # of the last sample's labels: counts then differ between micro-batches
-_MOST_SKIPPED_STEPS = 16  # the loss scale begins at 2**16 and halves
+SAMPLED_ELEMENTS = 1 << 16
+"""At most so many elements of each parameter's gradient are compared, evenly spread."""
+
+MAX_STEPS = 3
+"""Steps are taken until a parameter has changed, but at most so many: a schedule may start at a learning rate of 0."""
+
+_MASKED_SHARE = 0.7
+"""Of the labels of the last sample; fewer are masked in earlier samples, so that the counts of micro-batches differ."""
+
+_MAX_SKIPPED_STEPS = 16
+"""The loss scale of fp16 begins at 2**16 and halves at each skipped step."""
 
 
 def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasurement:
-    """One run of the check in a rank; the gradient's sampled elements go to a file."""
+    """Runs the reference or the candidate, and writes the sampled gradient elements to a file."""
     context.phase("build")
     device = pick_device(context, request.device)
     workload, config = make_small(load_workload(request.spec), request)
@@ -55,7 +62,8 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
     else:
         mesh = None
         if context.world_size > 1:
-            context.init_process_group("cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo", MEETING_TIMEOUT_S)
+            backend = "cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo"
+            context.init_process_group(backend, RENDEZVOUS_TIMEOUT_S)
             mesh = build_mesh(config, request.device)
         recorder = Recorder(mesh)
         measurement = run_candidate(workload, config, request.steps or 1, device, recorder, context.phase)
@@ -66,7 +74,7 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
 def make_small(workload: Workload, request: ParityRequest) -> tuple[Workload, TrainingConfig]:
     """The workload with dropout off and a small global batch, and the config with a small micro-batch.
 
-    A micro-batch that the user fixed stays as it is.
+    A micro-batch that the user fixed is not changed.
     """
 
     def build_model() -> nn.Module:
@@ -82,13 +90,13 @@ def make_small(workload: Workload, request: ParityRequest) -> tuple[Workload, Tr
 
 
 def parity_batch(workload: Workload, index: int) -> tuple[Batch, bool]:
-    """A global batch of the check: short sequences, and the labels of later samples masked.
+    """A global batch of the check: with short sequences, and with part of the labels of later samples masked.
 
-    Both are done to batches that are dicts of (samples, sequence length) tensors with `labels`, as language models
-    take; other batches stay as they are.
+    This is done if the batch is a dict of (samples, sequence length) tensors with `labels`, as language models take.
+    Other batches are not changed.
 
     Returns:
-        The batch, and whether its samples count differently.
+        The batch, and whether its samples count different numbers of items.
     """
     batch = workload.make_batch(workload.global_batch, index)
     labels = batch.get("labels") if isinstance(batch, dict) else None
@@ -112,7 +120,7 @@ def run_candidate(
     recorder: Recorder,
     phase: Callable[[str], None],
 ) -> ParityMeasurement:
-    """The candidate's steps, through the same TrainingRun that training uses."""
+    """Runs the steps of the candidate with the TrainingRun that training uses."""
     run = prepare(workload, config, device=device, mesh=recorder.mesh)
     recorder.start(run.model)
     run.observe_gradients(recorder.gradients_of(run.model))
@@ -121,7 +129,7 @@ def run_candidate(
     for index in range(steps):
         batch, uneven = parity_batch(workload, index)
         result = run.step(run.local_share(batch))
-        for _ in range(_MOST_SKIPPED_STEPS):  # fp16 begins with a loss scale that may be too large
+        for _ in range(_MAX_SKIPPED_STEPS):  # the first loss scales of fp16 may be too large
             if not result.skipped:
                 break
             recorder.forget_gradients()
@@ -138,10 +146,10 @@ def run_plain(
     recorder: Recorder,
     phase: Callable[[str], None],
 ) -> ParityMeasurement:
-    """The reference: a plain loop in fp32 that shares no line with TrainingRun.
+    """Runs the reference: a plain loop in fp32 that shares no code with TrainingRun.
 
-    The whole batch goes through at once, or in the micro-batches that the user fixed. Gradients of summed losses add
-    up and are divided by the count of the whole batch.
+    The whole batch is one micro-batch, unless the user fixed the micro-batch. The gradients of the summed losses are
+    added up and divided by the count of the whole batch.
     """
     set_matmul_tf32(False)
     torch.manual_seed(workload.seed)
@@ -155,7 +163,7 @@ def run_plain(
     record = recorder.gradients_of(model)
     phase("steps")
     loss, steps, uneven = float("nan"), 0, False
-    while steps == 0 or (steps < MOST_STEPS and not recorder.has_changed(model)):
+    while steps == 0 or (steps < MAX_STEPS and not recorder.has_changed(model)):
         batch, uneven = parity_batch(workload, steps)
         total, count = 0.0, 0.0
         for micro in split_batch(move_batch(batch, device), workload.fixed_micro_batch or workload.global_batch):
@@ -181,7 +189,7 @@ def run_plain(
 
 
 class Recorder:
-    """Keeps the parameters at the start and the gradients of the first step, and measures both."""
+    """Records the parameters before the first step and the gradients of the first step, and measures them."""
 
     def __init__(self, mesh: Any = None) -> None:
         self.mesh = mesh
@@ -191,11 +199,11 @@ class Recorder:
         self._recorded = False
 
     def start(self, model: nn.Module) -> None:
-        """Keeps a copy of the parameters and buffers."""
+        """Copies the parameters and buffers."""
         self._start = {name: tensor.clone() for name, tensor in self._full(self._state(model)).items()}
 
     def gradients_of(self, model: nn.Module) -> Callable[[], None]:
-        """A function that records the gradients as they are when it is first called."""
+        """A function that records the gradients when it is first called; later calls do nothing."""
 
         def record() -> None:
             if self._recorded:
@@ -211,7 +219,7 @@ class Recorder:
         return record
 
     def forget_gradients(self) -> None:
-        """Records anew at the next call."""
+        """Drops the recorded gradients; the next call records again."""
         self._recorded = False
         self._gradient_squares.clear()
         self._samples.clear()
@@ -256,9 +264,9 @@ class Recorder:
         np.savez(path, **self.samples())
 
     def _state(self, model: nn.Module) -> dict[str, Any]:
-        """Parameters, and on one rank the buffers that are saved: running statistics are what is trained too.
+        """The parameters, and on one rank the saved buffers too: running statistics are part of what is trained.
 
-        Over ranks each sees its own micro-batches, so running statistics are not those of one process.
+        With several ranks, each has its own micro-batches, so their running statistics differ from one process's.
         """
         state: dict[str, Any] = dict(named_parameters(model))
         if self.mesh is None:
@@ -268,7 +276,7 @@ class Recorder:
         return state
 
     def _full(self, named: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU; on one rank they may be the model's own, which go on changing."""
+        """Whole tensors on the CPU; on one rank they may share memory with the model and change later."""
         if self.mesh is None:
             return {name: tensor.detach().cpu() for name, tensor in named.items()}
         return gather_full(named, self.mesh)
@@ -280,7 +288,7 @@ def norm_of(tensor: torch.Tensor) -> float:
 
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of at most SAMPLED_ELEMENTS elements, evenly spread, in fp32; the stride is odd, to meet all columns."""
+    """A copy of at most SAMPLED_ELEMENTS evenly spread elements in fp32; an odd stride samples all columns."""
     flat = tensor.reshape(-1).float()
     stride = (flat.numel() // SAMPLED_ELEMENTS) | 1
     return flat[:: max(1, stride)][:SAMPLED_ELEMENTS].clone(memory_format=torch.contiguous_format)

@@ -11,8 +11,9 @@ from torch import nn
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, OutputHead, Workload
@@ -28,9 +29,7 @@ class LossStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """fused where the workload says how its head splits off."""
         reason = reason_against_fusing(workload, structure.model)
-        if reason is None:
-            return Choices(knob=self.name, values=("full", "fused"))
-        return Choices(knob=self.name, values=("full",), left_out=(LeftOut(value="fused", reason=reason),))
+        return offer(self.name, ("full",), {"fused": reason})
 
     def apply(self, build: Build) -> None:
         """Puts the fused loss in the place of the workload's.
@@ -40,7 +39,7 @@ class LossStrategy:
         """
         if build.config.loss == "full":
             return
-        if build.pipeline is not None and build.structure.head is None:
+        if build.pipeline.cut is not None and build.structure.head is None:
             return  # the last stage of the pipeline has the head, and the loss
         reason = reason_against_fusing(build.workload, build.model)
         if reason is not None:

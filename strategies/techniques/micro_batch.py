@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from autoplan.errors import WorkloadError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import micro_batches
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -22,11 +23,11 @@ class MicroBatchStrategy:
         """
         values = tuple(micro_batches(workload.global_batch))
         if not structure.micro_batch_dependent:
-            return Choices(knob=self.name, values=values)
+            return offer(self.name, values)
         fixed = workload.fixed_micro_batch
         reason = "it would train something else: " + describe_dependence(structure)
-        left_out = tuple(LeftOut(value=value, reason=reason) for value in values if value != fixed)
-        return Choices(knob=self.name, values=() if fixed is None else (fixed,), left_out=left_out)
+        others = dict.fromkeys((value for value in values if value != fixed), reason)
+        return offer(self.name, () if fixed is None else (fixed,), others)
 
     def apply(self, build: Build) -> None:
         """Refuses a micro-batch that would change what is trained.

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 
 from autoplan.errors import WorkloadError
-
-OPTIMIZER_FLAGS = {
-    "for_loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-}
-"""The forms of an optimizer step that torch has, as the flags of its optimizers."""
+from autoplan.strategies.config import OPTIMIZER_FLAGS
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from autoplan.planner.parity.compare import Samples, compare
+from autoplan.planner.parity.compare import ParityRun, compare
 from autoplan.planner.parity.records import ParityRequest
 from autoplan.planner.parity.worker import Recorder, make_small, run_candidate, run_plain
 from autoplan.planner.records import Parity
@@ -22,20 +22,20 @@ def _ignore_phase(name: str) -> None:
     pass
 
 
-def reference(workload: Workload, config: TrainingConfig) -> Samples:
+def reference(workload: Workload, config: TrainingConfig) -> ParityRun:
     """The plain fp32 run that a config is held against."""
     small, _ = make_small(workload, _request(config))
     recorder = Recorder()
     measurement = run_plain(small, torch.device("cpu"), recorder, _ignore_phase)
-    return Samples(measurement, recorder.samples())
+    return ParityRun(measurement, recorder.samples())
 
 
-def candidate(workload: Workload, config: TrainingConfig, steps: int = 1) -> Samples:
+def candidate(workload: Workload, config: TrainingConfig, steps: int = 1) -> ParityRun:
     """What prepare() makes of a config."""
     small, small_config = make_small(workload, _request(config))
     recorder = Recorder()
     measurement = run_candidate(small, small_config, steps, torch.device("cpu"), recorder, _ignore_phase)
-    return Samples(measurement, recorder.samples())
+    return ParityRun(measurement, recorder.samples())
 
 
 def check_parity(workload: Workload, config: TrainingConfig) -> Parity:

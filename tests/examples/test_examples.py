@@ -52,3 +52,15 @@ def test_image_classifier_is_planned(tmp_path: Path) -> None:
     assert document["status"] == "plan_found" and document["plan"]["workload"]["unit"] == "samples"
     assert document["plan"]["parity"]["passed"] and document["plan"]["workload"]["global_batch"] == 16
     run(tmp_path, "-m", "autoplan", "run", "--steps", "2")
+
+
+def test_the_tutorial_searches_trains_and_resumes(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "tutorial.py")
+    search = ["-m", "autoplan", "search", "--model", f"{script}:workload", "--global-batch", "8", "--budget", "60s"]
+    run(tmp_path, *search, "--max-trials", "2", "--fix", "compile=off", "--device", "cpu", "--out", "plan.json")
+    whole = run(tmp_path, script, "--steps", "40", "--checkpoint", "whole.pt")
+    assert losses(whole)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
+    run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
+    resumed = run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
+    assert "resumed at step 20" in resumed
+    assert losses(resumed)[40] == pytest.approx(losses(whole)[40], abs=2e-4), "the loss differs after resuming"

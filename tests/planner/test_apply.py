@@ -1,12 +1,15 @@
 """plan.prepare: the plan on the user's own parts, and what it says where they do not fit the plan."""
 
 import functools
+import inspect
 import warnings
 
 import pytest
 import torch
 
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
+from autoplan.planner.apply import prepare_plan
+from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
@@ -174,3 +177,17 @@ def test_a_fixed_micro_batch_is_the_plans():
     loaded = type(plan).model_validate_json(plan.model_dump_json())
     run = loaded.prepare(functools.partial(Classifier, True), sgd, image_loss)
     assert torch.isfinite(run.step(image_batch(8, 0)).loss)
+
+
+def test_plan_prepare_and_what_it_calls_have_one_signature():
+    given = [list(inspect.signature(function).parameters.values())[1:] for function in (Plan.prepare, prepare_plan)]
+    assert given[0] == given[1] and len(given[0]) == 9
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in given[0])
+    returns = [inspect.signature(function).return_annotation for function in (Plan.prepare, prepare_plan)]
+    assert returns[0] == returns[1] == "TrainingRun"
+    assert "max_grad_norm: 'float | None' = AS_SEARCHED" in str(inspect.signature(Plan.prepare))
+
+
+def test_a_wrong_keyword_is_refused_by_name(plan):
+    with pytest.raises(TypeError, match="optimiser"):
+        plan.prepare(optimiser=None)

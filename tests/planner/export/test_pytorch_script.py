@@ -1,4 +1,4 @@
-"""The exported script runs where autoplan cannot be imported, and its losses are those of the plan's own run."""
+"""The exported script runs without autoplan, and its losses are those of the plan's own run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run_script(path: Path, folder: Path) -> list[float]:
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'autoplan':\n"
-        "            raise ImportError('autoplan is not to be had here')\n"
+        "            raise ImportError('autoplan cannot be imported here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,6 +1,6 @@
 """Bugs planted into the training run: each must fail the parity check, in the precision with the widest tolerance too.
 
-They are planted here by patching; the product has no switches for them.
+They are planted here by patching; autoplan itself has no switches for them.
 """
 
 import pytest
@@ -83,8 +83,8 @@ def test_untied_weight(monkeypatch, config):
 
     from tests.contracts import parity_contract
 
-    honest = parity_contract.reference
-    monkeypatch.setattr(parity_contract, "reference", lambda _, config: honest(workload, config))
+    unchanged = parity_contract.reference
+    monkeypatch.setattr(parity_contract, "reference", lambda _, config: unchanged(workload, config))
     planted = language()
     planted.build_model = untied
     parity = parity_contract.check_parity(planted, config)
@@ -189,4 +189,4 @@ def test_contrastive_loss_is_not_additive():
 
 def test_counts_differ_between_micro_batches():
     parity = check_parity(language(GPT2), TrainingConfig(micro_batch=2))
-    assert "counting the same" not in parity.note
+    assert "count the same" not in parity.note

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoplan.planner.cost.traced.compute import discard_outlier_timings, measured_seconds
-from autoplan.planner.cost.traced.rates import MatmulLaw, Rates
+from autoplan.planner.cost.traced.rates import MatmulFit, Rates
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import TimingRequest, extrapolate_call, time_operations
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
@@ -112,10 +112,10 @@ def test_between_two_timed_sizes_lies_a_line_and_beyond_them_proportion() -> Non
 
 def test_times_that_a_busy_machine_disturbed_are_left_out() -> None:
     """Products that take ten times as long as the probe found: nothing that was timed with them is used."""
-    law = MatmulLaw(coefficients=np.array([1e-11, 0.0, 0.0, 0.0, 0.0]), measured=True)
+    fit = MatmulFit(coefficients=np.array([1e-11, 0.0, 0.0, 0.0, 0.0]), measured=True)
     rates = Rates(
         device="cpu",
-        matmul={"float32": law},
+        matmul={"float32": fit},
         attention_flops_per_s={"float32": 1e11},
         memory_bytes_per_s=1e10,
         dispatch_s=1e-6,

@@ -163,26 +163,26 @@ def test_shards_are_a_share_of_the_model(zygote: Zygote, plain: Any, tmp_path: P
 def no_gradient_sync(run: TrainingRun | None) -> None:
     """The all-reduce of DDP (or FSDP2's reduce-scatter) never happens."""
     if run is not None:
-        set_sync = run._build.set_gradient_sync
-        run._build.set_gradient_sync = lambda sync: set_sync(False)
+        set_sync = run._build.hooks.set_sync
+        run._build.hooks.set_sync = lambda sync: set_sync(False)
 
 
 def wrong_scale(run: TrainingRun | None) -> None:
     """The average over ranks is taken for a sum."""
     if run is not None:
-        run._build.gradient_ranks = 1
+        run._build.gradients.ranks = 1
 
 
 def micro_steps_averaged(run: TrainingRun | None) -> None:
     """Gradients that were scattered before are averaged with the new ones, where they should be added to."""
     if run is not None:
-        run._build.gradient_ranks /= run.accumulation
+        run._build.gradients.ranks /= run.accumulation
 
 
 def replicas_apart(run: TrainingRun | None) -> None:
     """Replicas of shards (HSDP) share the last micro-step's gradients alone: what was scattered before is dropped."""
     if run is not None:
-        set_sync = run._build.set_gradient_sync
+        set_sync = run._build.hooks.set_sync
         modules: Any = [module for module in run._build.module.modules() if hasattr(module, "_get_fsdp_state")]
 
         def forget(sync: bool) -> None:
@@ -191,7 +191,7 @@ def replicas_apart(run: TrainingRun | None) -> None:
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     group._partial_reduce_output = None
 
-        run._build.set_gradient_sync = forget
+        run._build.hooks.set_sync = forget
 
 
 def embedding_not_summed(run: TrainingRun | None) -> None:
@@ -214,7 +214,7 @@ def norm_gradients_not_summed(run: TrainingRun | None) -> None:
 def untied_over_stages(run: TrainingRun | None) -> None:
     """The two stages that hold the tied embedding keep their gradients to themselves."""
     if run is not None:
-        run._build.finish_gradients.clear()
+        run._build.gradients.finish.clear()
 
 
 def head_untied(run: TrainingRun | None) -> None:

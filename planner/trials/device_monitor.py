@@ -1,11 +1,11 @@
-"""What a trial sees of its device while it runs: memory peaks, throttling, compiler events. Runs in a rank."""
+"""Monitors the device while a trial runs: peak memory, reasons of throttling, compilations. Runs in a rank."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ import torch
 from autoplan.planner.records import PeakMemory
 
 
-class MemoryWatch:
-    """Peak memory from the moment it is made.
+class MemoryMonitor:
+    """Peak memory of this process from the moment the monitor is made.
 
-    CUDA: torch's allocator (allocated, reserved) and what the device has in use beyond what others had at the start.
-    CPU: the peak resident set (VmHWM), after free pages went back to the system (malloc_trim) and the peak was reset
-    (`clear_refs`, proc(5)).
+    CUDA: the peaks of torch's allocator (allocated, reserved), and the memory in use on the device minus what was in
+    use at the start. CPU: the peak resident set (VmHWM). Before it starts, free pages are returned to the system
+    (malloc_trim) and the peak is reset (`clear_refs`, proc(5)).
+
+    Args:
+        device: The rank's device.
+        limit_bytes: The limit of its memory; torch's allocator keeps it on CUDA. None: no limit.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
@@ -51,7 +55,7 @@ class MemoryWatch:
 
     @property
     def allocator_retries(self) -> int:
-        """How often the allocator had to give cached memory back and try again: it fits, but only just."""
+        """How often the allocator had to free its cache and try again: the configuration barely fits."""
         return _allocator_retries(self.device) - self._retries_before if self.device.type == "cuda" else 0
 
 
@@ -68,14 +72,14 @@ def _return_free_pages() -> None:
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
-        pass  # not glibc: the peak then holds pages that were free already
+        pass  # not glibc: the peak then counts pages that were free already
 
 
 def _reset_resident_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pass  # not permitted in some sandboxes: the peak then is the process's, not the build's
+        pass  # not permitted in some sandboxes: the peak then is that of the whole life of the process
 
 
 def _resident_peak_bytes() -> int | None:
@@ -86,11 +90,11 @@ def _resident_peak_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-class ThrottleWatch:
-    """Collects why the GPU ran below its clocks; asks the driver at most five times a second."""
+class ThrottleMonitor:
+    """Collects the reasons why the GPU lowered its clocks; asks the driver at most five times a second."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seen: set[str] = set()
+        self.reasons: set[str] = set()
         self._asked = 0.0
         self._nvml: Any = None
         self._handle: Any = None
@@ -104,30 +108,29 @@ class ThrottleWatch:
             self._handle = self._nvml.query("nvmlDeviceGetHandleByUUID", uuid).value
 
     def sample(self) -> None:
-        """Asks once; does nothing without a driver that answers."""
+        """Asks the driver; does nothing if there is none, or it was asked less than 0.2 s ago."""
         now = time.monotonic()
         if self._handle is None or now - self._asked < 0.2:
             return
         self._asked = now
         from autoplan.probes.gpu import read_throttle_reasons
 
-        self.seen.update(read_throttle_reasons(self._nvml, self._handle))
+        self.reasons.update(read_throttle_reasons(self._nvml, self._handle))
 
 
 @dataclass(kw_only=True, slots=True)
-class CompilerWatch:
-    """Counts what torch.compile does from `start()` on: compilations (a recompile inside a timed window spoils it)."""
+class CompileMonitor:
+    """Notices compilations by torch.compile after `start()`: times of a window with a compilation cannot be used."""
 
-    _graphs: int = 0
-    _cache: tuple[int, int] = field(default=(0, 0))
+    _graphs_at_start: int = 0
 
     def start(self) -> None:
         """Begins a window."""
-        self._graphs = _compiled_graphs()
+        self._graphs_at_start = _compiled_graphs()
 
     def recompiled(self) -> bool:
         """Whether anything was compiled since start()."""
-        return _compiled_graphs() > self._graphs
+        return _compiled_graphs() > self._graphs_at_start
 
     @staticmethod
     def graph_breaks() -> int:
@@ -136,7 +139,7 @@ class CompilerWatch:
 
     @staticmethod
     def cache_state() -> str:
-        """How much the compile cache gave, in words."""
+        """Hits and misses of the compile cache, as a sentence."""
         inductor = _counters().get("inductor", {})
         hits, misses = inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
         return f"compile cache: {hits} hit(s), {misses} miss(es)"

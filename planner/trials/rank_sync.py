@@ -1,4 +1,4 @@
-"""What the ranks of a trial decide together: every rank sees the slowest rank's times and takes the same turns."""
+"""Agreement between the ranks of a trial: each rank gets the slowest rank's times, so that all decide the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import torch
 import torch.distributed as dist
 
 
-class Team:
-    """All ranks of a trial; with one rank nothing is exchanged."""
+class RankSync:
+    """Exchanges values between all ranks of a trial; with one rank nothing is exchanged.
+
+    Args:
+        world_size: Number of ranks.
+        device: Where the exchanged tensors are made, if it is a GPU.
+    """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
         self.device = device if device.type == "cuda" else torch.device("cpu")
 
-    def slowest(self, values: Sequence[float]) -> list[float]:
+    def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over the ranks."""
         if self.world_size == 1:
             return list(values)
@@ -24,9 +29,9 @@ class Team:
         return [float(value) for value in tensor.tolist()]
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
-        return self.slowest([float(flag)])[0] > 0
+        """Whether the flag is set on any rank."""
+        return self.largest([float(flag)])[0] > 0
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        self.slowest([0.0])
+        self.largest([0.0])

@@ -1,4 +1,8 @@
-"""What an export must know of a model that only the model itself says: its task and the names of its blocks."""
+"""What an export must know of a model itself: the task of a language model, and the names of the repeated blocks.
+
+In: a `WorkloadSpec`. Out: a `ModelSummary`. The model is built on the meta device in its own process, because that
+loads torch and perhaps the user's code.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from typing import Any, NamedTuple
 from autoplan.errors import ExportError
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
-# In a process of its own: it loads torch and perhaps the user's code. The model is on the meta device.
-_READ = """
+_SUMMARIZE = """
 import json, sys
 import torch
 from autoplan.strategies.workloads import language_model
@@ -25,42 +28,42 @@ losses = {loss: task for task, loss in language_model.LANGUAGE_MODEL_LOSSES.item
 with torch.device("meta"):
     model = workload.build_model()
 stacks = [[name for name, _ in stack] for stack in find_structure(model).stacks]
-print("OUTLINE " + json.dumps({"task": losses.get(workload.loss, ""), "stacks": stacks}))
+print("SUMMARY " + json.dumps({"task": losses.get(workload.loss, ""), "stacks": stacks}))
 """
 
 
-class Outline(NamedTuple):
-    """The training task of a language model ("" for others), and the names of the repeated blocks, run by run."""
+class ModelSummary(NamedTuple):
+    """The task of a language model ("" for other models), and the names of the blocks of each stack."""
 
     task: str
     stacks: list[list[str]]
 
 
-def read_outline(spec: WorkloadSpec) -> Outline:
-    """Builds the workload's model on the meta device and reads its outline.
+def summarize_model(spec: WorkloadSpec) -> ModelSummary:
+    """Builds the model of a workload on the meta device and returns its summary.
 
     Raises:
         ExportError: the workload cannot be built.
     """
-    return _read_outline(spec.model_dump_json(), spec.name)
+    return _summarize_model(spec.model_dump_json(), spec.name)
 
 
 @functools.lru_cache(maxsize=16)
-def _read_outline(spec: str, name: str) -> Outline:
-    done = subprocess.run([sys.executable, "-c", _READ], input=spec, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTLINE ")]
+def _summarize_model(spec: str, name: str) -> ModelSummary:
+    done = subprocess.run([sys.executable, "-c", _SUMMARIZE], input=spec, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     if done.returncode or not lines:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]
         raise ExportError(
-            f"the model of {name} could not be built to write it down: {last[0]}",
+            f"the model of {name} could not be built for the export: {last[0]}",
             hint="The workload's files must be where they were when the plan was made.",
         )
-    document: dict[str, Any] = json.loads(lines[-1].removeprefix("OUTLINE "))
-    return Outline(task=document["task"], stacks=document["stacks"])
+    document: dict[str, Any] = json.loads(lines[-1].removeprefix("SUMMARY "))
+    return ModelSummary(task=document["task"], stacks=document["stacks"])
 
 
 def stack_source(stack: list[str]) -> str:
-    """Names as Python source: a comprehension where they count up, else a list."""
+    """Names as Python source: a comprehension if they are numbered in order, else a list."""
     match = re.fullmatch(r"(.*?)(\d+)", stack[0])
     if match and len(stack) > 2:
         prefix, first = match[1], int(match[2])

@@ -1,4 +1,4 @@
-"""The steps of a trial, in this process: which are run, and that a step put together from parts is a whole step."""
+"""The steps of a trial, in this process: which are run, and that the parts of a step take as long as a whole step."""
 
 import time
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autoplan.planner.trials.measure import step_terms, sum_interval
+from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialRequest
-from autoplan.planner.trials.stepping import PART_MICRO_STEPS, StepTimer
-from autoplan.planner.trials.team import Team
+from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, StepTimer
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.sources import load_workload, make_spec
@@ -21,7 +21,7 @@ WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 
 
 class Silent:
-    """What a rank tells its planner goes nowhere."""
+    """Drops what a rank reports to its planner."""
 
     def phase(self, name: str) -> None: ...
 
@@ -45,7 +45,7 @@ def make_timer(function: str, micro_batch: int, time_box_s: float) -> StepTimer:
         context=silent,
         request=TrialRequest(spec=spec, config=config, device="cpu", time_box_s=time_box_s),
         run=prepare(load_workload(spec), config),
-        team=Team(1, torch.device("cpu")),
+        ranks=RankSync(1, torch.device("cpu")),
         mesh=None,
         throttle=silent,
     )
@@ -53,9 +53,9 @@ def make_timer(function: str, micro_batch: int, time_box_s: float) -> StepTimer:
 
 @pytest.mark.parametrize(
     ("time_box_s", "micro_steps_run", "samples"),
-    [(0.05, 3, 2), (0.7, 4, 3)],  # a micro-step of 0.2 s is very dear; is dear
+    [(0.05, 3, 2), (0.7, 4, 3)],  # a micro-step of 0.2 s is very expensive; is expensive
 )
-def test_a_dear_trial_runs_as_few_micro_steps_as_show_that_it_fits(
+def test_an_expensive_trial_runs_only_the_micro_steps_that_show_that_it_fits(
     time_box_s: float, micro_steps_run: int, samples: int
 ):
     """Real steps of a real run; each is made to last 0.2 s. Two optimizer steps, gradients accumulated beside state."""
@@ -90,7 +90,7 @@ def test_a_dear_trial_runs_as_few_micro_steps_as_show_that_it_fits(
 def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.MonkeyPatch):
     """By CPU time on one thread, in turn in one process: other processes on the machine do not count in it.
 
-    Within 20 %: seen here are 2 %, and 15 to 40 % when the second micro-step is not a kind of its own.
+    Within 20 %: seen here are 2 %, and 15 to 40 % when the second micro-step is not a part of its own.
     """
     monkeypatch.setattr(time, "perf_counter", time.process_time)
     timer = make_timer("make_wide", 32, 1000.0)
@@ -100,9 +100,6 @@ def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.Monke
         began = time.process_time()
         timer.run.step(batches[number % 2])
         whole.append(time.process_time() - began)
-        cycle = timer.short_step(PART_MICRO_STEPS)
-        for kind, values in cycle.items():
-            timer.parts.setdefault(kind, []).extend(values)
-    timer.parts.pop("all")
+        timer._add_samples(timer.short_step(PART_MICRO_STEPS))
     parts = sum_interval(step_terms(timer.parts, timer.run.accumulation)).median
     assert parts == pytest.approx(median(whole[2:]), rel=0.2)
