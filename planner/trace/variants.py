@@ -31,17 +31,23 @@ def variants_of(config: TrainingConfig) -> tuple[VariantKey, VariantKey]:
     return base, base.model_copy(update={"checkpointing": "full"}) if whole else base
 
 
-def variants_to_trace(configs: Iterable[TrainingConfig]) -> tuple[VariantKey, ...]:
+def variants_to_trace(configs: Iterable[TrainingConfig], *, has_blocks: bool = False) -> tuple[VariantKey, ...]:
     """The eager variants that predictions of these configurations read, the plain one first, then the simplest ones.
 
-    A compiled variant is predicted from the eager ones with the same knobs, and between no and selective checkpointing;
-    memory that comes and goes in a micro-step is read from the variant without checkpointing.
+    A compiled variant is predicted from the eager ones with the same knobs, between no and selective checkpointing.
+    Memory that comes and goes in a micro-step is read from the variant without checkpointing.
+
+    Args:
+        configs: The candidates.
+        has_blocks: The model has repeated blocks, so that selective checkpointing applies.
     """
     keys = {PLAIN}
     for place in {(c.precision, c.attention, c.checkpointing, c.loss, c.compile != "off"): c for c in configs}.values():
         for key in variants_of(place):
             keys.add(key.model_copy(update={"compiled": False}))
             keys.add(key.model_copy(update={"compiled": False, "checkpointing": "none"}))
+            if key.compiled and has_blocks:
+                keys.add(key.model_copy(update={"compiled": False, "checkpointing": "selective"}))
     return tuple(sorted(keys, key=lambda key: (_techniques(key), key.text())))
 
 
