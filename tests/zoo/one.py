@@ -1,6 +1,6 @@
 """One workload of the zoo, end to end, in a process of its own: a search, parity, the plan loaded and applied.
 
-    python -m tests.zoo.one NAME BUDGET_S FOLDER
+    python -m tests.zoo.one NAME BUDGET_S FOLDER [TRIALS]
 
 Writes FOLDER/NAME.json, an Ending; `tests.zoo.run` starts it and reads that.
 """
@@ -108,7 +108,9 @@ class Watcher(SearchObserver):
         self.ending.trials.append(words + (f": {trial.reason}{lines}" if trial.reason else ""))
 
 
-def search_and_apply(entry: Entry, budget_s: float, folder: Path, changed: Callable[[Ending], None]) -> Ending:
+def search_and_apply(
+    entry: Entry, budget_s: float, folder: Path, changed: Callable[[Ending], None], max_trials: int | None = None
+) -> Ending:
     """A search, then steps by the plan as loaded from its file. Never raises.
 
     Args:
@@ -116,6 +118,7 @@ def search_and_apply(entry: Entry, budget_s: float, folder: Path, changed: Calla
         budget_s: Of the search.
         folder: For the store and the plan.
         changed: Is called at each new stage.
+        max_trials: At most so many; None: what the budget allows.
     """
     import autoplan
 
@@ -127,6 +130,7 @@ def search_and_apply(entry: Entry, budget_s: float, folder: Path, changed: Calla
         plan = autoplan.search(
             entry.reference,
             budget=budget_s,
+            max_trials=max_trials,
             fix=dict(entry.fix),
             device="cpu",
             store=folder / f"{entry.name}.store",
@@ -185,9 +189,9 @@ def read(name: str, folder: Path) -> Ending:
 
 def main() -> None:
     """Runs the one that the command line names."""
-    name, budget, folder = sys.argv[1:]
-    into = Path(folder)
-    write(search_and_apply(BY_NAME[name], float(budget), into, lambda ending: write(ending, into)), into)
+    name, budget, folder, *trials = sys.argv[1:]
+    into, most = Path(folder), int(trials[0]) if trials else None
+    write(search_and_apply(BY_NAME[name], float(budget), into, lambda ending: write(ending, into), most), into)
 
 
 if __name__ == "__main__":

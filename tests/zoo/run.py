@@ -34,21 +34,23 @@ LIMIT_BUDGETS, LIMIT_MORE_S = 4.0, 90.0
 """The time limit of a workload: so many budgets, and time for starting and for applying the plan."""
 
 
-def run_one(entry: Entry, budget_s: float, folder: Path) -> Ending:
+def run_one(entry: Entry, budget_s: float, folder: Path, max_trials: int | None = None) -> Ending:
     """How one workload ends, in a process of its own with a time limit.
 
     Args:
         entry: The workload.
         budget_s: Of the search.
         folder: For all that it writes; also the cache of hardware profiles.
+        max_trials: At most so many; None: what the budget allows.
     """
     if entry.missing:
         return Ending(name=entry.name, ended="skipped", error=f"{', '.join(entry.missing)} is not installed")
+    trials = [] if max_trials is None else [str(max_trials)]
     limit_s = LIMIT_BUDGETS * budget_s + LIMIT_MORE_S
     began = time.monotonic()
     with (folder / f"{entry.name}.stderr").open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tests.zoo.one", entry.name, str(budget_s), str(folder)],
+            [sys.executable, "-m", "tests.zoo.one", entry.name, str(budget_s), str(folder), *trials],
             cwd=ROOT,
             env=_environment(folder),
             stdout=log,

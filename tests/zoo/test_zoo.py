@@ -12,7 +12,7 @@ from tests.zoo.catalogue import BY_NAME, CATALOGUE, FOLDER
 from tests.zoo.one import Ending, write
 from tests.zoo.plain_loop import PlainRun
 
-BUDGET_S = 20.0
+BUDGET_S, TRIALS = 60.0, 2  # the trials end a search early; the budget is for a busy machine
 FOUR = ("sequentials", "two-tasks", "graph", "lstm")
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_a_stranger_is_planned_verified_and_applied(name: str, folder: Path) -> None:
-    ending = zoo.run_one(BY_NAME[name], BUDGET_S, folder)
+    ending = zoo.run_one(BY_NAME[name], BUDGET_S, folder, TRIALS)
     assert ending.ended == "plan", f"{ending.in_words}: {ending.error}\n{ending.raised}"
     assert ending.parity["passed"] and len(ending.losses) == 2
 
