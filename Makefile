@@ -22,6 +22,7 @@ test: lint types
 test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.run $(WORKLOADS)
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
 
 quick: lint types
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.zoo import run as zoo
+from tests.zoo import same_training
 from tests.zoo.catalogue import BY_NAME, CATALOGUE, FOLDER
 from tests.zoo.one import Ending, write
-from tests.zoo.plain_loop import PlainRun
+from tests.zoo.plain_loop import PlainRun, train
 
 BUDGET_S, TRIALS = 60.0, 2  # the trials end a search early; the budget is for a busy machine
 FOUR = ("sequentials", "two-tasks", "graph", "lstm")
@@ -81,3 +84,16 @@ def test_the_plain_loop_sees_a_training_that_learns_nothing() -> None:
     assert verdict(3.0, 3.0, 3.0) == "stands still"
     assert verdict(3.0, float("nan"), 2.0) == "not finite"
     assert verdict(2.0, 2.5, 3.0) == "changes"
+
+
+@pytest.mark.parametrize("name", ["frozen-norms", "vae", "batchnorm"])
+def test_a_plain_run_is_the_plain_loop_to_rounding(name: str) -> None:
+    assert same_training.difference(BY_NAME[name]) <= same_training.TOLERANCE
+
+
+def test_the_comparison_with_the_plain_loop_sees_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(workload: Any, micro_batch: int | None, steps: int) -> PlainRun:
+        return train(dataclasses.replace(workload, seed=1), micro_batch, steps)
+
+    monkeypatch.setattr(same_training, "train", other)
+    assert same_training.difference(BY_NAME["vae"]) > same_training.TOLERANCE

@@ -179,6 +179,7 @@ class FrozenNorms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = _convolutions()
+        self.train()  # frozen from the start
 
     def train(self, mode: bool = True) -> FrozenNorms:
         super().train(mode)
