@@ -133,7 +133,7 @@ def prepare_search(
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
     from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.planner.trace.trace import TIMING_BUDGET_S, trace_profile
+    from autoplan.planner.trace.trace import TIMING_BUDGET_S, TraceLimits, trace_profile
     from autoplan.planner.trace.variants import variants_to_trace
     from autoplan.probes.run import read_host_profile
 
@@ -168,9 +168,11 @@ def prepare_search(
         hardware=hardware,
         facts=facts,
         variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
-        timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
-        time_limit_s=TRACE_SHARE * budget_s,
-        memory_limit_bytes=host_limit,
+        limits=TraceLimits(
+            time_limit_s=TRACE_SHARE * budget_s,
+            timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
+            memory_limit_bytes=host_limit,
+        ),
     )
     for note in profile.notes:
         observer.on_note(note)

@@ -16,13 +16,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
+from autoplan.planner.trace.variants import PLAIN
 from autoplan.probes.profile import HardwareProfile
+from autoplan.processes import Ended, ProcessReport, Task
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -35,8 +38,33 @@ DEADLINE_S = 180.0
 PLAIN_DEADLINE_FACTOR = 2.0
 """The plain variant may take this many times the limit of the whole trace, before the trace is given up."""
 
+LEAST_DEADLINE_S = 8.0
+"""Seconds that a trace may take however short the budget is: importing the model library takes some of them."""
+
 TIMING_BUDGET_S = 20.0
 """Seconds for timing the operations; a search takes minutes, and better predictions save it trials."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceLimits:
+    """What a trace may take.
+
+    Attributes:
+        time_limit_s: Seconds for tracing the variants; what there is no time for is estimated. None: no limit.
+        timing_budget_s: Seconds for timing the operations on the device.
+        memory_limit_bytes: Host memory of the rank; None: no limit.
+    """
+
+    time_limit_s: float | None = None
+    timing_budget_s: float = TIMING_BUDGET_S
+    memory_limit_bytes: int | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which the rank is ended."""
+        if self.time_limit_s is None:
+            return DEADLINE_S
+        return max(PLAIN_DEADLINE_FACTOR * self.time_limit_s, LEAST_DEADLINE_S) + self.timing_budget_s
 
 
 def trace_profile(
@@ -49,9 +77,7 @@ def trace_profile(
     variants: tuple[VariantKey, ...] | None = None,
     cache_dir: Path | None = None,
     fresh: bool = False,
-    timing_budget_s: float = TIMING_BUDGET_S,
-    time_limit_s: float | None = None,
-    memory_limit_bytes: int | None = None,
+    limits: TraceLimits | None = None,
 ) -> ModelProfile:
     """The profile of a workload, from the cache or traced in a rank.
 
@@ -60,54 +86,65 @@ def trace_profile(
         device: cpu or cuda; attention uses different kernels on each.
         zygote: Starts the rank.
         hardware: The machine, part of the cache's key; the operations are timed on it. None: nothing is timed.
-        facts: The workload's; where they are given, a trace that takes too long or too much memory gives a rough
-            profile instead of an error.
+        facts: The workload's. Where they are given, a trace that takes too long or too much memory, or whose process
+            dies, gives a rough profile instead of an error.
         variants: The variants that are needed; None: every variant that the model has.
         cache_dir: The folder of cached profiles; None: the user's cache folder.
         fresh: Trace again, even if the profile is in the cache.
-        timing_budget_s: Seconds for timing the operations.
-        time_limit_s: Seconds for tracing the variants; what there is no time for is estimated. None: no limit.
-        memory_limit_bytes: Host memory that the rank may take; None: no limit.
+        limits: What the trace may take; None: TraceLimits().
 
     Raises:
         WorkloadError: the plain program does not run; the text begins with its own error.
     """
-    from autoplan.processes import Ended, Task
-
+    limits = limits or TraceLimits()
+    if hardware is None:
+        limits = replace(limits, timing_budget_s=0.0)
     path = cache_path(spec, device, cache_dir, hardware)
-    if not fresh:
-        cached = _read_cache(path)
-        if cached is not None and _serves(cached, variants, time_limit_s):
-            return cached
-    budget_s = timing_budget_s if hardware is not None else 0.0
-    deadline_s = DEADLINE_S if time_limit_s is None else PLAIN_DEADLINE_FACTOR * time_limit_s + budget_s
-    report = zygote.run(
-        Task(
-            target="autoplan.planner.trace.trace:_trace_rank",
-            args=(spec, device, budget_s, time_limit_s, variants),
-            deadlines_s={"*": deadline_s},
-            memory_limit_bytes=memory_limit_bytes,
-        )
+    cached = None if fresh else _read_cache(path)
+    if cached is not None and _serves(cached, variants, limits.time_limit_s):
+        return cached
+    report = zygote.run(_task(spec, device, variants, limits))
+    profile = _read_report(report, spec)
+    if profile is not None:
+        _write_cache(path, profile)
+        return profile
+    why = f"tracing {spec.name} did not end well ({report.describe()}): predictions are rough until trials correct them"
+    if facts is None:
+        raise WorkloadError(why, hint="Run one forward and backward of it without autoplan.")
+    if report.ended is Ended.RANK_FAILED and variants != (PLAIN,):  # the plain variant by itself may go well
+        plain = _read_report(zygote.run(_task(spec, device, (PLAIN,), replace(limits, timing_budget_s=0.0))), spec)
+        if plain is not None:
+            plain = plain.model_copy(update={"notes": (*plain.notes, why)})
+            return with_rough_variants(plain, variants or ())
+    return with_rough_variants(rough_profile(facts, device, why), variants or ())
+
+
+def _task(spec: WorkloadSpec, device: str, variants: tuple[VariantKey, ...] | None, limits: TraceLimits) -> Task:
+    return Task(
+        target="autoplan.planner.trace.trace:_trace_rank",
+        args=(spec, device, limits.timing_budget_s, limits.time_limit_s, variants),
+        deadlines_s={"*": limits.deadline_s},
+        memory_limit_bytes=limits.memory_limit_bytes,
     )
-    if facts is not None and report.ended in (Ended.DEADLINE, Ended.MEMORY_LIMIT):
-        limit = f"{deadline_s:.0f} s" if report.ended is Ended.DEADLINE else "the memory limit of a trial"
-        why = f"tracing {spec.name} took more than {limit}: predictions are rough until trials correct them"
-        rough = rough_profile(facts, device, why)
-        return with_rough_variants(rough, variants or ())
-    failure = report.first_failure
+
+
+def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | None:
+    """The profile that a rank made; None where the rank was ended or killed.
+
+    Raises:
+        WorkloadError: an exception ended it: the workload cannot be used.
+    """
     result = report.ranks[0].result if report.ranks else None
-    if failure is not None or not isinstance(result, dict):
-        error = failure.error if failure is not None else None
-        text = f"{error.type_name}: {error.message}" if error is not None else report.describe()
+    if isinstance(result, dict) and "error" in result:
+        raise WorkloadError(result["error"], hint=result["hint"])
+    failure = report.first_failure
+    if failure is not None and failure.error is not None:
         raise WorkloadError(
-            f"{spec.name} could not be traced: {text}",
+            f"{failure.error.type_name}: {failure.error.message}: raised while {spec.name} was traced",
             hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
         )
-    if "error" in result:
-        raise WorkloadError(result["error"], hint=result["hint"])
-    profile = ModelProfile.model_validate(result)
-    _write_cache(path, profile)
-    return profile
+    finished = report.ended is Ended.FINISHED and isinstance(result, dict)
+    return ModelProfile.model_validate(result) if finished else None
 
 
 def _serves(profile: ModelProfile, variants: tuple[VariantKey, ...] | None, time_limit_s: float | None) -> bool:
