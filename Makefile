@@ -1,7 +1,7 @@
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
-# make docs:   the documentation with the API reference, in site/
+# make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
 PYTHON ?= python3
 VENV := .venv
@@ -11,13 +11,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests run small tensors: one thread each is quicker than a pool, and kinder to whoever shares the machine.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: search test quick lint types docs accuracy clean
+.PHONY: search test test-zoo quick lint types accuracy clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
 
 test: lint types
 	$(TEST_ENV) $(BIN)/python -m pytest --durations=15
+
+test-zoo: $(VENV)/.installed-zoo
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.run $(WORKLOADS)
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
 
 quick: lint types
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
@@ -27,9 +32,6 @@ lint: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
-
-docs: $(VENV)/.installed-docs
-	$(BIN)/zensical build --clean
 
 accuracy: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy $(if $(TRIALS),--trials $(TRIALS))
@@ -43,9 +45,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e '.[test]'
 	touch $@
 
-$(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) -e '.[docs]'
+# peft brings nothing but itself: the rest of what it needs is installed already
+$(VENV)/.installed-zoo: $(VENV)/.installed-test
+	$(PIP) peft==0.21.2
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .cache *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

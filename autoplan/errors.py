@@ -54,7 +54,8 @@ def as_keywords(text: str) -> str:
             return name
         if name in ("fix", "bound"):
             knob, _, setting = value.partition("=")
-            return f"{name}={{{_quoted(knob)}: {setting if setting.isdecimal() else _quoted(setting)}}}"
+            bare = setting.isdecimal() or setting.isupper()
+            return f"{name}={{{_quoted(knob)}: {setting if bare else _quoted(setting)}}}"
         return f"{name}={value if value.isdecimal() or value.isupper() else _quoted(value)}"
 
     return _OPTION.sub(keyword, text)

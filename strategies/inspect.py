@@ -104,6 +104,8 @@ def build_on_meta(workload: Workload) -> nn.Module:
     import torch
     from torch import nn
 
+    from autoplan.strategies.workloads.training_mode import enter_training_mode
+
     try:
         with torch.device("meta"):
             model = workload.build_model()
@@ -116,7 +118,8 @@ def build_on_meta(workload: Workload) -> nn.Module:
             f"build_model of {workload.name} returned {type(model).__name__}; it returns a torch.nn.Module",
             hint="Give a function that makes the model.",
         )
-    model = model.to("meta").train()
+    model = model.to("meta")
+    enter_training_mode(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
             f"no parameter of {workload.name} trains: the model has {sum(1 for _ in model.parameters())}, all frozen",
@@ -147,11 +150,13 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
 
     from autoplan.strategies.analysis.additivity import check_additivity
     from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
+    from autoplan.strategies.workloads.training_mode import enter_training_mode
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return ()
     torch.manual_seed(workload.seed)
-    real = _build_on_cpu(workload).to(device).train()
+    real = _build_on_cpu(workload).to(device)
+    enter_training_mode(real)
     disable_dropout(real)
     try:
         additive, deterministic = check_additivity(workload, real, torch.device(device))
@@ -208,7 +213,7 @@ def _facts(
         name = str(parameter.dtype).removeprefix("torch.")
         by_dtype[name] = by_dtype.get(name, 0) + parameter.numel() * parameter.element_size()
     optimizer = workload.build_optimizer(trainable(model))
-    vocabulary = getattr(text, "vocab_size", None)
+    vocabulary = _whole_number(text, "vocab_size")
     logits = None if vocabulary is None or spec.sequence_length is None else spec.sequence_length * vocabulary
     blocks = structure.blocks
     return WorkloadFacts(
@@ -224,9 +229,9 @@ def _facts(
         num_stacks=len(structure.stacks),
         block_class=type(blocks[0][1]).__name__ if blocks else None,
         block_names=tuple(name for name, _ in blocks),
-        hidden_size=getattr(text, "hidden_size", None),
-        num_heads=getattr(text, "num_attention_heads", None),
-        num_key_value_heads=getattr(text, "num_key_value_heads", None),
+        hidden_size=_whole_number(text, "hidden_size"),
+        num_heads=_whole_number(text, "num_attention_heads"),
+        num_key_value_heads=_whole_number(text, "num_key_value_heads"),
         vocabulary_size=vocabulary,
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
@@ -240,6 +245,12 @@ def _facts(
         choices=tuple(choices),
         parallel=find_parallel_facts(model, structure, workload),
     )
+
+
+def _whole_number(config: Any, name: str) -> int | None:
+    """A size in a config; None where it has none, or a list of them (a staged image model has one for each stage)."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def count_optimizer_states(workload: Workload, parameters: int) -> int:

@@ -27,6 +27,7 @@ from autoplan.strategies.techniques.precision import PrecisionStrategy
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.tensor_parallel import TensorParallelStrategy
 from autoplan.strategies.techniques.threads import ThreadsStrategy
+from autoplan.strategies.workloads.training_mode import enter_training_mode
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
 
 # Registry and order of application in one.
@@ -84,7 +85,7 @@ def prepare(
         with torch.device(device):
             model = workload.build_model()
     model.to(device)
-    model.train()
+    enter_training_mode(model)
     build = Build(
         workload=workload,
         config=config,

@@ -13,6 +13,7 @@ from autoplan.strategies.state import collect_state, restore_state
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import agree_on_overflow, data_position, local_tensor, rank_seed
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch, split_batch
+from autoplan.strategies.workloads.training_mode import caching_configs, without_cache
 
 
 class StepResult(NamedTuple):
@@ -50,6 +51,7 @@ class TrainingRun:
         self._observers: list[Callable[[], None]] = []
         self.accumulation = build.config.accumulation(build.workload.global_batch)
         self.local_batch = self.accumulation * build.config.micro_batch
+        self._caching = caching_configs(self.model)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     # One step, whole.
@@ -86,7 +88,8 @@ class TrainingRun:
         """All micro-steps of a step: this rank's summed loss, its count, and what the backward divided by."""
         divisor = self.loss_divisor(batch)
         if (engine := self._build.pipeline.engine) is not None:
-            total, count = engine.forward_backward(batch, self._loss_scale(divisor))
+            with without_cache(self._caching):
+                total, count = engine.forward_backward(batch, self._loss_scale(divisor))
             return total, count, divisor
         total = torch.zeros((), device=self.device)
         count = torch.zeros((), device=self.device)
@@ -116,12 +119,13 @@ class TrainingRun:
         self._build.hooks.set_sync(sync)
         self._build.hooks.begin()
         micro = move_batch(micro, self.device)
-        with self._build.hooks.forward_context():
-            total, count = self._build.module(micro)
-        loss = total * self._loss_scale(divisor)
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward()
+        with without_cache(self._caching):  # the backward too: a recomputation runs the forward again
+            with self._build.hooks.forward_context():
+                total, count = self._build.module(micro)
+            loss = total * self._loss_scale(divisor)
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
+            loss.backward()
         return total.detach().float(), count.detach().float()
 
     def _loss_scale(self, divisor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch, split_batch
 from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.sources import load_workload
+from autoplan.strategies.workloads.training_mode import enter_training_mode
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def run_plain(
     torch.manual_seed(workload.seed)
     with torch.device(device):
         model = workload.build_model()
-    model.to(device).train()
+    enter_training_mode(model.to(device))
     parameters = trainable(model)
     optimizer = workload.build_optimizer(parameters)
     schedule = workload.build_schedule(optimizer) if workload.build_schedule is not None else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoplan.errors import ConfigError, DeviceError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
+from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.journal import write_atomically
@@ -20,6 +21,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
+    from autoplan.planner.trace.model_profile import ModelProfile
     from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
 
 MEMORY_SHARE = 0.8
@@ -37,6 +39,9 @@ PRELOAD = (
 
 TIMING_SHARE = 0.05
 """Of the budget, for timing the model's operations on the device: one trial or less, and it spares several."""
+
+TRACE_SHARE = 0.1
+"""Of the budget, for tracing the variants; what there is no time for is predicted roughly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +133,8 @@ def prepare_search(
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
     from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.planner.trace.trace import TIMING_BUDGET_S, trace_profile
+    from autoplan.planner.trace.trace import TIMING_BUDGET_S, TraceLimits, trace_profile
+    from autoplan.planner.trace.variants import variants_to_trace
     from autoplan.probes.run import read_host_profile
 
     now = read_host_profile()
@@ -154,8 +160,25 @@ def prepare_search(
     )
 
     observer.on_phase("trace", f"counting the operations of {spec.name}")
-    timing_s = min(TIMING_BUDGET_S, TIMING_SHARE * (options.budget_s or DEFAULT_BUDGET_S))
-    profile = trace_profile(spec, device=device, zygote=zygote, hardware=hardware, timing_budget_s=timing_s)
+    budget_s = options.budget_s or DEFAULT_BUDGET_S
+    profile = trace_profile(
+        spec,
+        device=device,
+        zygote=zygote,
+        hardware=hardware,
+        facts=facts,
+        variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
+        limits=TraceLimits(
+            time_limit_s=TRACE_SHARE * budget_s,
+            timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
+            memory_limit_bytes=host_limit,
+        ),
+    )
+    for note in profile.notes:
+        observer.on_note(note)
+    if profile.rough_variants:
+        observer.on_note(_rough_note(profile, TRACE_SHARE * budget_s))
+    space = without_failed_variants(space, profile.failed_variants)
     observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
@@ -175,6 +198,14 @@ def prepare_search(
         estimator=estimator,
         candidates=tuple(space.candidates[index] for index in kept),
         left_out=left_out,
+    )
+
+
+def _rough_note(profile: ModelProfile, limit_s: float) -> str:
+    """Says how much of the space is predicted without a trace."""
+    return (
+        f"{len(profile.rough_variants)} of {len(profile.variants)} variants were not traced within {limit_s:.0f} s, a "
+        "tenth of the budget: their predictions are rough until trials correct them"
     )
 
 

@@ -227,13 +227,20 @@ def repeat_cost_s(candidate: CandidateRuns) -> float:
 
 
 def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Parity] | None:
-    """The best configuration that passes the parity check, and the verdict; None if none of the first `tried` does.
+    """The best configuration that passes the parity check, and the verdict; None if none of those checked does.
+
+    Checked are the `tried` fastest, and after them the fastest one of each precision that was not among them: where
+    bf16 fails, the fastest in fp32 may well pass.
 
     Raises:
         BudgetOver: the budget ended before the check.
     """
     order = rank(eligible(session))
-    for candidate in order[:tried]:
+    chosen = order[:tried]
+    for candidate in order[tried:]:
+        if candidate.config.precision not in {one.config.precision for one in chosen}:
+            chosen.append(candidate)
+    for candidate in chosen:
         parity = session.store.parity_of(candidate.config)
         if parity is None:
             parity = _check(session, candidate.config)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -21,11 +23,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import ConfigError, WorkloadError
+from autoplan.errors import AutoplanError, ConfigError, WorkloadError
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import time_operations
+from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
 from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
+from autoplan.planner.trace.variants import PLAIN
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.workloads.workload import Workload
 
@@ -33,36 +37,67 @@ _ADAM_STATE_BYTES = 8.0
 """Bytes of Adam's two fp32 moments per parameter; assumed where the optimizer cannot be asked."""
 
 
-def profile_workload(workload: Workload, device: str, *, identity: str, timing_budget_s: float = 0.0) -> ModelProfile:
-    """Traces every variant of a workload under fake tensors; if that fails, runs micro-steps for real.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRequest:
+    """What is traced, and for how long.
+
+    Attributes:
+        variants: The variants to trace; None: all that the model has. The plain one is always traced, and first.
+        time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
+            plain variant has no limit.
+        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+    """
+
+    variants: tuple[VariantKey, ...] | None = None
+    time_limit_s: float | None = None
+    timing_budget_s: float = 0.0
+
+
+def profile_workload(
+    workload: Workload, device: str, *, identity: str, request: TraceRequest | None = None
+) -> ModelProfile:
+    """Traces the variants of a workload under fake tensors; if the plain one fails there, runs micro-steps for real.
+
+    The plain variant alone decides whether the workload runs. Another variant that fails, with any error, is left out:
+    `failed_variants` of the profile has the reason.
 
     Args:
         workload: What is trained.
         device: cpu or cuda.
         identity: Kept in the profile.
-        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+        request: What is traced; None: every variant, without a limit.
 
     Raises:
-        WorkloadError: the program runs neither on fake tensors nor on real ones; the text names what failed.
+        WorkloadError: the plain program runs neither on fake tensors nor on real ones. The text begins with the error
+            of the program itself.
     """
+    request = request or TraceRequest()
     try:
         tracer = VariantTracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
         with _without_garbage_collection():
-            return _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
+            return _profile(tracer, identity=identity, request=request)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"{error.func} needs the values of a tensor"
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
+        why = _one_line(error)
     notes = (f"not traced on fake tensors ({why}): micro-steps were run for real instead",)
     tracer = VariantTracer(workload, device, contextlib.nullcontext())
     try:
-        profile = _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+        profile = _profile(tracer, identity=identity, request=request)
+    except AutoplanError:
+        raise
+    except Exception as error:
         raise WorkloadError(
-            f"{workload.name} can neither be traced ({why}) nor be run on {device}: {error}",
-            hint="Check that one forward and backward of the workload run on that device without autoplan.",
+            f"{_one_line(error)}: one forward and backward of {workload.name} on {device} raised this, in plain fp32 "
+            "without any technique",
+            hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
         ) from error
     return profile.model_copy(update={"method": "measured_block", "notes": notes + profile.notes})
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 @contextlib.contextmanager
@@ -75,19 +110,22 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _profile(tracer: VariantTracer, *, identity: str, timing_budget_s: float) -> ModelProfile:
+def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> ModelProfile:
     structure = find_structure(tracer.models.built())
     notes: list[str] = []
     _choose_depth(tracer, structure, notes)
-    variants = _trace_variants(tracer, structure, notes)
-    if timing_budget_s > 0:
+    found = _trace_variants(tracer, structure, request)
+    variants = found.variants
+    if request.timing_budget_s > 0:
         device = torch.device(tracer.device)
-        tracer.timings = time_operations(tracer.timing_requests(), device, timing_budget_s)
+        tracer.timings = time_operations(tracer.timing_requests(), device, request.timing_budget_s)
         variants = {
             name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
             for name, variant in variants.items()
         }
-    return _assemble(tracer, structure, variants, identity, notes)
+    profile = _assemble(tracer, structure, variants, identity, notes)
+    profile = profile.model_copy(update={"failed_variants": found.failed, "time_limit_s": request.time_limit_s})
+    return with_rough_variants(profile, found.untraced)
 
 
 def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str]) -> None:
@@ -103,19 +141,49 @@ def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str])
         tracer.block_gradient_bytes = gradient_bytes(structure) / depth
 
 
-def _trace_variants(tracer: VariantTracer, structure: Structure, notes: list[str]) -> dict[str, VariantProfile]:
-    """The profiles of all variants that apply to the workload, by the text of their key."""
-    variants: dict[str, VariantProfile] = {}
-    for key in _variant_keys(structure):
-        same = tracer.same_with_own_attention(key)
-        if same is not None and same.text() in variants:
-            variants[key.text()] = variants[same.text()].model_copy(update={"key": key})
+@dataclass(kw_only=True, slots=True)
+class _Traced:
+    """What became of the variants.
+
+    Attributes:
+        variants: The profiles of those that were traced, by the text of their key.
+        failed: Why the others do not run, by the text of their key.
+        untraced: Those for which there was no time.
+    """
+
+    variants: dict[str, VariantProfile] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    untraced: list[VariantKey] = field(default_factory=list)
+
+
+def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceRequest) -> _Traced:
+    """Traces the plain variant, then the others while there is time; one that fails does not stop the rest."""
+    found = _Traced()
+    began = time.perf_counter()
+    found.variants[PLAIN.text()] = tracer.profile_variant(PLAIN)
+    longest_s = time.perf_counter() - began
+    wanted = [key for key in request.variants or _variant_keys(structure) if key != PLAIN]
+    for key in sorted(wanted, key=lambda key: key.attention != "own"):
+        started = time.perf_counter()
+        if request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
+            found.untraced.append(key)
             continue
         try:
-            variants[key.text()] = tracer.profile_variant(key)
+            found.variants[key.text()] = _trace_one(tracer, key, found.variants)
         except ConfigError as error:
-            notes.append(f"{key.text()}: not offered: {error.message}")
-    return variants
+            found.failed[key.text()] = error.message
+        except Exception as error:  # a technique that does not go with this model, whatever the library raises
+            found.failed[key.text()] = _one_line(error)
+        longest_s = max(longest_s, time.perf_counter() - started)
+    return found
+
+
+def _trace_one(tracer: VariantTracer, key: VariantKey, known: dict[str, VariantProfile]) -> VariantProfile:
+    """A variant's profile: that of the model's own attention where the wanted one is the same."""
+    same = tracer.same_with_own_attention(key)
+    if same is not None and same.text() in known:
+        return known[same.text()].model_copy(update={"key": key})
+    return tracer.profile_variant(key)
 
 
 def _variant_keys(structure: Structure) -> Iterator[VariantKey]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from autoplan.record import Record
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -109,7 +109,7 @@ class ModelProfile(Record):
 
     version: int = PROFILE_VERSION
     identity: str = Field(description="WorkloadSpec.identity, or the name of a closed form")
-    method: Literal["traced", "closed_form", "measured_block"]
+    method: Literal["traced", "closed_form", "measured_block", "rough"]
     device: str
     parameters: int = Field(description="elements; tied weights count once")
     trainable: int
@@ -132,5 +132,12 @@ class ModelProfile(Record):
     tokens_per_sample: int = 1
     fewest_samples: float = Field(default=1.0, description="the smallest micro-batch that was traced")
     variants: dict[str, VariantProfile]
+    failed_variants: dict[str, str] = Field(
+        default_factory=dict, description="variants that do not run here, by VariantKey.text(), and why"
+    )
+    rough_variants: tuple[str, ...] = Field(
+        default=(), description="variants that were not traced for lack of time: their figures are estimates"
+    )
+    time_limit_s: float | None = Field(default=None, description="what the trace was allowed; None: no limit")
     notes: tuple[str, ...] = ()
     seconds_spent: float = 0.0

@@ -21,11 +21,11 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.workload import Workload
 
 
-def config_of(key: VariantKey) -> TrainingConfig:
-    """A configuration of a variant. Its micro-batch has no effect: the trace makes its own batches."""
+def config_of(key: VariantKey, workload: Workload) -> TrainingConfig:
+    """A configuration of a variant. Its micro-batch is the fixed one, or any: the trace makes its own batches."""
     return TrainingConfig.model_validate(
         {
-            "micro_batch": 1,
+            "micro_batch": workload.fixed_micro_batch or 1,
             "precision": "bf16" if key.precision == "half" else "fp32",
             "attention": key.attention,
             "checkpointing": key.checkpointing,
@@ -57,7 +57,7 @@ def record_step(
         blocks = [block for _, block in find_structure(model).blocks]
         # The model is on its device already, and torch cannot move fake parameters that something refers to.
         model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
-        run = prepare(workload, config_of(key), device=device, model=model)
+        run = prepare(workload, config_of(key, workload), device=device, model=model)
         batch = workload.make_batch(micro_batches.run, 0)
         recorder = OpRecorder(micro_batches)
         recorder.track([*model.parameters(), *model.buffers()])

@@ -116,16 +116,30 @@ def _is_composite(module: nn.Module) -> bool:
     """
     if isinstance(module, _CONTAINERS) or not any(True for _ in module.children()):
         return False
+    return _has_two_matrices(module)
+
+
+def _has_two_matrices(module: nn.Module) -> bool:
     return sum(parameter.dim() >= 2 for parameter in module.parameters()) >= 2
+
+
+def _is_block_of(parent: nn.Module, child: nn.Module) -> bool:
+    """Whether a child could be a block of its parent. In a ModuleList, a Sequential may be a block too.
+
+    A Sequential of Sequentials is left out: its parts are stages or layers.
+    """
+    if isinstance(parent, nn.ModuleList) and isinstance(child, nn.Sequential):
+        return _has_two_matrices(child)
+    return _is_composite(child)
 
 
 def _stacks(module: nn.Module, name: str) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
     prefix = f"{name}." if name else ""
     children = [(prefix + child_name, child) for child_name, child in module.named_children()]
-    counts = Counter(type(child) for _, child in children if _is_composite(child))
+    counts = Counter(type(child) for _, child in children if _is_block_of(module, child))
     repeated = any(count >= 2 for count in counts.values())
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        members = [pair for pair in children if repeated and _is_composite(pair[1])]
+        members = [pair for pair in children if repeated and _is_block_of(module, pair[1])]
     else:
         members = [pair for pair in children if counts[type(pair[1])] >= 2]
     members = [pair for pair in members if not _contains_stack(pair[1])]

@@ -51,7 +51,12 @@ class PrecisionStrategy:
         dtype = AUTOCAST_DTYPES.get(precision)
         if dtype is None:
             return
-        build.hooks.forward_context = functools.partial(torch.autocast, build.device.type, dtype=dtype)
+        # The selective policy records the operations of a block. Where a block runs twice in a forward, the cache
+        # of autocast leaves the casts of weights out of the second record, and its recomputation does not match.
+        cached = build.config.checkpointing != "selective"
+        build.hooks.forward_context = functools.partial(
+            torch.autocast, build.device.type, dtype=dtype, cache_enabled=cached
+        )
         if precision == "fp16":
             build.scaler = torch.amp.GradScaler(build.device.type)
 

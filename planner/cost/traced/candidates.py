@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, checkpointed_share, config_columns
+from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, config_columns
 from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.strategies.config import TrainingConfig
-
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+from autoplan.planner.trace.variants import variants_of
+from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +34,6 @@ class Candidates(Columns):
     threads: Floats
 
 
-def variant_key(config: TrainingConfig) -> VariantKey:
-    """The traced variant that a configuration runs, whole-block checkpointing left out."""
-    return VariantKey(
-        precision="half" if config.precision in ("bf16", "fp16") else "fp32",
-        attention=config.attention,
-        checkpointing="selective" if config.checkpointing == "selective" else "none",
-        loss=config.loss,
-        compiled=config.compile != "off",
-    )
-
-
 def from_configs(
     configs: Sequence[TrainingConfig], global_batch: int, *, device: str, num_blocks: int = 0
 ) -> Candidates:
@@ -58,19 +46,19 @@ def from_configs(
         num_blocks: In each stack; 0 where that is not known.
     """
     keys: dict[VariantKey, int] = {}
-    codes = _variant_codes(configs, num_blocks, keys)
+    codes = _variant_codes(configs, keys)
     return Candidates(
         **config_columns(configs, global_batch, device=device, num_blocks=num_blocks),
         variants=tuple(keys),
         variant=codes[:, 0],
         full_variant=codes[:, 1],
-        graphs=np.array([config.compile_mode in CUDA_GRAPH_MODES for config in configs], dtype=bool),
+        graphs=np.array([config.compile_mode in CUDAGRAPH_MODES for config in configs], dtype=bool),
         keeps_memory=np.array([config.allocator == "keep" for config in configs], dtype=bool),
         threads=np.array([config.threads or 0 for config in configs], dtype=np.float64),
     )
 
 
-def _variant_codes(configs: Sequence[TrainingConfig], num_blocks: int, keys: dict[VariantKey, int]) -> Ints:
+def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int]) -> Ints:
     """For each configuration the codes of its two variants; `keys` takes in the variants in the order of their codes.
 
     The two are made once for each combination of the knobs that they depend on: there may be 100,000 configurations.
@@ -80,9 +68,7 @@ def _variant_codes(configs: Sequence[TrainingConfig], num_blocks: int, keys: dic
     for config in configs:
         knobs = (config.precision, config.attention, config.checkpointing, config.loss, config.compile)
         if knobs not in known:
-            plain = variant_key(config)
-            whole = checkpointed_share(config.checkpointing, num_blocks) > 0
-            full = plain.model_copy(update={"checkpointing": "full"}) if whole else plain
+            plain, full = variants_of(config)
             known[knobs] = keys.setdefault(plain, len(keys)), keys.setdefault(full, len(keys))
         out.append(known[knobs])
     return np.array(out, dtype=np.int64).reshape(len(configs), 2)

@@ -20,6 +20,7 @@ from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.cost.traced.step_time import Machine, model_flops, step_parts
 from autoplan.planner.records import Outcome, Prediction, Trial
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.trace.rough_profile import rough_variant
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
 
@@ -155,27 +156,24 @@ class Estimator:
         )
 
     def variant(self, key: VariantKey) -> VariantProfile:
-        """The traced variant, or what is taken for a compiled one that was not traced.
+        """The traced variant, or what is taken for one that was not traced.
 
         A compiled block keeps for its backward what the partitioner finds expensive to recompute: between what the
-        selective policy keeps and all.
-
-        Raises:
-            WorkloadError: this variant was not offered when the workload was traced.
+        selective policy keeps and all. Any other variant is estimated from the nearest one that was traced.
         """
         found = self.profile.variants.get(key.text())
         if found is None and key.compiled:
             eager = self.variant(key.model_copy(update={"compiled": False}))
-            if key.checkpointing != "none" or self.profile.num_blocks == 0:
+            selective_text = key.model_copy(update={"compiled": False, "checkpointing": "selective"}).text()
+            if (
+                key.checkpointing != "none"
+                or self.profile.num_blocks == 0
+                or selective_text not in self.profile.variants
+            ):
                 return eager
             selective = self.variant(key.model_copy(update={"compiled": False, "checkpointing": "selective"}))
             return _between(eager, selective, COMPILED_KEEPS)
-        if found is None:
-            raise WorkloadError(
-                f"{key.text()} was not traced for {self.profile.identity}",
-                hint=f"Traced were: {', '.join(self.profile.variants)}.",
-            )
-        return found
+        return found or rough_variant(key, self.profile.variants, self.profile.num_blocks)
 
     def _first_touch_s(self, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:
         """Seconds per step of touching memory that the C library gave back since it was last held."""

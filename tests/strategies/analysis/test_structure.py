@@ -120,3 +120,14 @@ def test_disable_dropout_makes_two_forwards_equal(fields):
         assert not torch.equal(workload.loss(model, batch).total, workload.loss(model, batch).total)
         disable_dropout(model)
         assert torch.equal(workload.loss(model, batch).total, workload.loss(model, batch).total)
+
+
+def test_a_module_list_of_sequentials_has_blocks() -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer(), layer(), layer()])
+    assert [name for name, _ in find_structure(model).blocks] == ["layers.0", "layers.1", "layers.2"]
+    stages = nn.Sequential(nn.Sequential(layer(), layer()), nn.Sequential(layer(), layer()))
+    assert find_structure(stages).blocks == [], "a Sequential of Sequentials may be stages, or layers"
