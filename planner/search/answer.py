@@ -140,9 +140,12 @@ def interrupted(run: SearchRun) -> SearchResult:
     )
 
 
-def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time") -> SearchResult:
-    """The time is over before there is a verified plan; `before` is a sentence that says so."""
-    minutes = max(1, round(2 * run.budget_s / 60))
+def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_s: float | None = None) -> SearchResult:
+    """The time is over before there is a verified plan; `before` is a sentence that says so.
+
+    The hint names a budget: twice the one that ended, or `needed_s` where that is more.
+    """
+    minutes = max(1, math.ceil(max(2 * run.budget_s, needed_s or 0.0) / 60))
     hint = f"Give it more time, for example --budget {minutes}m; what finished is not repeated."
     return run.finish("budget_ended", before, hint, ended_by=ended_by)
 

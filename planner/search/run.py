@@ -124,7 +124,7 @@ def _search(run: SearchRun) -> SearchResult:
             run.session = _open_session(run, context, zygote)
             return _run_stages(run, run.session)
     except BudgetOver as over:
-        return answer.budget_ended(run, f"the budget ended before {over}")
+        return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
     except KeyboardInterrupt:
         return answer.interrupted(run)
 

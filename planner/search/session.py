@@ -46,7 +46,11 @@ MAX_ROUNDS = 3
 
 
 class BudgetOver(Exception):
-    """There is no time left for the next stage, which the text names."""
+    """There is no time left for the next stage, which the text names; `needed_s` is a budget that should do."""
+
+    def __init__(self, stage: str, *, needed_s: float | None = None) -> None:
+        super().__init__(stage)
+        self.needed_s = needed_s
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,12 @@ CHEAP_MICRO_STEP_SHARE = 0.25
 
 MAX_HALVINGS = 4
 
+BASELINE_RESERVE_SHARE = 0.3
+"""Of the time that is left, what the baseline leaves for the parity check and the rest."""
+
+BASELINE_DONE_SHARE = 0.5
+"""The share of a budget after which the baseline should be measured; a budget that ended before it is scaled by this."""
+
 # Baseline.
 
 
@@ -39,9 +45,10 @@ def run_baseline(session: Session) -> Trial | None:
     for config in plain_configs(session):
         if config in failed:
             continue
-        deadline_s = session.hard_deadline_s(0.3 * session.budget_s)
+        deadline_s = session.hard_deadline_s(BASELINE_RESERVE_SHARE * session.left_s)
         if deadline_s <= 0:
-            raise BudgetOver("the baseline")
+            needed_s = (session.store.spent_s + session.model.cost_s(config)) / BASELINE_DONE_SHARE
+            raise BudgetOver("the baseline", needed_s=needed_s)
         trial = session.measure("baseline", config, deadline_s=deadline_s)
         if trial.outcome is Outcome.OK:
             return trial
