@@ -26,7 +26,7 @@ BASELINE_RESERVE_SHARE = 0.3
 """Of the time that is left, what the baseline leaves for the parity check and the rest."""
 
 BASELINE_DONE_SHARE = 0.5
-"""The share of a budget after which the baseline should be measured; a budget that ended before it is scaled by this."""
+"""The share of a budget by which the baseline should be measured: a budget that ended before it is scaled by this."""
 
 # Baseline.
 
