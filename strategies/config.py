@@ -380,8 +380,8 @@ def check_knob(knob: str, value: Any) -> Any:
 def knob_help() -> str:
     """Every knob with the values that it takes, for the help of a command line."""
     values = {knob: knob_values(knob) for knob in KNOBS}
-    texts = [f"{knob}={'|'.join(map(str, allowed)) if allowed else 'N'}" for knob, allowed in values.items()]
-    return "Knobs: " + ", ".join(texts) + "."
+    texts = [f"{knob}={' | '.join(map(str, allowed)) if allowed else 'N'}" for knob, allowed in values.items()]
+    return "Knobs of --fix and --bound: " + "; ".join(texts) + "."
 
 
 def _least(knob: str) -> int:

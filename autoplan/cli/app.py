@@ -21,6 +21,7 @@ from autoplan.cli.show import show_command
 from autoplan.cli.verify import verify_command
 from autoplan.errors import AutoplanError, UsageError
 from autoplan.report.screen import is_plain
+from autoplan.strategies.config import knob_help
 
 HELP = (
     "Finds the fastest way to run a training job on this machine, by measuring. What is trained stays the same. "
@@ -62,7 +63,7 @@ def build_app() -> typer.Typer:
 
     app.command("probe")(probe_command)
     app.command("estimate")(estimate_command)
-    app.command("search", epilog=EXAMPLES)(search_command)
+    app.command("search", epilog=f"{EXAMPLES}\n\n{knob_help()}")(search_command)
     app.command("show")(show_command)
     app.command("explain")(explain_command)
     app.command("verify")(verify_command)

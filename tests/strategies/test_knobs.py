@@ -174,7 +174,7 @@ def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
 def test_the_help_names_every_knob_with_its_values() -> None:
     text = knob_help()
     assert all(f" {knob}=" in text for knob in KNOBS)
-    assert "gradient_sync=last|every" in text and "micro_batch=N" in text
+    assert "gradient_sync=last | every" in text and "micro_batch=N" in text
 
 
 @pytest.mark.parametrize(("knob", "least"), [("fsdp_prefetch", 0), ("micro_batch", 1), ("threads", 1)])
