@@ -51,7 +51,7 @@ class TrainingRun:
         self._observers: list[Callable[[], None]] = []
         self.accumulation = build.config.accumulation(build.workload.global_batch)
         self.local_batch = self.accumulation * build.config.micro_batch
-        self._caching = caching_configs(self.model)
+        self._caching = caching_configs(self.model) if self.config.checkpointing != "none" else []
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     # One step, whole.

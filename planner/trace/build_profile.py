@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import time_operations
+from autoplan.planner.trace.record_step import make_batch
 from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
 from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
@@ -269,7 +270,8 @@ def _boundary_bytes(sequence_length: int | None, hidden: object) -> LinearFit:
 
 
 def _batch_bytes(tracer: VariantTracer) -> LinearFit:
-    """The tensors of a batch, by a batch of two samples."""
-    with tracer.mode:
-        tensors = [t for t in pytree.tree_leaves(tracer.workload.make_batch(2, 0)) if isinstance(t, torch.Tensor)]
-    return LinearFit(per_sample=sum(t.numel() * t.element_size() for t in tensors) / 2)
+    """The tensors of a batch, by a small batch."""
+    samples = tracer.samples[0]
+    batch = make_batch(tracer.workload, samples, tracer.mode)
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return LinearFit(per_sample=sum(t.numel() * t.element_size() for t in tensors) / samples)

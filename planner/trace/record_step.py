@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from autoplan.planner.trace.model_profile import VariantKey
@@ -18,6 +19,7 @@ from autoplan.planner.trace.op_recorder import MicroBatches, OpRecorder, Recordi
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -32,6 +34,27 @@ def config_of(key: VariantKey, workload: Workload) -> TrainingConfig:
             "loss": key.loss,
         }
     )
+
+
+def make_batch(workload: Workload, samples: int, mode: Any) -> Batch:
+    """A batch of the workload; under fake tensors one without values, unless make_batch itself reads values.
+
+    Such a batch is made for real, and its tensors lose their values then.
+
+    Args:
+        workload: What is trained.
+        samples: How many.
+        mode: FakeTensorMode, or a null context.
+    """
+    try:
+        with mode:
+            return workload.make_batch(samples, 0)
+    except Exception:
+        if not isinstance(mode, FakeTensorMode):
+            raise
+    with unset_fake_temporarily():
+        batch = workload.make_batch(samples, 0)
+    return pytree.tree_map_only(torch.Tensor, mode.from_tensor, batch)
 
 
 def record_step(
@@ -58,7 +81,7 @@ def record_step(
         # The model is on its device already, and torch cannot move fake parameters that something refers to.
         model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
         run = prepare(workload, config_of(key, workload), device=device, model=model)
-        batch = workload.make_batch(micro_batches.run, 0)
+        batch = make_batch(workload, micro_batches.run, mode)
         recorder = OpRecorder(micro_batches)
         recorder.track([*model.parameters(), *model.buffers()])
         bytes_before = recorder.live_bytes

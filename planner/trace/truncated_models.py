@@ -41,6 +41,8 @@ class TruncatedModels:
             with self.mode, torch.device(self.device):
                 model = self.workload.build_model()
             if depth is not None:
+                # The copy has its own config. The user's may belong to every model that build_model makes.
+                model = self._copy(model)
                 truncate_model(model, depth)
             self._built[depth] = model
         return self._built[depth]
@@ -51,7 +53,9 @@ class TruncatedModels:
         Under fake tensors the copy has its own modules and shares the parameters, which have no values; the caller
         must leave no gradient and no hook on them. With real tensors the copy shares nothing.
         """
-        model = self.built(depth)
+        return self._copy(self.built(depth))
+
+    def _copy(self, model: nn.Module) -> nn.Module:
         if not isinstance(self.mode, FakeTensorMode):
             return copy.deepcopy(model)
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

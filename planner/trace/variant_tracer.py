@@ -35,7 +35,7 @@ from autoplan.planner.trace.linear_fit import (
 from autoplan.planner.trace.model_profile import LinearFit, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
 from autoplan.planner.trace.op_recorder import MicroBatches, Recording
-from autoplan.planner.trace.record_step import record_step
+from autoplan.planner.trace.record_step import make_batch, record_step
 from autoplan.planner.trace.truncated_models import TruncatedModels
 from autoplan.strategies.workloads.workload import Workload
 
@@ -135,8 +135,7 @@ class VariantTracer:
         The latter because models often make a sequence one token shorter or longer.
         """
         model = self.models.built()
-        with self.mode:
-            batch = self.workload.make_batch(2, 0)
+        batch = make_batch(self.workload, self.samples[0], self.mode)
         sizes = [size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape]
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if hasattr(leaf, "shape")]
         sizes += [size for leaf in leaves for size in leaf.shape]

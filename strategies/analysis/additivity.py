@@ -80,7 +80,8 @@ def shorten(batch: Batch, length: int) -> Batch:
         return batch
     if any(not isinstance(value, torch.Tensor) or value.shape != labels.shape for value in batch.values()):
         return batch
-    return {name: value[:, :length] for name, value in batch.items()}
+    # whole tensors, as make_batch gives them: models take views of them
+    return {name: value[:, :length].contiguous() for name, value in batch.items()}
 
 
 @contextlib.contextmanager

@@ -17,15 +17,18 @@ class MicroBatchStrategy:
     name = "micro_batch"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """All divisors of the global batch; with one data-parallel rank. Only the fixed one where modules depend on it.
+        """All divisors of the global batch; with one data-parallel rank. Only the fixed one where there is one.
 
         No value at all stands for: the user has to fix it, see `micro_batch_refusal`.
         """
         values = tuple(micro_batches(workload.global_batch))
-        if not structure.micro_batch_dependent:
-            return offer(self.name, values)
         fixed = workload.fixed_micro_batch
-        reason = "it would train something else: " + describe_dependence(structure)
+        if structure.micro_batch_dependent:
+            reason = "it would train something else: " + describe_dependence(structure)
+        elif fixed is not None:
+            reason = f"the workload fixes the micro-batch to {fixed}"
+        else:
+            return offer(self.name, values)
         others = dict.fromkeys((value for value in values if value != fixed), reason)
         return offer(self.name, () if fixed is None else (fixed,), others)
 
@@ -35,9 +38,17 @@ class MicroBatchStrategy:
         Raises:
             WorkloadError: modules depend on the micro-batch, and the user did not fix it to this one.
         """
-        dependent = bool(build.structure.micro_batch_dependent)
-        if dependent and build.workload.fixed_micro_batch != build.config.micro_batch:
+        fixed = build.workload.fixed_micro_batch
+        if fixed == build.config.micro_batch:
+            return
+        if build.structure.micro_batch_dependent:
             raise micro_batch_refusal(build.workload, build.structure)
+        if fixed is not None:
+            raise WorkloadError(
+                f"{build.workload.name} fixes the micro-batch to {fixed}, and the config has "
+                f"{build.config.micro_batch}",
+                hint=f"Use micro_batch={fixed}, or leave fixed_micro_batch out of the workload.",
+            )
 
 
 def describe_dependence(structure: Structure) -> str:

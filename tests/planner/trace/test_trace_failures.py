@@ -123,3 +123,38 @@ def test_a_fixed_micro_batch_is_traced_at_its_size(size: int) -> None:
     )
     profile = profile_workload(workload, "cpu", identity="normed")
     assert profile.fewest_samples == size and PLAIN.text() in profile.variants
+
+
+def test_a_trace_leaves_the_users_config_alone() -> None:
+    """build_model may make every model from one config object: cutting it would cut the models that come after."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(**{**GPT2, "n_layer": 6})
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        return LossSum(model(input_ids=batch, labels=batch).loss * batch.numel(), batch.numel())
+
+    workload = Workload(
+        name="shared config",
+        build_model=lambda: GPT2LMHeadModel(config),
+        make_batch=lambda count, index: torch.randint(1, 100, (count, 16)),
+        loss=loss,
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=8,
+    )
+    profile = profile_workload(workload, "cpu", identity="shared", request=TraceRequest(variants=(PLAIN,)))
+    assert config.num_hidden_layers == 6 and profile.num_blocks == 6
+    assert "the blocks differ" not in " ".join(profile.notes)
+
+
+def test_a_batch_function_that_reads_values_is_run_for_real() -> None:
+    """A collator that pads to the longest sample calls .item(); the model itself is traced all the same."""
+
+    def padded(count: int, index: int) -> torch.Tensor:
+        longest = int(torch.randint(4, 9, (count,)).max().item())
+        return torch.randn(count, longest)[:, :1].expand(count, 8).contiguous()
+
+    workload = make_workload(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+    workload.make_batch = padded
+    profile = profile_workload(workload, "cpu", identity="padded", request=TraceRequest(variants=(PLAIN,)))
+    assert profile.method == "traced"

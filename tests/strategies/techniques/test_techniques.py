@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.errors import ConfigError
+from autoplan.errors import ConfigError, WorkloadError
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import inspect_workload, read_inspection, run_inspect_rank
@@ -324,3 +324,16 @@ def test_a_loss_that_fails_is_the_users_error():
     workload.loss = lambda model, batch: model(batch["pixels"])
     with pytest.raises(WorkloadError, match="KeyError.*pixels"):
         inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
+
+
+def test_a_fixed_micro_batch_is_the_only_one() -> None:
+    """Also where no dependence is found: it is the user's word for what is trained."""
+    from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
+
+    workload = language(fixed_micro_batch=2)
+    structure = find_structure(workload.build_model())
+    choices = MicroBatchStrategy().choices(workload, structure, None, "cpu")
+    assert choices.values == (2,)
+    assert "fixes the micro-batch to 2" in choices.left_out[0].reason
+    with pytest.raises(WorkloadError, match="fixes the micro-batch to 2, and the config has 4"):
+        prepare(workload, TrainingConfig(micro_batch=4))
