@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.probes.profile import HardwareProfile
+    from autoplan.strategies.analysis.training_facts import TrainingFacts
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -41,6 +42,9 @@ class PlanLike(Protocol):
     @property
     def device(self) -> str: ...
 
+    @property
+    def training(self) -> TrainingFacts | None: ...
+
 
 class _AsSearched:
     """The type of AS_SEARCHED."""
@@ -50,7 +54,7 @@ class _AsSearched:
 
 
 AS_SEARCHED: Any = _AsSearched()
-"""For max_grad_norm: what the workload of the search had."""
+"""For max_grad_norm and schedule: what the workload of the search had."""
 
 
 def prepare_plan(
@@ -61,10 +65,11 @@ def prepare_plan(
     *,
     device: str | torch.device | None = None,
     make_batch: Callable[[int, int], Any] | None = None,
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = AS_SEARCHED,
     max_grad_norm: float | None = AS_SEARCHED,
     global_batch: int | None = None,
     head: OutputHead | None = None,
+    changed_ok: bool = False,
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them."""
     from torch import nn
@@ -90,10 +95,38 @@ def prepare_plan(
     if head is not None:
         workload = dataclasses.replace(workload, head=head)
     state = _state_of(optimizer)
-    run = prepare(workload, plan.config, device=target, model=model if isinstance(model, nn.Module) else None)
+    instance = model if isinstance(model, nn.Module) else None
+    if instance is not None and not changed_ok:  # before anything is changed in place
+        from autoplan.strategies.workloads.optimizers import trainable
+
+        refuse_other_training(plan, workload.build_optimizer(trainable(instance)), instance)
+    run = prepare(workload, plan.config, device=target, model=instance)
+    if instance is None and not changed_ok:
+        refuse_other_training(plan, run.optimizer, run.model)
     if state:
         _give_state(run.optimizer, state, target)
     return run
+
+
+def refuse_other_training(plan: PlanLike, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer that trains otherwise than the search did, and warns of other dropout rates.
+
+    Raises:
+        PlanError: it has another class, other groups, or other values in them.
+    """
+    from autoplan.strategies.analysis.training_facts import dropout_rates, optimizer_differences
+
+    if plan.training is None:
+        return
+    found = optimizer_differences(plan.training, optimizer)
+    if found:
+        raise PlanError(
+            f"the optimizer is not that of the search: {'; '.join(found[:4])}",
+            hint="Give the optimizer that the search had. To train with this one on purpose: prepare(changed_ok=True).",
+        )
+    here, then = dropout_rates(model), plan.training.dropout
+    if plan.config.pp == 1 and here != then:
+        warnings.warn(f"the model has dropout rates {here or 'of 0'}; the search had {then or '0'}", stacklevel=4)
 
 
 def warn_of_other_hardware(plan: PlanLike, device: str) -> str | None:
@@ -137,13 +170,16 @@ def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.dev
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the user gives; None: as the search had it. `max_grad_norm` may be AS_SEARCHED; None: no clipping."""
+    """What the user gives; None: as the search had it.
+
+    `max_grad_norm` and `schedule` may be AS_SEARCHED; None: no clipping, a constant learning rate.
+    """
 
     model: Any = None
     optimizer: Any = None
     loss: Any = None
     make_batch: Any = None
-    schedule: Any = None
+    schedule: Any = AS_SEARCHED
     max_grad_norm: Any = AS_SEARCHED
 
 
@@ -156,12 +192,43 @@ def make_workload(plan: PlanLike, parts: Parts) -> Workload:
     Raises:
         WorkloadError: the parts do not make a workload.
     """
-    searched = _searched_workload(plan) if plan.workload.kind != "object" else None
+    carried = plan.workload.kind != "object" or plan.workload.payload is not None
+    searched = _searched_workload(plan) if carried else None
     if searched is None:
-        return _from_parts(plan, parts)
+        return _from_parts(plan, _as_the_plan_says(plan, parts))
     if parts.model is not None:
         return _with_model(plan, parts, searched)
     return _with_parts(plan, parts, searched)
+
+
+def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
+    """The parts with the clipping of the search, where its workload is not here.
+
+    Raises:
+        PlanError: the search had a schedule, which a plan does not contain, and the user says nothing of one.
+    """
+    training = plan.training
+    if training is None:
+        unknown = [name for name in ("max_grad_norm", "schedule") if getattr(parts, name) is AS_SEARCHED]
+        if unknown:
+            warnings.warn(
+                f"this plan does not know the {' and '.join(unknown)} of the search, and none was given: there is "
+                "none; give them to prepare(), None for none",
+                stacklevel=5,
+            )
+        return dataclasses.replace(parts, **dict.fromkeys(unknown))
+    if parts.max_grad_norm is AS_SEARCHED:
+        parts = dataclasses.replace(parts, max_grad_norm=training.max_grad_norm)
+    if parts.schedule is not AS_SEARCHED:
+        return parts
+    if training.schedule is not None:
+        rates = ", ".join(f"{max(rates):.4g}" for rates in training.schedule.learning_rates[:4])
+        raise PlanError(
+            f"the search trained with the schedule {training.schedule.kind} (learning rates {rates}, ...), which a "
+            "plan does not contain, and prepare() was given none",
+            hint="Give the function that makes it: prepare(schedule=...). For a constant rate: prepare(schedule=None).",
+        )
+    return dataclasses.replace(parts, schedule=None)
 
 
 def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
@@ -174,17 +241,18 @@ def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
             optimizer=parts.optimizer or searched.build_optimizer,
             loss=parts.loss or searched.loss,
             make_batch=parts.make_batch or searched.make_batch,
-            schedule=parts.schedule or searched.build_schedule,
+            schedule=searched.build_schedule if parts.schedule is AS_SEARCHED else parts.schedule,
             max_grad_norm=norm,
         ),
     )
+    made = dataclasses.replace(made, seed=searched.seed)
     if parts.loss is not None and parts.loss is not searched.loss:
         return made  # another loss has another head and another count
-    return dataclasses.replace(made, count=searched.count, head=searched.head, seed=searched.seed)
+    return dataclasses.replace(made, count=searched.count, head=searched.head)
 
 
 def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
-    """A workload of the parts alone, under the plan's name and sizes."""
+    """A workload of the parts alone, under the plan's name, sizes and seed."""
     from autoplan.strategies.workloads.objects import workload_from_objects
 
     fixed = plan.workload.options.get("fixed_micro_batch")
@@ -195,10 +263,11 @@ def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
         optimizer=parts.optimizer,
         global_batch=plan.workload.global_batch,
         schedule=parts.schedule,
-        max_grad_norm=None if parts.max_grad_norm is AS_SEARCHED else parts.max_grad_norm,
+        max_grad_norm=parts.max_grad_norm,
         name=plan.workload.name,
         sequence_length=plan.workload.sequence_length,
         fixed_micro_batch=plan.config.micro_batch if fixed is not None else None,
+        seed=0 if plan.training is None else plan.training.seed,
     )
 
 
@@ -213,9 +282,10 @@ def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
         "build_optimizer": parts.optimizer,
         "loss": parts.loss,
         "make_batch": parts.make_batch,
-        "build_schedule": parts.schedule,
     }
     changes = {name: value for name, value in given.items() if value is not None}
+    if parts.schedule is not AS_SEARCHED:
+        changes["build_schedule"] = parts.schedule
     if parts.loss is not None:  # another loss has another head and another count
         changes |= {"head": None, "count": None}
     if parts.max_grad_norm is not AS_SEARCHED:

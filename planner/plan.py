@@ -14,6 +14,7 @@ from autoplan.planner.apply import AS_SEARCHED, prepare_plan
 from autoplan.planner.records import Interval, LeftOutFamily, Parity, Prediction, Trial
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
+from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -91,6 +92,10 @@ class Plan(Record):
     evidence: tuple[Trial, ...]
     notes: tuple[str, ...] = ()
     environment: Environment
+    training: TrainingFacts | None = Field(
+        default=None,
+        description="optimizer, clipping, schedule and seed of the workload; None in plans of earlier versions",
+    )
 
     def save(self, path: str | Path) -> Path:
         """Writes the plan as indented JSON, atomically; returns the path.
@@ -154,10 +159,11 @@ class Plan(Record):
         *,
         device: str | torch.device | None = None,
         make_batch: Callable[[int, int], Any] | None = None,
-        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        schedule: Callable[[torch.optim.Optimizer], Any] | None = AS_SEARCHED,
         max_grad_norm: float | None = AS_SEARCHED,
         global_batch: int | None = None,
         head: OutputHead | None = None,
+        changed_ok: bool = False,
     ) -> TrainingRun:
         """Builds the training run that was measured, on your own model, optimizer and loss.
 
@@ -173,17 +179,21 @@ class Plan(Record):
             make_batch: `make_batch(num_samples, index)` gives a batch on the CPU. Training itself needs none: batches
                 are handed to `run.step`.
             schedule: Makes the learning-rate schedule from the optimizer; it is stepped once per optimizer step.
+                None: a constant rate. Not given: as in the search; refused where the plan cannot contain it (Python
+                objects).
             max_grad_norm: The gradients are clipped to this norm (L2, of the whole gradient) before each optimizer
                 step; None: no clipping. Not given: as in the search.
             global_batch: Samples per optimizer step. Must be the plan's own, if given: a plan never changes it.
             head: With a loss of your own: how the output head splits off (`Workload.head`), where the plan's loss is
                 fused.
+            changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
+                groups or other values in them. Without it that is refused.
 
         Returns:
             The run: `run.step(batch)` takes the `run.local_batch` samples of this rank.
 
         Raises:
-            PlanError: the global batch is not the plan's.
+            PlanError: the global batch or the optimizer is not the search's, or its schedule was not given.
             ConfigError: the world does not have the plan's ranks, or a knob does not apply to this model.
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.
@@ -199,4 +209,5 @@ class Plan(Record):
             max_grad_norm=max_grad_norm,
             global_batch=global_batch,
             head=head,
+            changed_ok=changed_ok,
         )

@@ -202,6 +202,7 @@ def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
     from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+    from autoplan.strategies.analysis.training_facts import read_training_facts
     from autoplan.strategies.techniques.attention import attention_dropout
     from autoplan.strategies.workloads.optimizers import trainable
 
@@ -244,6 +245,7 @@ def _facts(
         fixed_micro_batch=workload.fixed_micro_batch,
         choices=tuple(choices),
         parallel=find_parallel_facts(model, structure, workload),
+        training=read_training_facts(workload, model),
     )
 
 

@@ -13,8 +13,12 @@ from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import CHECKPOINT_EVERY, CUDAGRAPH_MODES, OPTIMIZER_FLAGS, TrainingConfig
 
-# What the script takes from techniques/checkpointing.py and techniques/allocator.py.
-_SELECTIVE_NAMES = ("_KEPT_NAMES", "kept_operations", "_policy", "selective_context")
+# What the script takes from techniques/checkpointing.py, techniques/allocator.py and workloads/training_mode.py.
+_CHECKPOINTING_NAMES = (
+    *("_KEPT_NAMES", "kept_operations", "_policy", "selective_context"),
+    *("wrap", "_keeps_statistics", "_contexts_with_statistics", "_statistics_kept"),
+)
+_TRAINING_MODE_NAMES = ("EVERYTHING_TRAINS", "enter_training_mode", "caching_configs", "_nested", "without_cache")
 _ALLOCATOR_NAMES = (
     *("can_keep_freed_memory", "keep_freed_memory"),
     *("M_TRIM_THRESHOLD", "M_MMAP_THRESHOLD", "LARGEST_MAPPED_BYTES", "NEVER"),
@@ -45,8 +49,9 @@ def techniques(plan: Plan) -> str:
     """The functions that the techniques need, and `prepare(device)`, which applies them."""
     config = plan.config
     sections = []
-    if config.checkpointing == "selective":
-        sections.append(take("techniques/checkpointing.py", *_SELECTIVE_NAMES))
+    sections.append(take("workloads/training_mode.py", *_TRAINING_MODE_NAMES))
+    if config.checkpointing != "none":
+        sections.append(take("techniques/checkpointing.py", *_CHECKPOINTING_NAMES))
     if plan.device == "cuda":
         sections.append(take("techniques/precision.py", "set_matmul_tf32"))
     sections.append(_TRAINING_MODULE)
@@ -67,7 +72,9 @@ def _prepare_lines(plan: Plan) -> list[str]:
         "    with torch.device(device):",
         "        model = build_model()",
         "    model.to(device)",
-        "    model.train()",
+        "    said = enter_training_mode(model)",
+        "    if said is not None:",
+        "        print(said)",
         "    module = TrainingModule(model)",
         *(["    model.set_attn_implementation(ATTENTION)"] if config.attention != "own" else []),
         *_checkpointing_lines(config),
@@ -81,14 +88,13 @@ def _prepare_lines(plan: Plan) -> list[str]:
 def _checkpointing_lines(config: TrainingConfig) -> list[str]:
     if config.checkpointing == "none":
         return []
-    context = ", context_fn=selective_context" if config.checkpointing == "selective" else ""
+    compiled = config.compile != "off"
     return [
         "    for stack in STACKS:",
         "        for name in stack[::CHECKPOINT_EVERY]:",
         '            parent, _, child = name.rpartition(".")',
-        "            wrapped = checkpoint_wrapper(",
-        f"                model.get_submodule(name), checkpoint_impl=CheckpointImpl.NO_REENTRANT{context}",
-        "            )",
+        '            selective = CHECKPOINTING == "selective"',
+        f"            wrapped = wrap(model.get_submodule(name), selective=selective, compiled={compiled})",
         "            setattr(model.get_submodule(parent), child, wrapped)",
     ]
 
@@ -127,6 +133,7 @@ def step(plan: Plan) -> str:
         f"def train_step(module, optimizer, schedule, batch, device{', scaler' if fp16 else ''}):",
         '    """One optimizer step over the global batch; returns its loss: the sum over the count of all of it."""',
         "    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]",
+        "    caching = caching_configs(module)",
         f"    divisor = {divisor}",
         "    total = torch.zeros((), device=device)",
         "    count = torch.zeros((), device=device)",
@@ -154,7 +161,8 @@ def step(plan: Plan) -> str:
 def _micro_step_lines(config: TrainingConfig) -> list[str]:
     """The body of the loop over the micro-batches."""
     autocast = AUTOCAST.get(config.precision)
-    context = f"torch.autocast(device.type, dtype={autocast})" if autocast else "contextlib.nullcontext()"
+    cached = ", cache_enabled=False" if config.checkpointing == "selective" else ""  # as techniques/precision.py
+    context = f"torch.autocast(device.type, dtype={autocast}{cached})" if autocast else "contextlib.nullcontext()"
     loss = "(micro_total * (1 / divisor))"
     if config.precision == "fp16":
         loss = f"scaler.scale{loss}"
@@ -162,9 +170,10 @@ def _micro_step_lines(config: TrainingConfig) -> list[str]:
     return [
         "        micro = move(cut(batch, start, start + MICRO_BATCH), device)",
         *mark,
-        f"        with {context}:",
-        "            micro_total, micro_count = module(micro)",
-        f"        {loss}.backward()",
+        "        with without_cache(caching):",
+        f"            with {context}:",
+        "                micro_total, micro_count = module(micro)",
+        f"            {loss}.backward()",
         "        total += micro_total.detach().float()",
         "        count += torch.as_tensor(micro_count, device=device).detach().float()",
     ]

@@ -25,13 +25,13 @@ def imports(plan: Plan, task: str) -> str:
     """The import lines; `task` is that of a language model, see ModelSummary."""
     config, function = plan.config, plan.workload.kind == "function"
     fused = config.loss == "fused"
-    modules = {"argparse", "time"} | (set() if config.precision in AUTOCAST else {"contextlib"})
+    modules = {"argparse", "contextlib", "time"}
     modules |= {"inspect", "importlib.util", "sys", "types"} if function else {"json"}
     modules |= {"ctypes", "sys"} if config.allocator == "keep" else set()
-    modules |= {"functools"} if fused or config.checkpointing == "selective" else set()
+    modules |= {"functools"} if fused or config.checkpointing != "none" else set()
     lines = [f"import {name}" for name in sorted(modules)]
-    lines += ["from collections.abc import Callable, Iterable"] if function else []
-    lines += ["from collections.abc import Callable"] if fused and not function else []
+    kinds = ["Iterator"] + (["Iterable"] if function else []) + (["Callable"] if fused or function else [])
+    lines += [f"from collections.abc import {', '.join(sorted(kinds))}"]
     lines += ["from dataclasses import dataclass"] if function else []
     lines += ["from typing import Any, NamedTuple, Protocol" if function else "from typing import Any, NamedTuple"]
     lines += ["", "import torch"]
@@ -45,7 +45,7 @@ def imports(plan: Plan, task: str) -> str:
             ")",
         ]
     names = ["checkpoint"] if fused else []
-    if config.checkpointing == "selective":
+    if config.checkpointing != "none":
         names = ["CheckpointPolicy", *names, "create_selective_checkpoint_contexts"]
     lines += [f"from torch.utils.checkpoint import {', '.join(names)}"] if names else []
     if not function:

@@ -17,6 +17,7 @@ from typing import Any
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, same_or_error
 from autoplan.planner.export.transformers_companion import companion
+from autoplan.planner.export.transformers_training import TrainedParts, trained_parts
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import PLAIN, TrainingConfig
 
@@ -60,13 +61,20 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[str, Any], list[str]]:
+def training_arguments(
+    plan: Plan, keys: dict[str, str | None], trained: TrainedParts
+) -> tuple[dict[str, Any], list[str]]:
     """The keyword arguments, and sentences on what they cannot express.
+
+    Args:
+        plan: The plan.
+        keys: The names of the arguments, by the plan's terms.
+        trained: What the workload trains with.
 
     Raises:
         ExportError: the plan uses tensor or pipeline parallelism, or replicas of shards.
     """
-    config, options = plan.config, plan.workload.options
+    config = plan.config
     if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
         raise ExportError(
             f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
@@ -79,11 +87,6 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
         "accumulation": plan.accumulation,
         "bf16": config.precision == "bf16",
         "fp16": config.precision == "fp16",
-        "learning_rate": options.get("learning_rate"),
-        "weight_decay": options.get("weight_decay"),
-        "schedule": "constant",
-        "max_grad_norm": options.get("max_grad_norm") or 0.0,
-        "seed": options.get("seed", 0),
         "drop_last": True,
         "use_cpu": plan.device == "cpu",
     }
@@ -92,11 +95,10 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
     values |= _data_parallel(config, keys, not_carried)
     values |= _checkpointing(config.checkpointing, keys, not_carried)
     values |= _compilation(plan, not_carried)
-    values |= _optimizer(plan, not_carried)
+    values |= trained.values
+    not_carried += trained.not_carried
     if config.loss == "fused":
         not_carried.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
-    if options.get("weight_decay"):
-        not_carried.append("weight decay on every parameter: the Trainer leaves biases and norms out of it")
     arguments: dict[str, Any] = {"output_dir": "trainer-output"}
     for term, value in values.items():
         key = keys.get(term)
@@ -147,18 +149,6 @@ def _compilation(plan: Plan, not_carried: list[str]) -> dict[str, Any]:
     return {"compile": True, "compile_mode": plan.config.compile_mode}
 
 
-def _optimizer(plan: Plan, not_carried: list[str]) -> dict[str, Any]:
-    if plan.workload.kind in ("function", "object"):
-        not_carried.append("the workload's own optimizer: hand it to Trainer(optimizers=(optimizer, schedule))")
-        return {}
-    step = plan.config.optimizer_step
-    if step == "for_loop" and plan.device == "cuda":
-        not_carried.append("optimizer_step=for_loop: adamw_torch takes torch's default on CUDA, which is foreach")
-    if step == "foreach" and plan.device == "cpu":
-        not_carried.append("optimizer_step=foreach: adamw_torch takes torch's default on a CPU, which is the for-loop")
-    return {"optimizer": "adamw_torch_fused" if step == "fused" else "adamw_torch"}
-
-
 class TransformersTarget:
     """TrainingArguments as JSON for HfArgumentParser.parse_json_file, and a companion module."""
 
@@ -168,12 +158,15 @@ class TransformersTarget:
     def render(self, plan: Plan, stem: str) -> Export:
         version = installed_version()
         table = key_table(version or plan.environment.transformers or "5.23")
-        arguments, not_carried = training_arguments(plan, table["keys"])
+        trained = trained_parts(plan)
+        arguments, not_carried = training_arguments(plan, table["keys"], trained)
         module = stem.replace("-", "_") + "_companion.py"
         return Export(
             files={
                 f"{stem}.json": json.dumps(arguments, indent=2) + "\n",
-                module: companion(plan, f"{stem}.json", not_carried, table["written_for"], table["verified"]),
+                module: companion(
+                    plan, f"{stem}.json", not_carried, table["written_for"], table["verified"], trained.source
+                ),
             },
             not_carried=tuple(not_carried),
         )

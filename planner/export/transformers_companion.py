@@ -14,7 +14,14 @@ MALLOPT = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1
 """Options of mallopt(3) and their values, as in strategies/techniques/allocator.py."""
 
 
-def companion(plan: Plan, arguments_file: str, not_carried: list[str], version: str, verified: str | None) -> str:
+def companion(
+    plan: Plan,
+    arguments_file: str,
+    not_carried: list[str],
+    version: str,
+    verified: str | None,
+    optimizers: list[str],
+) -> str:
     """The source of the module.
 
     Args:
@@ -23,13 +30,18 @@ def companion(plan: Plan, arguments_file: str, not_carried: list[str], version: 
         not_carried: Sentences on what the export cannot express.
         version: Of transformers, that the key table is for.
         verified: The version whose real class read every key of the table back; None: the table was not checked.
+        optimizers: Lines of the function `make_optimizers(model)`; empty where the arguments say it all.
     """
+    use = ", optimizers=make_optimizers(model)" if optimizers else ""
     body = [
         comment(_comment_lines(plan, not_carried, version, verified)),
-        '"""The settings of the plan that are no training arguments. Use: '
-        'Trainer(model=prepare_model(model), args=load_arguments(), ...)."""',
+        '"""The settings of the plan that are no training arguments. Use:',
+        "",
+        f"Trainer(model=prepare_model(model), args=load_arguments(){use}, ...)",
+        '"""',
         "",
         *(["import ctypes"] if plan.config.allocator == "keep" else []),
+        *(["import re"] if any("re.sub" in line for line in optimizers) else []),
         "from pathlib import Path",
         "",
         "import torch",
@@ -48,6 +60,7 @@ def companion(plan: Plan, arguments_file: str, not_carried: list[str], version: 
         *_prepare_model_lines(plan.config),
         "    return model",
         "",
+        *(["", *optimizers, ""] if optimizers else []),
     ]
     return "\n".join(body)
 
@@ -68,7 +81,11 @@ def _comment_lines(plan: Plan, not_carried: list[str], version: str, verified: s
 
 
 def _prepare_model_lines(config: TrainingConfig) -> list[str]:
-    lines = []
+    # Where a model names no loss, transformers takes the causal one, but the Trainer then counts each first label too.
+    lines = [
+        '    if getattr(model, "loss_type", "") is None:',
+        '        model.loss_type = "ForCausalLM"  # the causal loss, as before; the Trainer counts its labels by this',
+    ]
     if config.attention != "own":
         lines.append(f"    model.set_attn_implementation({config.attention!r})")
     if config.threads is not None:

@@ -52,6 +52,7 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         evidence=session.store.trials,
         notes=(*session.notes, *_input_notes(session, winner)),
         environment=read_environment(),
+        training=context.facts.training,
     )
 
 

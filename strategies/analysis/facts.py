@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from autoplan.record import Record
+from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 
@@ -105,6 +106,7 @@ class WorkloadFacts(Record):
     fixed_micro_batch: int | None
     choices: tuple[Choices, ...]
     parallel: ParallelFacts | None = Field(default=None, description="what its model allows of tp and pp")
+    training: TrainingFacts | None = Field(default=None, description="what the workload trains with, as numbers")
 
     def knob(self, name: str) -> Choices:
         """The choices of one knob; KeyError for a knob without."""
