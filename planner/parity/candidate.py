@@ -17,6 +17,7 @@ from autoplan.planner.parity.records import (
     OWN_LENGTH,
     ParityMeasurement,
     PassMeasure,
+    dropout_accumulation,
 )
 from autoplan.planner.parity.reference import dropout_rates
 from autoplan.planner.parity.replay import replay
@@ -232,7 +233,7 @@ def _dropout(
         expected_s += seconds[0]
     if not limit.allows(expected_s):
         return {"not_checked": ("dropout: there was no time",)}
-    accumulation = samples // (config.micro_batch * config.dp)
+    accumulation = dropout_accumulation(config)
     small = small_workload(workload, config, length=length, masked=False, accumulation=accumulation, dropout=True)
     run = prepare(small, config, device=device, mesh=recorder.mesh)
     recorder.keep(run.model)

@@ -16,13 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from autoplan.planner.parity.judge import Judgement, Samples, excess, judge
-from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation
+from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation, dropout_accumulation
 from autoplan.planner.parity.text import LIMITS, describe_check, describe_failures, not_checked
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.planner.records import Parity
 from autoplan.processes import Ended, ProcessReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+
+FORMAT = 2
+"""Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5
 """Of the time of a check: the reference begins nothing that a verdict does not need after it."""
@@ -93,7 +96,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement
     left_out = not_checked(measurement, ours)
-    note = describe_check(measurement, ours)
+    note = describe_check(ours, worst.checks)
     if left_out:
         note += "; not checked: " + "; ".join(left_out)
     return Parity(
@@ -162,7 +165,8 @@ def _reference(
     zygote: Zygote, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, deadline_s: float
 ) -> Samples | str:
     """The plain run, kept by what decides it; or why there is none."""
-    key = [spec.identity, config.micro_batch, config.dp, config.pp, check_accumulation(config), device, "3 steps"]
+    sizes = [config.micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
+    key = [FORMAT, spec.identity, device, *sizes]
     kept = folder / ("reference-" + hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
     found = _load(kept, 1)
     if found:

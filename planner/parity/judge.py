@@ -18,11 +18,20 @@ from autoplan.planner.parity.records import (
     StepMeasure,
     step_part,
 )
-from autoplan.planner.parity.tolerances import DROPOUT_NOISE, LARGE_PARAMETER, SAME_STREAM, Tolerance
+from autoplan.planner.parity.tolerances import (
+    DROPOUT_NOISE,
+    LARGE_PARAMETER,
+    PARAMETER_SCALE_OF_RESIDUAL,
+    SAME_GRADIENT,
+    SAME_STREAM,
+    SCALE_OF_RESIDUAL,
+    Tolerance,
+)
 from autoplan.planner.parity.tolerances import START as START_TOLERANCE
 from autoplan.planner.records import ParityCheck
 
 CAP = 1e6  # of a relative difference: JSON has no infinity
+SAME_MASKS = "gradients, dropout on"  # compared where both runs drew the same masks
 _TINY = 1e-30
 
 
@@ -68,7 +77,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance) -> Judge
     plain, ours = reference.measurement, candidate.measurement
     first = _Gradients(reference, candidate, step_part(0), tolerance)
     checks = [
-        _largest("start", START_TOLERANCE, _distances(reference.part(START), candidate.part(START), 0.0)),
+        _largest("start", START_TOLERANCE, _distances(reference.part(START), candidate.part(START))),
         *first.checks("step 1", plain.steps[0].gradient_norms, ours.steps[0].gradient_norms),
         *_later_steps(reference, candidate, tolerance),
         _largest("loss", tolerance.loss, _losses(plain.steps, ours.steps)),
@@ -79,7 +88,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance) -> Judge
         _largest("frozen parameters", 0.0, _frozen(plain, ours)),
     ]
     if plain.buffers and ours.buffers:
-        checks.append(_largest("buffers", tolerance.norm, _relatives(plain.buffers, ours.buffers, tolerance.floor)))
+        checks.append(_largest("buffers", tolerance.norm, _relatives(plain.buffers, ours.buffers, tolerance)))
     if plain.own_length is not None and ours.own_length is not None:
         own = _Gradients(reference, candidate, OWN_LENGTH, tolerance)
         checks += own.checks("own length", plain.own_length.gradient_norms, ours.own_length.gradient_norms)
@@ -104,6 +113,8 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
             problems.append(f"the loss of step {number} is {step.loss}")
         if step.optimizer_steps != 1:
             problems.append(f"the optimizer was stepped {step.optimizer_steps} times in step {number}")
+        if not step.cleared:
+            problems.append(f"gradients are left in the parameters after step {number}")
     if plain.schedule_steps != ours.schedule_steps:
         problems.append(f"the schedule was stepped {ours.schedule_steps} times, not {plain.schedule_steps}")
     for number, (theirs, own) in enumerate(zip(plain.steps, ours.steps, strict=False), start=1):
@@ -149,14 +160,13 @@ class _Gradients:
         """
         tolerance = self.tolerance
         shared = {name: one[name] for name in self.names}
-        distances = _distances(
-            self._select(self.reference), self._select(self.candidate), tolerance.floor, self.weights
-        )
+        distances = _distances(self._select(self.reference), self._select(self.candidate), tolerance, self.weights)
         return [
-            _largest(f"gradient norms, {where}", tolerance.norm, _relatives(shared, other, tolerance.floor)),
+            _largest(f"gradient norms, {where}", tolerance.norm, _relatives(shared, other, tolerance)),
             _largest(f"gradients, {where}", tolerance.vector, distances),
-            _check(f"gradient scale, {where}", abs(self.scale() - 1), tolerance.scale, "all parameters"),
-            _largest(f"gradient scale of a parameter, {where}", tolerance.parameter_scale, self._large_scales(one)),
+            _check(f"whole gradient, {where}", self.distance(), tolerance.whole, "all parameters"),
+            self._scale_check(f"gradient scale, {where}"),
+            self._parameter_scale_check(f"gradient scale of a parameter, {where}", one),
         ]
 
     def _select(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,21 +185,38 @@ class _Gradients:
             return CAP
         return above / below if below > 0 else 1.0
 
-    def distance(self) -> float:
-        """||g - g_ref|| / ||g_ref|| of the whole gradient."""
-        apart = sum(self.weights[n] * _square(self.candidate[n] - self.reference[n]) for n in self.names)
-        whole = sum(self.weights[n] * _square(self.reference[n]) for n in self.names)
+    def distance(self, names: Sequence[str] | None = None) -> float:
+        """||g - g_ref|| / ||g_ref||."""
+        chosen = self.names if names is None else names
+        apart = sum(self.weights[name] * _square(self.candidate[name] - self.reference[name]) for name in chosen)
+        whole = sum(self.weights[name] * _square(self.reference[name]) for name in chosen)
         return _finite(math.sqrt(apart / whole)) if whole > 0 else 0.0
 
-    def _large_scales(self, norms: Mapping[str, float]) -> dict[str, float]:
+    def scale_and_residual(self, names: Sequence[str] | None = None) -> tuple[float, float]:
+        """|scale - 1|, and the part of the distance that is not along the reference's gradient."""
+        scale = self.scale(names)
+        if scale == CAP:
+            return CAP, 0.0
+        off = abs(scale - 1)
+        return off, math.sqrt(max(0.0, self.distance(names) ** 2 - off**2))
+
+    def _scale_check(self, name: str) -> ParityCheck:
+        """Rounding changes the scale too, by a part of what it changes in all: less than that part passes."""
+        off, residual = self.scale_and_residual()
+        return _check(name, off, max(self.tolerance.scale, SCALE_OF_RESIDUAL * residual), "all parameters")
+
+    def _parameter_scale_check(self, name: str, norms: Mapping[str, float]) -> ParityCheck:
         whole = math.sqrt(sum(norm**2 for norm in norms.values()))
-        large = [
-            name
-            for name in self.names
-            if self.weights[name] * self.reference[name].size >= LARGE_PARAMETER
-            and norms[name] > 10 * self.tolerance.floor * whole
-        ]
-        return {name: abs(self.scale([name]) - 1) for name in large}
+        worst = _check(name, 0.0, self.tolerance.parameter_scale)
+        for parameter in self.names:
+            elements = self.weights[parameter] * self.reference[parameter].size
+            if elements < LARGE_PARAMETER or norms[parameter] <= 10 * self.tolerance.floor * whole:
+                continue
+            off, residual = self.scale_and_residual([parameter])
+            allowed = max(self.tolerance.parameter_scale, PARAMETER_SCALE_OF_RESIDUAL * residual)
+            found = _check(name, off, allowed, parameter)
+            worst = max(worst, found, key=excess)
+        return worst
 
 
 def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -> list[ParityCheck]:
@@ -202,12 +229,15 @@ def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -
 
 
 def _distances(
-    reference: Mapping[str, Any], candidate: Mapping[str, Any], floor: float, weights: Mapping[str, float] | None = None
+    reference: Mapping[str, Any],
+    candidate: Mapping[str, Any],
+    tolerance: Tolerance | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """||a - a_ref|| / ||a_ref|| by parameter; what is small beside the whole is measured against a share of that."""
+    """||a - a_ref|| / ||a_ref|| by parameter, ||a_ref|| not smaller than `_least` says."""
     weight = weights or {}
     squares = {name: weight.get(name, 1.0) * _square(values) for name, values in reference.items()}
-    least = floor * math.sqrt(sum(squares.values()))
+    least = _least({name: math.sqrt(square) for name, square in squares.items()}, tolerance)
     found = {}
     for name, values in reference.items():
         if name not in candidate:
@@ -216,14 +246,36 @@ def _distances(
             found[name] = CAP
             continue
         distance = math.sqrt(weight.get(name, 1.0) * _square(candidate[name] - values))
-        found[name] = _finite(distance / max(math.sqrt(squares[name]), least, _TINY))
+        found[name] = _finite(distance / max(math.sqrt(squares[name]), least[name], _TINY))
     return found
 
 
-def _relatives(reference: Mapping[str, float], candidate: Mapping[str, float], floor: float) -> dict[str, float]:
-    """|b - a| / a by name, a not smaller than a share of the whole."""
-    least = floor * math.sqrt(sum(value**2 for value in reference.values()))
-    return {name: _relative(value, candidate[name], least) for name, value in reference.items() if name in candidate}
+def _relatives(
+    reference: Mapping[str, float], candidate: Mapping[str, float], tolerance: Tolerance
+) -> dict[str, float]:
+    """|b - a| / a by name, a not smaller than `_least` says."""
+    least = _least(reference, tolerance)
+    return {
+        name: _relative(value, candidate[name], least[name]) for name, value in reference.items() if name in candidate
+    }
+
+
+def _least(norms: Mapping[str, float], tolerance: Tolerance | None) -> dict[str, float]:
+    """By parameter, the norm under which its gradient counts as one that cancels: what is left of it is rounding.
+
+    The bias of a key, a bias before a BatchNorm: their gradients are zero but for rounding, whose size is that of what
+    cancels. It shows in the other parameters of the same module.
+    """
+    if tolerance is None:
+        return dict.fromkeys(norms, 0.0)
+    whole = math.sqrt(sum(norm**2 for norm in norms.values()))
+    modules: dict[str, float] = {}
+    for name, norm in norms.items():
+        owner = name.rpartition(".")[0]
+        modules[owner] = math.hypot(modules.get(owner, 0.0), norm)
+    return {
+        name: max(tolerance.floor * whole, tolerance.module_floor * modules[name.rpartition(".")[0]]) for name in norms
+    }
 
 
 def _relative(reference: float, value: float, least: float = 0.0) -> float:
@@ -319,7 +371,7 @@ def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tol
     if ours.replay is not None and ours.replay.method != "norms":
         return _largest(name, tolerance.optimizer, ours.replay.differences)
     trained = {key: value for key, value in plain.changes.items() if key in plain.parameters}
-    return _largest("change of the parameters", tolerance.norm, _relatives(trained, ours.changes, tolerance.floor))
+    return _largest("change of the parameters", tolerance.norm, _relatives(trained, ours.changes, tolerance))
 
 
 def _frozen(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
@@ -353,18 +405,20 @@ def _dropout(reference: Samples, candidate: Samples, tolerance: Tolerance) -> li
         _largest("dropout rates", 1e-6, rates),
         _check("dropout, the same seed twice", again, tolerance.loss, "the loss"),
     ]
-    if draws_same_masks(plain, ours):
-        parts = [f"{DROPOUT}{number}" for number in range(len(plain.dropout))]
-        distances = {part: _Gradients(reference, candidate, part, tolerance).distance() for part in parts}
-        checks.append(_largest("gradients, dropout on", tolerance.vector, distances))
+    noise = _noise(reference, len(plain.dropout))
+    parts = [f"{DROPOUT}{number}" for number in range(len(plain.dropout))]
+    distances = {part: _Gradients(reference, candidate, part, tolerance).distance() for part in parts}
+    near = max(distances.values()) < SAME_GRADIENT * math.sqrt(2 * noise)
+    if near or _same_losses(plain, ours):
+        checks.append(_largest(SAME_MASKS, tolerance.vector, distances))
         return checks
-    ratio = _noise(candidate, len(ours.dropout)) / max(_noise(reference, len(plain.dropout)), _TINY)
+    ratio = _noise(candidate, len(ours.dropout)) / max(noise, _TINY)
     apart = max(ratio, 1.0 / ratio) if ratio > 0 else CAP
     checks.append(_check("noise of dropout in the gradient", apart - 1, DROPOUT_NOISE - 1, "all parameters"))
     return checks
 
 
-def draws_same_masks(plain: ParityMeasurement, ours: ParityMeasurement) -> bool:
+def _same_losses(plain: ParityMeasurement, ours: ParityMeasurement) -> bool:
     """Whether the losses of all seeds are those of the reference, as far as their spread over seeds can tell."""
     theirs = [measured.loss for measured in plain.dropout]
     own = [measured.loss for measured in ours.dropout]

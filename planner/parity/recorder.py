@@ -126,6 +126,7 @@ class Recorder:
                 gradient_factor=self._factor,
                 groups=self._groups,
                 optimizer_steps=self._optimizer_steps,
+                cleared=not any(holds_gradient(parameter) for parameter in model.parameters()),
             )
         )
         self.forget_step()
@@ -133,7 +134,7 @@ class Recorder:
     # A forward and backward beside the steps.
 
     def gradients(self, part: str, model: nn.Module) -> dict[str, float]:
-        """Keeps the sampled gradients of a part, in the place of earlier ones; gives the norms of the whole gradients."""
+        """Keeps the sampled gradients of a part, in the place of earlier ones; gives the norms of the whole ones."""
         for name in [name for name in self._elements if name.startswith(part + "/")]:
             del self._elements[name]
         gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
@@ -233,15 +234,20 @@ def _number(value: Any) -> Any:
     return ()
 
 
+def holds_gradient(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has a gradient that is not zero."""
+    return parameter.grad is not None and bool(local_tensor(parameter.grad).count_nonzero())
+
+
 def norm_of(tensor: torch.Tensor) -> float:
     """The 2-norm, summed in fp64."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy on the CPU of at most SAMPLED_ELEMENTS elements, evenly spread; the stride is odd, to meet all columns.
+    """A flat copy on the CPU of at most SAMPLED_ELEMENTS elements, evenly spread.
 
-    A tensor that has no more elements is copied whole.
+    The stride is odd, to meet all columns. A tensor that has no more elements is copied whole.
     """
     flat = tensor.detach().reshape(-1)
     stride = 1 if flat.numel() <= SAMPLED_ELEMENTS else (flat.numel() // SAMPLED_ELEMENTS) | 1

@@ -18,7 +18,7 @@ CHECK_MICRO_BATCH = 2
 CHECK_STEPS = 3
 CHECK_ACCUMULATION = 3
 DROPOUT_SEQUENCE_LENGTH = 32
-DROPOUT_SEEDS = 3
+DROPOUT_SEEDS = 2
 LEAST_CHUNKS = 3
 
 # The parts of a check, by the prefix of the names under which the sampled elements are kept.
@@ -40,6 +40,13 @@ def check_accumulation(config: TrainingConfig) -> int:
     if config.pp == 1:
         return CHECK_ACCUMULATION
     return math.ceil(CHECK_ACCUMULATION / config.pp_microbatches) * config.pp_microbatches
+
+
+def dropout_accumulation(config: TrainingConfig) -> int:
+    """Micro-steps of the passes with dropout on: as few as the config can be built with."""
+    if config.pp > 1:
+        return config.pp_microbatches
+    return 2 if config.gradient_sync == "every" else 1
 
 
 class ParameterMeasure(Record):
@@ -78,6 +85,7 @@ class StepMeasure(Record):
     )
     groups: tuple[GroupMeasure, ...]
     optimizer_steps: int = Field(default=1, description="how often the optimizer was stepped")
+    cleared: bool = Field(default=True, description="no gradient was left after the step")
 
 
 class PassMeasure(Record):

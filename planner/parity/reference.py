@@ -31,6 +31,7 @@ from autoplan.planner.parity.records import (
     ParityMeasurement,
     PassMeasure,
     check_accumulation,
+    dropout_accumulation,
 )
 from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.analysis.additivity import check_additivity, shorten
@@ -197,7 +198,7 @@ class _Reference:
     def dropout_passes(self, config: TrainingConfig) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
         """A forward and backward for each of a few seeds with dropout on; nothing where seeds make no difference."""
         rates = dropout_rates(self.model)
-        samples = config.micro_batch * config.dp * (1 if config.pp == 1 else config.pp_microbatches)
+        samples = config.micro_batch * config.dp * dropout_accumulation(config)
         batch = shorten(self.workload.make_batch(samples, 0), DROPOUT_SEQUENCE_LENGTH)
         if not self._is_random(batch, config.micro_batch):
             return (), rates

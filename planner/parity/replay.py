@@ -9,7 +9,6 @@ that does not (Adafactor, LAMB, Muon) is replayed on whole tensors where all of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,10 +43,9 @@ def replay(
             return ReplayMeasure(method="norms", reason="the optimizer treats the elements of a tensor together")
         states = _replayed(workload, parameters, recorder, device, whole=whole)
     except Exception as error:
-        return ReplayMeasure(
-            method="norms",
-            reason=f"the optimizer cannot be run by itself: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
-        )
+        text = " ".join(str(error).split())[:200]
+        reason = f"the optimizer cannot be run by itself: {type(error).__name__}: {text}"
+        return ReplayMeasure(method="norms", reason=reason)
     differences, unresolved = _differences(parameters, recorder, states)
     return ReplayMeasure(method="whole" if whole else "sampled", differences=differences, unresolved=unresolved)
 
@@ -113,7 +111,9 @@ def is_elementwise(workload: Workload, parameters: Mapping[str, ParameterMeasure
     start = {name: _random(parameter, generator) for name, parameter in small.items()}
     gradients = [{name: _random(parameter, generator) for name, parameter in small.items()} for _ in range(3)]
     for stride in (1, 2):
-        values = {name: nn.Parameter(tensor.to(device)[_every(tensor, stride)]) for name, tensor in start.items()}
+        values = {
+            name: nn.Parameter(tensor.to(device)[_every(tensor, stride)].clone()) for name, tensor in start.items()
+        }
         optimizer = _over_samples(workload, parameters, values, device)
         for number in range(_TRIAL_STEPS):
             for name, value in values.items():

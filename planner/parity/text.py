@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoplan.planner.parity.judge import draws_same_masks, excess
+from autoplan.planner.parity.judge import SAME_MASKS, excess
 from autoplan.planner.parity.records import ParityMeasurement
 from autoplan.planner.records import ParityCheck
 
@@ -21,7 +21,7 @@ def describe_failures(checks: Sequence[ParityCheck]) -> tuple[str, ...]:
     )
 
 
-def describe_check(plain: ParityMeasurement, ours: ParityMeasurement) -> str:
+def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> str:
     """What was compared and on what, in a few short phrases."""
     size = f"{ours.global_batch} samples"
     if ours.sequence_length is not None:
@@ -39,7 +39,7 @@ def describe_check(plain: ParityMeasurement, ours: ParityMeasurement) -> str:
     if ours.chunk_rows is not None:
         phrases.append(f"the fused loss in chunks of {ours.chunk_rows} rows")
     if ours.dropout:
-        same = draws_same_masks(plain, ours)
+        same = any(check.name == SAME_MASKS for check in checks)
         phrases.append("dropout on: " + ("the same masks and gradients" if same else "as much noise as the reference"))
     return "; ".join(phrases)
 
