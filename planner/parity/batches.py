@@ -10,6 +10,7 @@ from torch import nn
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
     CHECK_SEQUENCE_LENGTH,
+    LARGE_MODEL_SEQUENCE_LENGTH,
     SMALL_MODEL_PARAMETERS,
 )
 from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
@@ -61,7 +62,7 @@ def small_workload(
 
 def check_length(workload: Workload, parameters: int) -> int:
     """Tokens per sequence in the steps of the check: fewer for a large model."""
-    longest = CHECK_SEQUENCE_LENGTH if parameters <= SMALL_MODEL_PARAMETERS else CHECK_SEQUENCE_LENGTH // 2
+    longest = CHECK_SEQUENCE_LENGTH if parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
     return longest if workload.sequence_length is None else min(longest, workload.sequence_length)
 
 

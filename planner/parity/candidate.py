@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,22 +66,18 @@ def run_candidate(
         limit: What is not needed for a verdict is left out where it is late.
     """
     config = small_config(workload, config)
-    rows = _chunk_rows(config, reference)
-    with limit_chunk_rows(rows):
-        measurement, seconds = _steps_and_own_length(workload, config, reference, device, recorder, phase, limit)
-        if reference.dropout:
-            phase("dropout")
-            dropout = _dropout(workload, config, reference, device, recorder, seconds, limit)
-            left_out = (*measurement.not_checked, *dropout.pop("not_checked", ()))
-            measurement = measurement.model_copy(update={**dropout, "not_checked": left_out})
-    return measurement.model_copy(update={"chunk_rows": rows})
+    measurement, seconds = _steps_and_own_length(workload, config, reference, device, recorder, phase, limit)
+    if not reference.dropout:
+        return measurement
+    phase("dropout")
+    dropout = _dropout(workload, config, reference, device, recorder, seconds, limit)
+    left_out = (*measurement.not_checked, *dropout.pop("not_checked", ()))
+    return measurement.model_copy(update={**dropout, "not_checked": left_out})
 
 
-def _chunk_rows(config: TrainingConfig, reference: ParityMeasurement) -> int | None:
-    """Rows of logits at once, so few that the fused loss has several chunks in each micro-batch of the check."""
-    if config.loss != "fused":
-        return None
-    return max(1, config.micro_batch * reference.length // LEAST_CHUNKS)
+def _rows_for_chunks(rows: int) -> int:
+    """Rows of logits at once, so few that the fused loss takes several chunks."""
+    return max(1, rows // LEAST_CHUNKS)
 
 
 def _steps_and_own_length(
@@ -100,13 +97,17 @@ def _steps_and_own_length(
         masked=reference.labels_masked,
         accumulation=reference.accumulation,
     )
+    rows = None
+    if config.loss == "fused" and reference.own_length is None:  # else that pass is the one with several chunks
+        rows = _rows_for_chunks(config.micro_batch * reference.length)
     watched = _WatchedRun(prepare(small, config, device=device, mesh=recorder.mesh), recorder)
     run = watched.run
     recorder.begin(run.model)
     phase("steps")
     seconds = []
-    for index, step in enumerate(reference.steps):
-        seconds.append(watched.step(small.make_batch(small.global_batch, index), step.gradient_factor))
+    with limit_chunk_rows(rows):
+        for index, step in enumerate(reference.steps):
+            seconds.append(watched.step(small.make_batch(small.global_batch, index), step.gradient_factor))
     measurement = ParityMeasurement(
         steps=tuple(recorder.steps),
         parameters=recorder.parameters(run.model),
@@ -115,13 +116,15 @@ def _steps_and_own_length(
         schedule_steps=getattr(run.schedule, "last_epoch", None),
         learning_rates=tuple(float(group["lr"]) for group in run.optimizer.param_groups if group.get("lr") is not None),
         replay=replay(small, reference.parameters, recorder, device),
+        chunk_rows=rows,
         micro_batch=config.micro_batch,
         **{name: getattr(reference, name) for name in _SAME_AS_REFERENCE},
     )
     phase("own length")
     recorder.restore()
-    own, left_out = _own_length(watched, workload, reference, seconds, limit)
-    return measurement.model_copy(update={"own_length": own, "not_checked": left_out}), seconds
+    update = _own_length(watched, workload, reference, seconds, limit)
+    recorder.release()
+    return measurement.model_copy(update=update), seconds
 
 
 class _WatchedRun:
@@ -156,7 +159,7 @@ class _WatchedRun:
         return time.monotonic() - began
 
     def measure_pass(self, part: str, batch: Batch, length: int | None, seed: int | None = None) -> PassMeasure:
-        """One forward and backward; the step that ends it is undone.
+        """One forward and backward, up to where the optimizer would step: parameters stay as they are.
 
         Args:
             part: The name of the pass.
@@ -178,8 +181,8 @@ class _WatchedRun:
             total, count = self.run.micro_step(own, divisor, sync=True)
             return self.run.optimizer_step(total, count, divisor)
 
-        result = self._until_taken(micro_step)
-        self.recorder.restore()
+        with _without_steps(self.run.optimizer):
+            result = self._until_taken(micro_step)
         self._part = None
         return PassMeasure(
             loss=float(result.loss), gradient_norms=self._norms, samples=batch_size(batch), sequence_length=length
@@ -196,24 +199,46 @@ class _WatchedRun:
         return result
 
 
+@contextlib.contextmanager
+def _without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The optimizer's step does nothing."""
+    before = vars(optimizer).get("step")
+    optimizer.__dict__["step"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["step"]
+        if before is not None:
+            optimizer.__dict__["step"] = before
+
+
 def _own_length(
     watched: _WatchedRun,
     workload: Workload,
     reference: ParityMeasurement,
     seconds: list[float],
     limit: TimeLimit,
-) -> tuple[PassMeasure | None, tuple[str, ...]]:
-    """One forward and backward at the workload's own length, from the same start as the reference's."""
-    wanted = reference.own_length
+) -> dict[str, Any]:
+    """One forward and backward at the workload's own length, from the same start as the reference's.
+
+    The fused loss takes its several chunks here.
+    """
+    wanted, config = reference.own_length, watched.run.config
     if wanted is None:
-        return None, ()
+        return {}
     length = wanted.sequence_length or reference.length
     expected_s = min(seconds) / reference.global_batch * wanted.samples * length / reference.length
-    if watched.run.config.compile != "off":
+    if config.compile != "off":
         expected_s += seconds[0]  # another length is compiled again
+    fused = config.loss == "fused"
     if not limit.allows(expected_s):
-        return None, (f"a forward and backward at its own {length} tokens: there was no time",)
-    return watched.measure_pass(OWN_LENGTH, workload.make_batch(wanted.samples, 0), length), ()
+        left_out = f"a forward and backward at its own {length} tokens"
+        left_out += " and the fused loss in several chunks" if fused else ""
+        return {"not_checked": (f"{left_out}: there was no time",)}
+    rows = _rows_for_chunks(wanted.samples // config.dp * length) if fused else None
+    with limit_chunk_rows(rows):
+        measured = watched.measure_pass(OWN_LENGTH, workload.make_batch(wanted.samples, 0), length)
+    return {"own_length": measured, "chunk_rows": rows}
 
 
 def _dropout(
@@ -236,7 +261,6 @@ def _dropout(
     accumulation = dropout_accumulation(config)
     small = small_workload(workload, config, length=length, masked=False, accumulation=accumulation, dropout=True)
     run = prepare(small, config, device=device, mesh=recorder.mesh)
-    recorder.keep(run.model)
     watched = _WatchedRun(run, recorder)
     batch = small.make_batch(samples, 0)
     seeds = [workload.seed + 1 + number for number in range(len(reference.dropout))]

@@ -19,6 +19,7 @@ from autoplan.planner.parity.records import (
     step_part,
 )
 from autoplan.planner.parity.tolerances import (
+    CHANGE_NORM,
     DROPOUT_NOISE,
     LARGE_PARAMETER,
     PARAMETER_SCALE_OF_RESIDUAL,
@@ -371,7 +372,8 @@ def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tol
     if ours.replay is not None and ours.replay.method != "norms":
         return _largest(name, tolerance.optimizer, ours.replay.differences)
     trained = {key: value for key, value in plain.changes.items() if key in plain.parameters}
-    return _largest("change of the parameters", tolerance.norm, _relatives(trained, ours.changes, tolerance))
+    allowed = max(tolerance.norm, CHANGE_NORM)
+    return _largest("change of the parameters", allowed, _relatives(trained, ours.changes, tolerance))
 
 
 def _frozen(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:

@@ -12,7 +12,9 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 CHECK_SEQUENCE_LENGTH = 128
 SMALL_MODEL_PARAMETERS = 20_000_000
-"""Larger models are checked on sequences of half that length: three steps of them cost the most of the check."""
+LARGE_MODEL_SEQUENCE_LENGTH = 32
+"""Of the steps of a model that is larger than that: three steps at 128 tokens would cost more than all the rest. Its
+own length is checked in one forward and backward."""
 
 CHECK_MICRO_BATCH = 2
 CHECK_STEPS = 3

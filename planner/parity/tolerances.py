@@ -105,6 +105,9 @@ LOW_PRECISION_CLIPPING = 1e-2
 LOW_PRECISION_OPTIMIZER = 5e-2
 """Parameters in bf16: a step is a few units of rounding, which two orders of the same operations place differently."""
 
+CHANGE_NORM = 1e-2
+"""Of the norm of a parameter's change, where the optimizer is not replayed: it may depend on a sum that cancels."""
+
 DROPOUT_NOISE = 2.0
 """Dropout's share of the gradient, as a variance, may be this many times that of the reference, or one part of it:
 a few seeds on a few samples do not say more. Dropout that is off has none."""

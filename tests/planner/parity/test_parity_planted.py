@@ -108,6 +108,19 @@ def test_only_the_first_chunk_of_the_fused_loss(monkeypatch, precision):
     assert not check_parity(language(LLAMA), config).passed
 
 
+def test_only_the_first_chunk_at_the_own_length(monkeypatch):
+    """Where a pass at the workload's own length is made, it is the one with several chunks."""
+
+    def long():
+        return language({**LLAMA, "max_position_embeddings": 256}, length=192)
+
+    config = TrainingConfig(micro_batch=2, loss="fused", precision="bf16")
+    parity = check_parity(long(), config)
+    assert parity.passed and "in chunks of 64 rows" in parity.note
+    planted.first_chunk_alone(monkeypatch)
+    assert "gradient scale, own length" in failed(check_parity(long(), config))
+
+
 def test_clipping_does_not_reach_what_was_recorded():
     """Recorded before clipping: the whole gradient's norm is far above the norm that it is clipped to."""
     config = TrainingConfig(micro_batch=2)
