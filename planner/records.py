@@ -129,8 +129,17 @@ class Prediction(Record):
     hardware_flops: float | None = Field(default=None, description="FLOPs executed per optimizer step")
 
 
+class ParityCheck(Record):
+    """One comparison of the parity check: the largest difference of its kind, and what passes."""
+
+    name: str
+    difference: float
+    allowed: float
+    where: str = Field(default="", description="the parameter, step or module with the largest difference")
+
+
 class Parity(Record):
-    """Does the configuration still train the same thing? Compared with one plain fp32 process."""
+    """Does the configuration still train the same thing? Compared with one plain process in the model's precision."""
 
     passed: bool
     tolerance: float = Field(description="largest relative difference that passes, for this precision")
@@ -146,6 +155,9 @@ class Parity(Record):
     sequence_length: int | None
     changes_numerics: bool
     note: str = ""
+    checks: tuple[ParityCheck, ...] = Field(default=(), description="every comparison that was made")
+    failures: tuple[str, ...] = Field(default=(), description="what failed, in sentences")
+    not_checked: tuple[str, ...] = Field(default=(), description="what was not compared this time, and why")
 
 
 class LeftOutFamily(Record):

@@ -253,11 +253,8 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
             parity = _check(session, candidate.config)
         if parity.passed:
             return candidate, parity
-        session.note(
-            f"{candidate.config.describe()} was the fastest left, but fails parity: {parity.worst_group} differs by "
-            f"{max(parity.worst_gradient_difference, parity.worst_update_difference):.2g} "
-            f"(at most {parity.tolerance:.2g} passes). {parity.note}"
-        )
+        why = "; ".join(parity.failures) or parity.note  # a check of an earlier version has the note alone
+        session.note(f"{candidate.config.describe()} was the fastest left, but fails parity: {why}")
     return None
 
 

@@ -8,8 +8,9 @@ must see the loss scale, which the forward does not know: chunks with recomputat
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,8 +43,30 @@ def has_torch_kernel() -> bool:
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Rows of logits held at once: a power of two, at least 256."""
-    return max(256, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1)
+    """Rows of logits held at once: a power of two, at least 256; no more than `limit_chunk_rows` allows."""
+    return limited_rows(max(256, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1))
+
+
+def limited_rows(rows: int) -> int:
+    """The number of rows, or what `limit_chunk_rows` allows where that is less."""
+    return rows if _most_rows is None else min(rows, _most_rows)
+
+
+_most_rows: int | None = None
+
+
+@contextlib.contextmanager
+def limit_chunk_rows(rows: int | None) -> Iterator[None]:
+    """Has every fused loss of this process take at most so many rows at once; None: no limit.
+
+    The parity check uses it: its batches are small, and a mistake in a later chunk needs several chunks to show.
+    """
+    global _most_rows
+    before, _most_rows = _most_rows, rows
+    try:
+        yield
+    finally:
+        _most_rows = before
 
 
 def _torch_kernel(

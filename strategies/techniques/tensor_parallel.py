@@ -33,6 +33,7 @@ from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.analysis.tensor_plans import FUSED, TensorPlan, find_tensor_plan
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.loss import CHUNK_ROWS
+from autoplan.strategies.techniques.loss_kernels import limited_rows
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, OutputHead, Workload
 
@@ -358,7 +359,8 @@ class VocabularyParallelLoss:
         if not self._chunked:
             return LossSum(self._rows_loss(rows, weight, bias, targets, vocabulary), count)
         total = torch.zeros((), device=rows.device)
-        for some, classes in zip(rows.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True):
+        at_once = limited_rows(CHUNK_ROWS)
+        for some, classes in zip(rows.split(at_once), targets.split(at_once), strict=True):
             total = total + checkpoint(self._rows_loss, some, weight, bias, classes, vocabulary, use_reentrant=False)
         return LossSum(total, count)
 

@@ -9,7 +9,7 @@ from autoplan.planner.parity.compare import run_parity
 from autoplan.processes import TaskFailedError, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
-from tests.strategies.tiny import GPT2
+from tests.strategies.tiny import GPT2, LLAMA
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_one_rank_and_the_reference_is_kept(check, tmp_path):
     verdict = check(loss="fused", checkpointing="full")
     assert verdict.passed, verdict.model_dump_json()
     assert verdict.worst_gradient_difference < 1e-4
-    assert verdict.global_batch == 4 and verdict.sequence_length == 64
+    assert verdict.global_batch == 6 and verdict.sequence_length == 64
     assert "micro-batches of 2" in verdict.note
     kept = list((tmp_path / "kept").glob("reference-*/measurements.json"))
     stamp = kept[0].stat().st_mtime_ns
@@ -80,6 +80,24 @@ def test_a_candidate_that_does_not_run_has_not_passed(check):
 def test_a_check_past_its_deadline_is_no_verdict(check):
     with pytest.raises(TaskFailedError, match="deadline"):
         check(deadline_s=0.05)
+
+
+def test_own_length_and_its_reference(zygote, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"max_position_embeddings": 256}))
+    spec = make_spec(model=str(path), global_batch=32, sequence_length=192)
+    verdict = run_parity(
+        zygote,
+        spec,
+        TrainingConfig(micro_batch=4, precision="bf16"),
+        device="cpu",
+        directory=tmp_path / "check",
+        deadline_s=120.0,
+    )
+    assert verdict.passed, verdict.failures
+    assert "6 samples of 128 tokens" in verdict.note and "one forward and backward at 192 tokens" in verdict.note
+    assert {"whole gradient, own length", "gradient scale, own length"} <= {check.name for check in verdict.checks}
+    assert verdict.not_checked == ()
 
 
 def test_comparing_loads_no_torch():

@@ -1,0 +1,136 @@
+"""The small workload of the check: short sequences, a small global batch, dropout off, labels masked unevenly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from autoplan.planner.parity.records import (
+    CHECK_MICRO_BATCH,
+    CHECK_SEQUENCE_LENGTH,
+    LARGE_MODEL_SEQUENCE_LENGTH,
+    SMALL_MODEL_PARAMETERS,
+)
+from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
+from autoplan.strategies.analysis.structure import disable_dropout
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch
+from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
+
+_MASKED_SHARE = 0.7  # of the last sample's labels
+
+
+def small_config(workload: Workload, config: TrainingConfig) -> TrainingConfig:
+    """The config with a small micro-batch; one that the user fixed stays as it is."""
+    if workload.fixed_micro_batch is not None:
+        return config
+    return config.model_copy(update={"micro_batch": min(config.micro_batch, CHECK_MICRO_BATCH)})
+
+
+def small_workload(
+    workload: Workload, config: TrainingConfig, *, length: int, masked: bool, accumulation: int, dropout: bool = False
+) -> Workload:
+    """The workload with a global batch of the check's few micro-batches.
+
+    Args:
+        workload: What is trained.
+        config: The candidate's small config.
+        length: Longer sequences are cut to it.
+        masked: Mask labels, so that the micro-batches count differently.
+        accumulation: Micro-batches per step on a data-parallel rank.
+        dropout: Leave dropout on.
+    """
+
+    def build_model() -> nn.Module:
+        model = workload.build_model()
+        disable_dropout(model)
+        return model
+
+    def make_batch(samples: int, index: int) -> Batch:
+        batch = shorten(workload.make_batch(samples, index), length)
+        return mask_labels(batch, config.micro_batch) if masked else batch
+
+    return dataclasses.replace(
+        workload,
+        build_model=workload.build_model if dropout else build_model,
+        make_batch=make_batch,
+        global_batch=config.micro_batch * config.dp * accumulation,
+    )
+
+
+def check_length(workload: Workload, parameters: int) -> int:
+    """Tokens per sequence in the steps of the check: fewer for a large model."""
+    longest = CHECK_SEQUENCE_LENGTH if parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
+    return longest if workload.sequence_length is None else min(longest, workload.sequence_length)
+
+
+def own_length(workload: Workload, length: int) -> int | None:
+    """The tokens of the workload's own sequences, where the check cuts them at `length`; None: it does not."""
+    batch = workload.make_batch(1, 0)
+    short = shorten(batch, length)
+    if short is batch or short["labels"].shape == batch["labels"].shape:
+        return None
+    return int(batch["labels"].shape[1])
+
+
+# Labels.
+
+
+def labels_of(batch: Batch) -> torch.Tensor | None:
+    """The labels of a batch: whole numbers under `labels`, with the samples as their first dim; None: it has none."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
+        return None
+    is_class = labels.dtype in (torch.int64, torch.int32, torch.int16)
+    return labels if is_class else None
+
+
+def mask_labels(batch: Batch, micro_batch: int) -> Batch:
+    """The batch with labels masked, more of them in later samples: the micro-batches then count differently.
+
+    Where a sample has one label, the last sample of the first micro-batch loses its own.
+    """
+    labels = labels_of(batch)
+    size = batch_size(batch)
+    if labels is None or size < 2:
+        return batch
+    masked = labels.clone()
+    if labels[0].numel() == 1:
+        if micro_batch > 1:
+            masked[min(micro_batch, size) - 1] = IGNORE_INDEX
+        return {**batch, "labels": masked}
+    rows = masked.view(size, -1)
+    for sample in range(1, size):
+        rows[sample, : int(rows.shape[1] * _MASKED_SHARE * sample / (size - 1))] = IGNORE_INDEX
+    return {**batch, "labels": masked}
+
+
+def can_mask_labels(workload: Workload, model: nn.Module, device: torch.device, micro_batch: int) -> bool:
+    """Whether the loss leaves masked labels out: it runs on them, and counts fewer.
+
+    A workload that counts ahead is asked so. Else the loss is run on two short samples; on the CPU, where a label
+    out of range is an exception and not the end of the CUDA context.
+    """
+    batch = shorten(workload.make_batch(2, 0), SHORT_LENGTH)
+    if labels_of(batch) is None:
+        return False
+    masked = mask_labels(batch, max(2, micro_batch))
+    if workload.count is not None:
+        return workload.count(masked) < workload.count(batch)
+    size = workload.fixed_micro_batch or 2
+    if size > 2:
+        batch = shorten(workload.make_batch(size, 0), SHORT_LENGTH)
+        masked = mask_labels(batch, size)
+    try:
+        model.to("cpu")
+        with torch.no_grad():
+            counts = [
+                float(workload.loss(model, move_batch(given, torch.device("cpu"))).count) for given in (batch, masked)
+            ]
+    except Exception:  # labels of another meaning, or a model that runs on its device alone
+        return False
+    finally:
+        model.to(device)
+    return counts[1] < counts[0]

@@ -1,0 +1,236 @@
+"""The reference of the parity check: a plain loop in one process, in the workload's own precision.
+
+It shares no line with TrainingRun or with any technique. A step takes the whole batch at once, or the micro-batches
+that the user fixed. Gradients of summed losses add up and are divided by the count of the whole batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.planner.parity.batches import (
+    can_mask_labels,
+    check_length,
+    labels_of,
+    own_length,
+    small_config,
+    small_workload,
+)
+from autoplan.planner.parity.recorder import Recorder
+from autoplan.planner.parity.records import (
+    CHECK_STEPS,
+    DROPOUT,
+    DROPOUT_SEEDS,
+    DROPOUT_SEQUENCE_LENGTH,
+    OWN_LENGTH,
+    ParityMeasurement,
+    PassMeasure,
+    check_accumulation,
+    dropout_accumulation,
+)
+from autoplan.planner.parity.time_limit import TimeLimit
+from autoplan.strategies.analysis.additivity import check_additivity, shorten
+from autoplan.strategies.analysis.structure import clean_name, disable_dropout
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.techniques.precision import set_matmul_tf32
+from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
+from autoplan.strategies.workloads.training_mode import enter_training_mode
+from autoplan.strategies.workloads.workload import Workload
+
+_CLIPPED_TO = 0.25  # of their norm, where gradients are scaled up so that clipping has something to do
+
+
+def run_reference(
+    workload: Workload,
+    config: TrainingConfig,
+    device: torch.device,
+    recorder: Recorder,
+    phase: Callable[[str], None],
+    limit: TimeLimit,
+) -> ParityMeasurement:
+    """All parts of the reference.
+
+    Args:
+        workload: What is trained, as the user gave it.
+        config: The candidate's; only its sizes are used.
+        device: Where.
+        recorder: Keeps what is seen.
+        phase: Is told what begins.
+        limit: What is not needed for a verdict is left out where it is late.
+    """
+    set_matmul_tf32(False)
+    torch.manual_seed(workload.seed)
+    with torch.device(device):
+        model = workload.build_model()
+    enter_training_mode(model.to(device))
+    config = small_config(workload, config)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    length = check_length(workload, sum(parameter.numel() for parameter in parameters))
+    reference = _Reference(workload, model, parameters, device, recorder)
+    recorder.begin(model)
+
+    phase("dropout")
+    dropout, rates = reference.dropout_passes(config)
+    disable_dropout(model)
+    recorder.restore()
+
+    phase("steps")
+    masked = can_mask_labels(workload, model, device, config.micro_batch)
+    small = small_workload(workload, config, length=length, masked=masked, accumulation=check_accumulation(config))
+    began = time.monotonic()
+    schedule, optimizer = reference.steps(small)
+    step_s = (time.monotonic() - began) / CHECK_STEPS
+    measurement = ParityMeasurement(
+        steps=tuple(recorder.steps),
+        parameters=recorder.parameters(model),
+        changes=recorder.changes(),
+        buffers=recorder.buffer_changes(model),
+        schedule_steps=getattr(schedule, "last_epoch", None),
+        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None),
+        dropout=dropout,
+        dropout_rates=rates,
+        global_batch=small.global_batch,
+        micro_batch=config.micro_batch,
+        fixed_micro_batch=workload.fixed_micro_batch,
+        accumulation=check_accumulation(config),
+        length=length,
+        sequence_length=None if workload.sequence_length is None else length,
+        own_sequence_length=workload.sequence_length,
+        labels_masked=masked,
+        has_labels=labels_of(workload.make_batch(1, 0)) is not None,
+        max_grad_norm=workload.max_grad_norm,
+    )
+    recorder.restore()
+    phase("additivity")
+    additive, deterministic = check_additivity(small, model, device)
+    phase("own length")
+    own, left_out = reference.own_length(config, length, step_s / small.global_batch, limit)
+    return measurement.model_copy(
+        update={"additive": additive, "deterministic": deterministic, "own_length": own, "not_checked": left_out}
+    )
+
+
+class _Reference:
+    """The plain loop over one model."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        parameters: list[nn.Parameter],
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self.workload = workload
+        self.model = model
+        self.parameters = parameters
+        self.device = device
+        self.recorder = recorder
+
+    def backward(self, batch: Batch, micro_batch: int) -> float:
+        """Leaves the gradient of the batch's mean loss in the parameters; gives that loss."""
+        total, count = 0.0, 0.0
+        for micro in split_batch(move_batch(batch, self.device), micro_batch):
+            summed, items = self.workload.loss(self.model, micro)
+            summed.backward()
+            total, count = total + float(summed.detach()), count + float(items)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        return total / count
+
+    def steps(self, small: Workload) -> tuple[Any, torch.optim.Optimizer]:
+        """The optimizer steps of the check. Gives the schedule and the optimizer as they are afterwards.
+
+        Where the norm that the user clips to is above the gradients of the first steps, those of the last step are
+        scaled up.
+        """
+        optimizer = small.build_optimizer(self.parameters)
+        schedule = small.build_schedule(optimizer) if small.build_schedule is not None else None
+        limit, bound = small.max_grad_norm, False
+        for index in range(CHECK_STEPS):
+            batch = small.make_batch(small.global_batch, index)
+            loss = self.backward(batch, small.fixed_micro_batch or small.global_batch)
+            factor, norm = 1.0, None
+            if limit is not None and index == CHECK_STEPS - 1 and not bound:
+                norm_now = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+                factor = 1.0 if norm_now == 0.0 or norm_now > limit else limit / (_CLIPPED_TO * norm_now)
+            self.recorder.before_clipping(self.model, factor)
+            if limit is not None:
+                norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
+                bound = bound or norm > limit
+            self.recorder.before_optimizer(self.model, optimizer)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+            self.recorder.after_step(self.model, loss=loss, clipping_norm=norm)
+        return schedule, optimizer
+
+    def own_length(
+        self, config: TrainingConfig, length: int, sample_s: float, limit: TimeLimit
+    ) -> tuple[PassMeasure | None, tuple[str, ...]]:
+        """One forward and backward at the workload's own length, or why there was none.
+
+        Args:
+            config: The candidate's small config.
+            length: Of the sequences in the steps.
+            sample_s: Seconds that a sample of this length took in the steps.
+            limit: The time that is left.
+        """
+        whole = own_length(self.workload, length)
+        if whole is None:
+            return None, ()
+        if config.pp > 1:
+            return None, (f"a forward at its own {whole} tokens: the stages of a pipeline are built for one length",)
+        samples = (self.workload.fixed_micro_batch or 1) * config.dp
+        if not limit.allows(sample_s * samples * whole / length):
+            return None, (f"a forward and backward at its own {whole} tokens: there was no time",)
+        batch = self.workload.make_batch(samples, 0)
+        loss = self.backward(batch, self.workload.fixed_micro_batch or samples)
+        return self._measured(OWN_LENGTH, loss, samples, whole), ()
+
+    def dropout_passes(self, config: TrainingConfig) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
+        """A forward and backward for each of a few seeds with dropout on; nothing where seeds make no difference."""
+        rates = dropout_rates(self.model)
+        samples = config.micro_batch * config.dp * dropout_accumulation(config)
+        batch = shorten(self.workload.make_batch(samples, 0), DROPOUT_SEQUENCE_LENGTH)
+        if not self._is_random(batch, config.micro_batch):
+            return (), rates
+        passes = []
+        for seed in range(DROPOUT_SEEDS):
+            torch.manual_seed(self.workload.seed + 1 + seed)
+            loss = self.backward(batch, config.micro_batch)
+            passes.append(self._measured(f"{DROPOUT}{seed}", loss, samples, DROPOUT_SEQUENCE_LENGTH))
+        return tuple(passes), rates
+
+    def _measured(self, part: str, loss: float, samples: int, length: int) -> PassMeasure:
+        """Records the gradients of a pass, and drops them."""
+        norms = self.recorder.gradients(part, self.model)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return PassMeasure(loss=loss, gradient_norms=norms, samples=samples, sequence_length=length)
+
+    def _is_random(self, batch: Batch, micro_batch: int) -> bool:
+        """Whether two seeds give two losses."""
+        micro = move_batch(next(iter(split_batch(batch, micro_batch))), self.device)
+        losses = []
+        with torch.no_grad():
+            for seed in range(2):
+                torch.manual_seed(self.workload.seed + 1 + seed)
+                losses.append(float(self.workload.loss(self.model, micro).total))
+        return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
+
+
+def dropout_rates(model: nn.Module) -> dict[str, float]:
+    """By dropout module of the plain model's names, the rate that is in use: 0 in evaluation mode."""
+    return {
+        clean_name(name): float(module.p) if module.training else 0.0
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd)
+    }

@@ -1,0 +1,141 @@
+"""How far a candidate may be from the reference, by precision. Loads no torch.
+
+Each figure is measured: tests/planner/parity/test_parity_variants.py runs about a hundred correct variants, and
+docs/parity.md has the largest difference of each kind beside what passes.
+"""
+
+from __future__ import annotations
+
+from autoplan.record import Record
+
+
+class Tolerance(Record):
+    """The largest relative differences that pass.
+
+    Attributes:
+        norm: Of the norm of a parameter's gradient.
+        vector: Of a parameter's gradient: ||g - g_ref|| / ||g_ref||.
+        whole: The same of the whole gradient.
+        floor: A parameter whose gradient is smaller than this share of the whole gradient is measured against that
+            share: what is left of a gradient that cancels (a router's gate) is rounding.
+        module_floor: The same share of the gradient of its module (a key's bias, beside its weight).
+        scale: Of <g, g_ref> / <g_ref, g_ref> from 1, over the whole gradient and over each large parameter.
+        parameter_scale: The same for one large parameter alone.
+        later: The scale and the distance of the whole gradient from the second step on, when parameters differ.
+        loss: Of the loss.
+        clipping: Of the norm before clipping and the share that clipping leaves.
+        optimizer: Distance of a parameter from the replayed optimizer's, over its change.
+    """
+
+    norm: float
+    vector: float
+    whole: float
+    floor: float
+    module_floor: float
+    scale: float
+    parameter_scale: float
+    later: float
+    loss: float
+    clipping: float
+    optimizer: float
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    "fp32": Tolerance(
+        norm=1e-3,
+        vector=2e-3,
+        whole=1e-4,
+        floor=1e-5,
+        module_floor=1e-2,
+        scale=5e-4,
+        parameter_scale=1e-3,
+        later=1e-3,
+        loss=1e-4,
+        clipping=1e-3,
+        optimizer=2e-5,
+    ),
+    "tf32": Tolerance(
+        norm=1e-1,
+        vector=2e-1,
+        whole=5e-2,
+        floor=1e-3,
+        module_floor=1e-1,
+        scale=5e-3,
+        parameter_scale=1e-2,
+        later=2e-2,
+        loss=5e-3,
+        clipping=1e-3,
+        optimizer=2e-5,
+    ),
+    "fp16": Tolerance(
+        norm=1e-1,
+        vector=2e-1,
+        whole=5e-2,
+        floor=1e-3,
+        module_floor=1e-1,
+        scale=5e-3,
+        parameter_scale=1e-2,
+        later=2e-2,
+        loss=5e-3,
+        clipping=1e-3,
+        optimizer=2e-5,
+    ),
+    "bf16": Tolerance(
+        norm=2e-1,
+        vector=3.5e-1,
+        whole=1e-1,
+        floor=1e-3,
+        module_floor=1e-1,
+        scale=5e-3,
+        parameter_scale=1e-2,
+        later=3e-2,
+        loss=1e-2,
+        clipping=1e-3,
+        optimizer=2e-5,
+    ),
+}
+
+SCALE_OF_RESIDUAL, PARAMETER_SCALE_OF_RESIDUAL = 0.6, 1.5
+"""A scale that is off by less than this part of the rest of the distance may be rounding: a very small model in bf16
+is off by 0.8 % at a distance of 3 % (at most 0.28 of the rest where that is above 1 %; 0.81 for one parameter)."""
+
+LOW_PRECISION_CLIPPING = 1e-2
+"""Gradients that are stored in bf16 or fp16 are rounded after they are clipped, and their norm is a rounded number."""
+
+LOW_PRECISION_OPTIMIZER = 5e-2
+"""Parameters in bf16: a step is a few units of rounding, which two orders of the same operations place differently."""
+
+CHANGE_NORM = 1e-2
+"""Of the norm of a parameter's change, where the optimizer is not replayed: it may depend on a sum that cancels."""
+
+DROPOUT_NOISE = 2.0
+"""Dropout's share of the gradient, as a variance, may be this many times that of the reference, or one part of it:
+a few seeds on a few samples do not say more. Dropout that is off has none."""
+
+SAME_STREAM = 0.05
+"""Losses that are nearer to the reference's than this share of their spread over seeds come from the same masks."""
+
+SAME_GRADIENT = 0.5
+"""Gradients that are nearer to the reference's than this share of what two seeds are apart do so too."""
+
+LARGE_PARAMETER = 4096
+"""Elements from which a parameter's own scale is compared: with fewer, its rounding errors do not average out."""
+
+START = 1e-6
+"""Of the parameters before the first step."""
+
+DTYPE_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def tolerance_of(precision: str, dtypes: set[str]) -> Tolerance:
+    """The tolerance of a candidate: the widest of its config's precision and its parameters' dtypes.
+
+    Args:
+        precision: TrainingConfig.precision.
+        dtypes: Of the parameters that train.
+    """
+    stored = {DTYPE_PRECISION[dtype] for dtype in dtypes if dtype in DTYPE_PRECISION}
+    widest = max((TOLERANCES[name] for name in {precision, *stored}), key=lambda tolerance: tolerance.vector)
+    if not stored:
+        return widest
+    return widest.model_copy(update={"clipping": LOW_PRECISION_CLIPPING, "optimizer": LOW_PRECISION_OPTIMIZER})

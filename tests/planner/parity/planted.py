@@ -1,0 +1,148 @@
+"""Bugs to plant into a candidate. Each changes one TrainingRun after prepare() made it; the product has no such switch.
+
+A plant never reaches the reference: it is given to `planted_prepare`, which only the candidate calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoplan.planner.parity import candidate as candidate_module
+from autoplan.strategies.analysis.structure import disable_dropout
+from autoplan.strategies.techniques import loss_kernels
+
+Plant = Callable[[Any], None]
+
+
+def plant(monkeypatch: Any, change: Plant) -> None:
+    """Has every run of the candidate changed by `change` right after prepare()."""
+    honest = candidate_module.prepare
+
+    def planted_prepare(*args: Any, **kwargs: Any) -> Any:
+        run = honest(*args, **kwargs)
+        change(run)
+        return run
+
+    monkeypatch.setattr(candidate_module, "prepare", planted_prepare)
+
+
+def around_step(run: Any, before: Callable[[], Any], after: Callable[[Any], None] = lambda kept: None) -> None:
+    """Has something done before and after each step of the optimizer."""
+    honest = run.optimizer.step
+
+    @functools.wraps(honest)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        kept = before()
+        result = honest(*args, **kwargs)
+        after(kept)
+        return result
+
+    run.optimizer.step = step
+
+
+def each_group(run: Any, **options: Any) -> None:
+    for group in run.optimizer.param_groups:
+        group.update(options)
+
+
+# Clipping, clearing, schedule.
+
+
+def clipping_never_applied(run: Any) -> None:
+    run._build.clip_gradients = lambda parameters, limit: torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in parameters if parameter.grad is not None]
+    )
+
+
+def clipping_to_another_norm(run: Any) -> None:
+    honest = run._build.clip_gradients
+    run._build.clip_gradients = lambda parameters, limit: honest(parameters, 1.1 * limit)
+
+
+def gradients_never_cleared(run: Any) -> None:
+    run.optimizer.zero_grad = lambda set_to_none=True: None
+
+
+def schedule_never_stepped(run: Any) -> None:
+    run.schedule.step = lambda: None
+
+
+# The optimizer.
+
+
+def other_betas(run: Any) -> None:
+    each_group(run, betas=(0.8, 0.95))
+
+
+def momentum_lost(run: Any) -> None:
+    around_step(run, run.optimizer.state.clear)
+
+
+def biases_never_stepped(run: Any) -> None:
+    for group in run.optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.dim() > 1]
+
+
+def weight_decay_lost(run: Any) -> None:
+    each_group(run, weight_decay=0.0)
+
+
+def weight_decay_lost_inside_the_step(run: Any) -> None:
+    """The groups show the right weight decay; the step does not use it."""
+
+    def before() -> list[tuple[Any, torch.Tensor, float]]:
+        return [
+            (parameter, parameter.detach().clone(), group["lr"] * group["weight_decay"])
+            for group in run.optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def give_back(kept: list[tuple[Any, torch.Tensor, float]]) -> None:
+        with torch.no_grad():
+            for parameter, old, decay in kept:
+                parameter.add_(old, alpha=decay)
+
+    around_step(run, before, give_back)
+
+
+def learning_rate_a_tenth_lower(run: Any) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+# The gradient.
+
+
+def gradients_too_large(run: Any, factor: float = 1.045) -> None:
+    honest = run._loss_scale
+    run._loss_scale = lambda divisor: factor * honest(divisor)
+
+
+def dropout_switched_off(run: Any) -> None:
+    disable_dropout(run.model)
+
+
+def evaluation_mode(run: Any) -> None:
+    run.model.eval()
+
+
+def dropout_halved(run: Any) -> None:
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p *= 0.5
+
+
+def first_chunk_alone(monkeypatch: Any) -> None:
+    """The rows of the fused loss after the first chunk count for nothing."""
+    for name in ("precomputed_cross_entropy", "recomputed_cross_entropy", "_torch_kernel"):
+        honest = getattr(loss_kernels, name)
+
+        def first_chunk(hidden: Any, weight: Any, bias: Any, targets: Any, *, honest: Any = honest, **rest: Any) -> Any:
+            rows = loss_kernels.chunk_rows(weight.shape[0])
+            return honest(hidden[:rows], weight, bias, targets[:rows], **rest)
+
+        monkeypatch.setattr(loss_kernels, name, first_chunk)

@@ -1,0 +1,218 @@
+"""Parts of the parity check by themselves: masked labels, the replay, tolerances, near-zero gradients, time limits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autoplan.planner.parity.batches import mask_labels
+from autoplan.planner.parity.candidate import run_candidate
+from autoplan.planner.parity.compare import Samples, compare
+from autoplan.planner.parity.recorder import Recorder
+from autoplan.planner.parity.reference import run_reference
+from autoplan.planner.parity.time_limit import TimeLimit
+from autoplan.planner.parity.tolerances import tolerance_of
+from autoplan.planner.records import Parity
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum
+from tests.contracts.parity_contract import check_parity, reference
+from tests.planner.parity import planted
+from tests.strategies.tiny import BERT, LLAMA, T5, classifier, language
+
+PLAIN = TrainingConfig(micro_batch=2)
+
+
+# Labels.
+
+
+def labelled(loss):
+    """The image classifier with its labels under `labels`."""
+    workload = classifier()
+    images = workload.make_batch
+    workload.make_batch = lambda size, index: {
+        "image": images(size, index)["image"],
+        "labels": images(size, index)["label"],
+    }
+    workload.loss = loss
+    return workload
+
+
+def ignoring_loss(model, batch):
+    labels = batch["labels"]
+    total = F.cross_entropy(model(batch["image"]), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return LossSum(total, (labels != IGNORE_INDEX).sum())
+
+
+def indexing_loss(model, batch):
+    """A loss that cannot take IGNORE_INDEX: one-hot of -100 raises."""
+    wanted = F.one_hot(batch["labels"], 5).float()
+    return LossSum(((model(batch["image"]) - wanted) ** 2).sum(), len(wanted))
+
+
+@pytest.mark.parametrize(("loss", "masked"), [(ignoring_loss, True), (indexing_loss, False)])
+def test_labels_are_masked_where_the_loss_leaves_them_out(loss, masked):
+    measurement = reference(labelled(loss), PLAIN).measurement
+    assert measurement.has_labels and measurement.labels_masked is masked
+    parity = check_parity(labelled(loss), PLAIN)
+    assert parity.passed, parity.failures
+    assert ("counting the same" in parity.note) is not masked
+
+
+def test_labels_of_a_workload_that_does_not_count_ahead():
+    workload = language(T5)
+    workload.count = None
+    assert reference(workload, PLAIN).measurement.labels_masked
+
+
+def test_masks_of_every_shape():
+    sequences = mask_labels({"labels": torch.ones(6, 10, dtype=torch.long)}, 2)["labels"]
+    assert [int((row == IGNORE_INDEX).sum()) for row in sequences] == [0, 1, 2, 4, 5, 7]
+    images = mask_labels({"labels": torch.ones(6, 4, 4, dtype=torch.long)}, 2)["labels"]
+    assert int((images[5] == IGNORE_INDEX).sum()) == 11
+    classes = mask_labels({"labels": torch.ones(6, dtype=torch.long)}, 2)["labels"]
+    assert classes.tolist() == [1, IGNORE_INDEX, 1, 1, 1, 1]
+    regression = {"labels": torch.ones(6, 3)}
+    assert mask_labels(regression, 2) is regression
+
+
+# The optimizer.
+
+
+class SignOfMean(torch.optim.Optimizer):
+    """Each tensor moves by the mean of its gradient: not elementwise."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad.mean())
+
+
+@pytest.fixture
+def small_samples(monkeypatch):
+    """Tensors of more than 32 elements are sampled."""
+    from autoplan.planner.parity import recorder, replay
+
+    monkeypatch.setattr(recorder, "SAMPLED_ELEMENTS", 32)
+    monkeypatch.setattr(replay, "SAMPLED_ELEMENTS", 32)
+
+
+def method_of(workload, config=PLAIN):
+    plain = reference(workload, config)
+    recorder = Recorder()
+    ours = run_candidate(
+        workload, config, plain.measurement, torch.device("cpu"), recorder, lambda name: None, TimeLimit()
+    )
+    parity = compare(plain, [Samples(ours, recorder.samples())], config)
+    assert parity.passed, parity.failures
+    return ours.replay.method, parity
+
+
+def test_small_tensors_are_replayed_whole():
+    assert method_of(classifier())[0] == "whole"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_an_elementwise_optimizer_is_replayed_on_a_sample(small_samples, kind):
+    workload = classifier()
+    workload.build_optimizer = lambda parameters: kind(parameters, lr=1e-3, weight_decay=0.1)
+    assert method_of(workload)[0] == "sampled"
+
+
+@pytest.mark.parametrize("make", [SignOfMean, torch.optim.Adafactor], ids=lambda made: made.__name__)
+def test_another_optimizer_is_compared_by_the_norms_of_its_changes(small_samples, make):
+    workload = classifier()
+    workload.build_optimizer = make
+    method, parity = method_of(workload)
+    assert method == "norms"
+    assert any("treats the elements of a tensor together" in text for text in parity.not_checked)
+    assert parity.not_checked[0] in parity.note
+
+
+def test_groups_by_shape_are_those_of_the_whole_tensors(small_samples, monkeypatch):
+    """Groups are made by shapes, which samples do not have; and weight decay lost in a sampled group is seen."""
+
+    def by_shape(parameters):
+        parameters = list(parameters)
+        large = [parameter for parameter in parameters if parameter.numel() > 100]
+        rest = [parameter for parameter in parameters if parameter.numel() <= 100]
+        return torch.optim.AdamW([{"params": large, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}])
+
+    workload = classifier()
+    workload.build_optimizer = by_shape
+    assert method_of(workload)[0] == "sampled"
+    planted.plant(monkeypatch, planted.weight_decay_lost_inside_the_step)
+    parity = check_parity(workload, PLAIN)
+    assert not parity.passed and parity.worst_update_difference > 1e-4
+
+
+# Precision.
+
+
+def test_tolerances_follow_the_parameters_dtype_too():
+    assert tolerance_of("fp32", {"float32"}).vector < tolerance_of("fp32", {"bfloat16"}).vector
+    assert tolerance_of("bf16", {"float32"}).optimizer < tolerance_of("bf16", {"bfloat16"}).optimizer
+    assert tolerance_of("fp32", {"float32", "bfloat16"}) == tolerance_of("fp32", {"bfloat16"})
+
+
+def in_bf16():
+    workload = language(LLAMA, max_grad_norm=1.0, learning_rate=1e-3)
+    build = workload.build_model
+    workload.build_model = lambda: build().to(torch.bfloat16)
+    return workload
+
+
+def test_a_bf16_model_passes_and_a_wrong_scale_in_it_does_not(monkeypatch):
+    parity = check_parity(in_bf16(), PLAIN)
+    assert parity.passed and parity.worst_gradient_error > 1e-3, "the tolerance of fp32 would be wrong"
+    planted.plant(monkeypatch, planted.gradients_too_large)
+    assert not check_parity(in_bf16(), PLAIN).passed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gradients_that_cancel_raise_no_alarm(precision):
+    parity = check_parity(language(BERT), TrainingConfig(micro_batch=2, precision=precision))
+    assert parity.passed, parity.failures
+    parity = check_parity(
+        classifier(norm=True, fixed_micro_batch=4), TrainingConfig(micro_batch=4, precision=precision)
+    )
+    assert parity.passed, parity.failures
+
+
+# Time, and older records.
+
+
+def test_what_there_was_no_time_for_is_named():
+    workload = language({**LLAMA, "attention_dropout": 0.1, "max_position_embeddings": 256}, length=192)
+    plain_recorder, recorder = Recorder(), Recorder()
+    device = torch.device("cpu")
+    ours = run_reference(workload, PLAIN, device, plain_recorder, lambda name: None, TimeLimit())
+    assert ours.own_length is not None and ours.dropout
+    plain = Samples(ours, plain_recorder.samples())
+    late = run_candidate(workload, PLAIN, ours, device, recorder, lambda name: None, TimeLimit(0.0))
+    parity = compare(plain, [Samples(late, recorder.samples())], PLAIN)
+    assert parity.passed, parity.failures
+    assert parity.not_checked == (
+        "a forward and backward at its own 192 tokens: there was no time",
+        "dropout: there was no time",
+    )
+    assert all(text in parity.note for text in parity.not_checked)
+
+
+def test_a_verdict_of_an_earlier_version_loads():
+    old = {
+        "passed": True,
+        "tolerance": 1e-3,
+        "worst_gradient_difference": 1e-7,
+        "worst_update_difference": 1e-7,
+        "worst_group": "transformer.wte",
+        "loss_difference": 0.0,
+        "global_batch": 4,
+        "sequence_length": 128,
+        "changes_numerics": False,
+        "note": "checked on 4 samples",
+    }
+    assert Parity.model_validate(old).checks == ()
