@@ -143,6 +143,16 @@ class TrainingRun:
         """Has a function called at each step when the gradients are whole: averaged and unscaled, not yet clipped."""
         self._observers.append(observe)
 
+    def before_micro_steps(self, call: Callable[[], None]) -> None:
+        """Has a function called before each micro-step; a pipeline's micro-batches are not announced."""
+        begin = self._build.hooks.begin
+
+        def both() -> None:
+            call()
+            begin()
+
+        self._build.hooks.begin = both
+
     def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
         """Clips, steps the optimizer and the schedule, and clears the gradients.
 
