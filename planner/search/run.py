@@ -385,7 +385,7 @@ def _finish(
 def _result(status: Status, store: Store, budget_s: float, **facts: Any) -> SearchResult:
     trials = store.trials
     baseline = next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None)
-    best = best_trial(trials)
+    best = best_trial(trial for trial in trials if not trial.loss_differs)
     if status in ("budget_ended", "interrupted") and best is not None:
         write_atomically(store.folder / BEST_FILE, best.model_dump_json(indent=2) + "\n")
     return SearchResult(

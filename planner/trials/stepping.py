@@ -13,6 +13,7 @@ import torch
 
 from autoplan.planner.records import Interval
 from autoplan.planner.trials.device_watch import CompilerWatch, ThrottleWatch
+from autoplan.planner.trials.first_loss import first_samples
 from autoplan.planner.trials.measure import (
     Stop,
     StopRule,
@@ -71,6 +72,7 @@ class StepTimer:
     samples: list[float] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     last_loss: float | None = None
+    first_losses: list[float] = field(default_factory=list)
     _began: float = 0.0
     _last_beat: float = 0.0
     _batches_made: int = 0
@@ -91,7 +93,10 @@ class StepTimer:
         compiles = self.request.config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
         self._began = time.monotonic()
-        first = self.short_step(micro_steps, shrink_if_dear=True, least=2 if compiles or self._is_team else 1)
+        same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
+        first = self.short_step(
+            micro_steps, shrink_if_dear=True, least=2 if compiles or self._is_team else 1, first_batch=same
+        )
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
@@ -126,16 +131,19 @@ class StepTimer:
             self.method = "parts"
             raise Losing(interval)
 
-    def short_step(self, micro_steps: int, *, shrink_if_dear: bool = False, least: int = 2) -> dict[str, list[float]]:
+    def short_step(
+        self, micro_steps: int, *, shrink_if_dear: bool = False, least: int = 2, first_batch: Any = None
+    ) -> dict[str, list[float]]:
         """One optimizer step of a few micro-steps; the samples by kind, and all micro-steps under "all".
 
         Args:
             micro_steps: How many.
             shrink_if_dear: Take fewer where the first shows that they are dear.
             least: The fewest then. On more than one rank it must be at least two: the last one alone syncs.
+            first_batch: What the very first step runs on; the loss of each of its micro-steps is kept.
         """
         run, times = self.run, dict[str, list[float]](all=[])
-        batch = self._make_batch(micro_steps * run.config.micro_batch)
+        batch = self._make_batch(micro_steps * run.config.micro_batch) if first_batch is None else first_batch
         divisor = run.loss_divisor(batch)
         total = torch.zeros((), device=run.device)
         count = torch.zeros((), device=run.device)
@@ -149,6 +157,8 @@ class StepTimer:
             times["all"].append(seconds)
             total += micro_total
             count += micro_count
+            if first_batch is not None:
+                self._keep_first_loss(float(micro_total) / max(1.0, float(micro_count)))
             if shrink_if_dear and number == 1:
                 share = seconds / self.request.time_box_s
                 last = min(last, least if share > VERY_EXPENSIVE else 2 if share > EXPENSIVE else last)
@@ -159,6 +169,10 @@ class StepTimer:
         times["optimizer_step"] = [seconds]
         self._check(result)
         return times
+
+    def _keep_first_loss(self, loss: float) -> None:
+        if math.isfinite(loss):  # else the trial ends as nonfinite
+            self.first_losses.append(loss)
 
     def _kind(self, number: int, last: int) -> str:
         """What a micro-step's sample stands for: `step_terms`. On one rank the last of several reduces nothing."""
@@ -197,7 +211,12 @@ class StepTimer:
             self._began = time.monotonic()
         self._whole_batches = [self._make_batch(self.run.local_batch) for _ in range(2)]
         self._group = 1
-        once = [self._whole_step_sample() for _ in range(2)][-1]
+        if self.request.config.pp > 1:  # no short step was made
+            same = first_samples(self.run.workload, self.run.config.micro_batch, self.run.accumulation)
+            self._keep_first_loss(float(self.run.step(same).loss))
+            once = self._whole_step_sample()
+        else:
+            once = [self._whole_step_sample() for _ in range(2)][-1]
         if self.request.config.pp > 1:
             self.context.phase("warmup")
             self._began = time.monotonic()
