@@ -86,6 +86,12 @@ class Trial(Record):
     )
     peak_memory: PeakMemory = PeakMemory()
     loss: float | None = None
+    first_losses: tuple[float, ...] = Field(
+        default=(), description="of the same first samples before any update, one for each micro-step on them"
+    )
+    loss_differs: bool = Field(
+        default=False, description="that loss is not the baseline's: parity decides whether it trains the same"
+    )
     predicted_step_time_s: float | None = Field(
         default=None, description="before the trial ran, with what earlier trials had taught; low, high: 90 %"
     )

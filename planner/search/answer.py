@@ -47,7 +47,7 @@ class SearchRun:
     def result(self, status: Status, **facts: Any) -> SearchResult:
         """The result, with the trials of the store; `facts` are further fields of it."""
         trials = self.store.trials
-        best = best_trial(trials)
+        best = best_trial(trial for trial in trials if not trial.loss_differs)
         if status in ("budget_ended", "interrupted") and best is not None:
             write_atomically(self.store.folder / BEST_FILE, best.model_dump_json(indent=2) + "\n")
         known: dict[str, Any] = {

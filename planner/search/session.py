@@ -17,6 +17,7 @@ from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
+from autoplan.planner.trials.first_loss import with_first_loss_compared
 from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
 from autoplan.processes import Progress, Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -189,6 +190,7 @@ class Session:
             if asked is not None:
                 self.study.drop(asked)
             raise
+        trial = with_first_loss_compared(trial, self.baseline)
         self.store.add_trial(trial)
         if asked is not None:
             self.model.observe(trial)

@@ -48,6 +48,7 @@ class TrialAnswer(Record):
     parts_s: dict[str, float] = Field(default_factory=dict)
     peak_memory: PeakMemory = PeakMemory()
     loss: float | None = None
+    first_losses: tuple[float, ...] = ()
     items_per_step: int = Field(default=0, description="tokens, or samples, of the global batch")
     warnings: tuple[str, ...] = ()
     startup_s: float = 0.0

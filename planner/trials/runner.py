@@ -164,6 +164,7 @@ def make_trial(
         parts_s=first.parts_s if first is not None else {},
         peak_memory=_peak(good, report, device, memory_limit_bytes),
         loss=first.loss if first is not None else None,
+        first_losses=first.first_losses if first is not None else (),
         **_predicted(order.prediction),
         seconds_spent=report.seconds,
         startup_s=report.startup_s or 0.0,

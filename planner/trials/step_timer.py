@@ -16,6 +16,7 @@ import torch
 
 from autoplan.planner.records import Interval
 from autoplan.planner.trials.device_monitor import CompileMonitor, ThrottleMonitor
+from autoplan.planner.trials.first_loss import first_samples
 from autoplan.planner.trials.measure import (
     Stop,
     StopRule,
@@ -76,6 +77,7 @@ class StepTimer:
         samples: Seconds of whole steps, or of the most expensive part.
         warnings: Sentences about the measurement.
         last_loss: Of the last step.
+        first_losses: Of the first samples, before any update: one for each micro-step of the first step.
     """
 
     context: RankContext
@@ -89,6 +91,7 @@ class StepTimer:
     samples: list[float] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     last_loss: float | None = None
+    first_losses: list[float] = field(default_factory=list)
     _began: float = 0.0
     _last_heartbeat: float = 0.0
     _batches_made: int = 0
@@ -115,7 +118,8 @@ class StepTimer:
         self.context.phase("compile" if compiles else "warmup")
         self._began = time.monotonic()
         fewest = 2 if compiles or self._has_other_ranks else 1
-        first = self.short_step(micro_steps, shorten_if_expensive=True, fewest=fewest)
+        same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
+        first = self.short_step(micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same)
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
@@ -151,7 +155,7 @@ class StepTimer:
             raise CannotWinError(interval)
 
     def short_step(
-        self, micro_steps: int, *, shorten_if_expensive: bool = False, fewest: int = 2
+        self, micro_steps: int, *, shorten_if_expensive: bool = False, fewest: int = 2, first_batch: Any = None
     ) -> dict[str, list[float]]:
         """Times one optimizer step of a few micro-steps.
 
@@ -159,12 +163,13 @@ class StepTimer:
             micro_steps: How many.
             shorten_if_expensive: Run fewer if the first shows that they are expensive.
             fewest: Then run at least so many. On several ranks it must be at least two, because only the last syncs.
+            first_batch: What the very first step runs on; the loss of each of its micro-steps is kept.
 
         Returns:
             Seconds by part (see `step_terms`), and of all micro-steps under "all".
         """
         run, times = self.run, dict[str, list[float]](all=[])
-        batch = self._make_batch(micro_steps * run.config.micro_batch)
+        batch = self._make_batch(micro_steps * run.config.micro_batch) if first_batch is None else first_batch
         divisor = run.loss_divisor(batch)
         total = torch.zeros((), device=run.device)
         count = torch.zeros((), device=run.device)
@@ -178,6 +183,8 @@ class StepTimer:
             times["all"].append(seconds)
             total += micro_total
             count += micro_count
+            if first_batch is not None:
+                self._keep_first_loss(float(micro_total) / max(1.0, float(micro_count)))
             if shorten_if_expensive and number == 1:
                 share = seconds / self.request.time_box_s
                 last = min(last, fewest if share > VERY_EXPENSIVE else 2 if share > EXPENSIVE else last)
@@ -188,6 +195,10 @@ class StepTimer:
         times["optimizer_step"] = [seconds]
         self._check(result)
         return times
+
+    def _keep_first_loss(self, loss: float) -> None:
+        if math.isfinite(loss):  # else the trial ends as nonfinite
+            self.first_losses.append(loss)
 
     def _part(self, number: int, last: int) -> str:
         """The part of a step that a micro-step is (see `step_terms`). On one rank the last one reduces nothing."""
@@ -227,7 +238,12 @@ class StepTimer:
             self._began = time.monotonic()
         self._whole_batches = [self._make_batch(self.run.local_batch) for _ in range(2)]
         self._steps_per_sample = 1
-        step_s = [self._whole_step_sample() for _ in range(2)][-1]
+        if self.request.config.pp > 1:  # no short step was made
+            same = first_samples(self.run.workload, self.run.config.micro_batch, self.run.accumulation)
+            self._keep_first_loss(float(self.run.step(same).loss))
+            step_s = self._whole_step_sample()
+        else:
+            step_s = [self._whole_step_sample() for _ in range(2)][-1]
         if self.request.config.pp > 1:
             self.context.phase("warmup")
             self._began = time.monotonic()

@@ -68,6 +68,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         parts_s=timer.part_medians(),
         peak_memory=memory.read(),
         loss=timer.last_loss,
+        first_losses=tuple(timer.first_losses),
         items_per_step=items,
         warnings=tuple(_warnings(timer, request)),
         startup_s=startup_s,

@@ -14,7 +14,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
 from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, classifier, language
 
-QWEN_MOE: dict[str, Any] = {
+MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
     "architectures": ["MixtralForCausalLM"],
     "hidden_size": 32,
@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[int], Workload]] = {
     "llama": lambda seed: language(LLAMA, seed=seed, max_grad_norm=1.0, weight_decay=0.1),
     "t5": lambda seed: language(T5, seed=seed),
     "bert": lambda seed: language(BERT, seed=seed, weight_decay=0.01),
-    "moe": lambda seed: language(QWEN_MOE, seed=seed),
+    "moe": lambda seed: language(MIXTRAL, seed=seed),
     "classifier": lambda seed: classifier(seed=seed),
     "long": lambda seed: language({**LLAMA, "max_position_embeddings": 256}, length=192, seed=seed),
     "bf16_model": lambda seed: in_bf16(language(LLAMA, seed=seed, max_grad_norm=1.0, learning_rate=1e-3)),
