@@ -81,6 +81,9 @@ def prepare_plan(
             f"the plan is for a global batch of {plan.workload.global_batch}, and {global_batch} was given",
             hint=f"Search again with global_batch={global_batch}: the batch is part of what is trained.",
         )
+    said = refuse_changed_code(plan.workload, changed_ok=changed_ok)
+    if said is not None:
+        warnings.warn(said, stacklevel=3)
     target = _pick_device(plan, device)
     warn_of_other_hardware(plan, target.type)
     parts = Parts(
@@ -106,6 +109,30 @@ def prepare_plan(
     if state:
         _give_state(run.optimizer, state, target)
     return run
+
+
+TRAINING_CODE = ("code", "model")
+"""The parts of a workload's digests without which another thing is trained."""
+
+
+def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
+    """Refuses a workload whose code is not that of the search; returns what else changed, in words.
+
+    Raises:
+        PlanError: the code changed, and that was not allowed.
+    """
+    from autoplan.strategies.workloads.sources import changed_parts
+
+    changed = changed_parts(spec)
+    code = [part for part in changed if part in TRAINING_CODE]
+    if code and not changed_ok:
+        raise PlanError(
+            f"the {' and '.join(code)} of {spec.reference} changed since the plan was found: it trains something else",
+            hint="Search again: autoplan search. To use the plan all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    if not changed:
+        return None
+    return f"changed since the plan was found: {', '.join(changed)} of {spec.name}"
 
 
 def refuse_other_training(plan: PlanLike, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -187,13 +187,14 @@ class Plan(Record):
             head: With a loss of your own: how the output head splits off (`Workload.head`), where the plan's loss is
                 fused.
             changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
-                groups or other values in them. Without it that is refused.
+                groups or other values in them, or from files whose code changed. Without it that is refused; changed
+                weights and versions are a warning.
 
         Returns:
             The run: `run.step(batch)` takes the `run.local_batch` samples of this rank.
 
         Raises:
-            PlanError: the global batch or the optimizer is not the search's, or its schedule was not given.
+            PlanError: the global batch, the optimizer or the code is not the search's, or its schedule was not given.
             ConfigError: the world does not have the plan's ranks, or a knob does not apply to this model.
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.

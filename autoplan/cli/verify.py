@@ -26,6 +26,9 @@ def verify_command(
         str,
         typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
+    changed_ok: Annotated[
+        bool, typer.Option("--changed-ok", help="Verify it although the workload's code changed since the search.")
+    ] = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Check a plan on this machine.
@@ -33,9 +36,13 @@ def verify_command(
     Does it train the same thing as the plain run, and how fast is it here?
     """
     from autoplan.api import found_elsewhere
+    from autoplan.planner.apply import refuse_changed_code
 
     loaded = load_plan(plan)
     seconds = parse_duration_s(time_box)
+    changed = refuse_changed_code(loaded.workload, changed_ok=changed_ok)
+    if changed is not None:
+        output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)
     parity, trial = verify_plan(loaded, seconds)
     verified = parity.passed and trial.tokens_per_s is not None

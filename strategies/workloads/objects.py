@@ -6,8 +6,6 @@ import base64
 import copy
 import dataclasses
 import functools
-import inspect
-import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,8 @@ from torch import nn
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
+from autoplan.strategies.workloads.function_file import local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
@@ -87,9 +87,8 @@ def _with_changes(workload: Any, **changes: Any) -> Workload:
 
 def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadSpec:
     """The spec that carries a workload."""
-    identity = hash_identity(
-        {field.name: describe(getattr(workload, field.name)) for field in dataclasses.fields(workload)}
-    )
+    digests, unhashed = digests_of(workload)
+    identity = hash_identity(digests)
     return WorkloadSpec(
         kind="object",
         reference=workload.name,
@@ -99,8 +98,37 @@ def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadS
         unit="tokens" if workload.sequence_length else "samples",
         payload=_pack(workload, identity),
         identity=identity,
+        digests=digests,
+        unhashed=unhashed,
         defaults_used=defaults_used,
     )
+
+
+# The part of what is trained that a field of a Workload belongs to; other fields are settings.
+_PARTS = {
+    "build_model": "model",
+    "loss": "loss",
+    "head": "loss",
+    "count": "loss",
+    "build_optimizer": "optimizer",
+    "build_schedule": "schedule",
+    "make_batch": "data",
+    "load_weights": "weights",
+}
+
+
+def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A digest per part of a workload, and the types of values that cannot be hashed."""
+    describers: dict[str, Describer] = {}
+    parts: dict[str, list[Any]] = {"weights": []}
+    for field in dataclasses.fields(workload):
+        part = _PARTS.get(field.name, "settings")
+        describer = describers.setdefault(part, Describer(local_sources))
+        parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
+    parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]
+    found = {part: digest(described) for part, described in parts.items()}
+    unhashed = {name for describer in describers.values() for name in describer.unhashed}
+    return found | {"versions": digest(installed_versions())}, tuple(sorted(unhashed))
 
 
 def workload_from_objects(
@@ -212,75 +240,6 @@ def unpack(spec: WorkloadSpec) -> Workload:
         ) from error
     assert isinstance(workload, Workload), "spec_from_objects packs workloads"
     return workload
-
-
-def describe(value: Any, depth: int = 6) -> Any:
-    """What makes a value what it is, as JSON: sources of functions, structure of modules, plain values as they are.
-
-    Used for identities only, so it has to be the same in another run of the same program.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if depth == 0:
-        return type(value).__qualname__
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
-        return [describe(part, depth - 1) for part in parts]
-    if isinstance(value, dict):
-        return {str(key): describe(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((describe(item, depth - 1) for item in value), key=repr)
-    if isinstance(value, list | tuple):
-        return [describe(item, depth - 1) for item in value]
-    if isinstance(value, types.ModuleType):  # a package that a closure imported
-        return [value.__name__, str(getattr(value, "__version__", ""))]
-    if isinstance(value, nn.Module):
-        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in value.state_dict().items()}
-        frozen = [name for name, parameter in value.named_parameters() if not parameter.requires_grad]
-        return [repr(value), shapes, frozen]
-    if isinstance(value, torch.Tensor):
-        return ["tensor", list(value.shape), str(value.dtype)]
-    if callable(value) and hasattr(value, "__code__"):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        closure = [describe(cell, depth - 1) for cell in cells]
-        return [_source(value), closure, describe(value.__defaults__, depth - 1), _named_values(value, depth - 1)]
-    if inspect.ismethod(value):
-        return [describe(value.__func__, depth - 1), describe(value.__self__, depth - 1)]
-    if isinstance(value, type):
-        return [value.__qualname__, _source(value)]
-    to_dict = getattr(value, "to_dict", None)
-    if callable(to_dict):
-        return [type(value).__qualname__, describe(to_dict(), depth - 1)]
-    attributes = getattr(value, "__dict__", {})
-    return [type(value).__qualname__, describe(attributes, depth - 1)]
-
-
-def _named_values(function: Any, depth: int) -> Any:
-    """The module's own constants and functions that a function names: `width = 64` at the top of a script counts."""
-    home = getattr(function, "__globals__", {})
-    found = {}
-    for name in sorted(set(function.__code__.co_names) & set(home)):
-        value = home[name]
-        own = getattr(value, "__module__", None) == function.__module__
-        if isinstance(value, bool | int | float | str | list | tuple | dict) or (own and callable(value)):
-            found[name] = describe(value, depth - 1) if depth > 0 else type(value).__qualname__
-    return found
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _source(value: Any) -> Any:
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):
-        code = getattr(value, "__code__", None)
-        return value.__qualname__ if code is None else [value.__qualname__, code.co_code.hex(), repr(code.co_names)]
 
 
 def _pack(workload: Workload, identity: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
+from autoplan.strategies.workloads.digests import digest, installed_versions
 from autoplan.strategies.workloads.function_file import check_function, import_function, local_sources
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 
@@ -94,6 +95,28 @@ def _unknown_model(model: str) -> WorkloadError:
         + f"Built in are {', '.join(registry.list_models())}; else give a config.json, a model folder or "
         "file.py:function.",
     )
+
+
+def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
+    """The parts of a spec whose digests are others here and now: `code`, `model`, `weights`, `versions`.
+
+    Empty where nothing changed, and where it cannot be known: an earlier version wrote the spec, its files are not
+    here, or it was made of Python objects, of which only the versions are compared.
+    """
+    if spec.kind == "object":
+        now = {"versions": digest(installed_versions())}
+    else:
+        try:
+            made = make_spec(
+                model=spec.reference,
+                sequence_length=spec.sequence_length,
+                global_batch=spec.global_batch,
+                options=spec.options,
+            )
+        except WorkloadError:
+            return ()
+        now = {part: value for part, value in made.digests.items() if part != "settings"}
+    return tuple(part for part, value in sorted(now.items()) if spec.digests.get(part, value) != value)
 
 
 def spec_from_objects(workload: Workload | None = None, **parts: Any) -> WorkloadSpec:
@@ -195,12 +218,11 @@ def _language_spec(
     if global_batch is None:
         global_batch = DEFAULT_GLOBAL_BATCH
         said.append(f"global batch {global_batch} sequences per optimizer step; change it with --global-batch")
-    identity = {
-        "config": fields,
-        "sequence_length": sequence_length,
-        "global_batch": global_batch,
-        "options": options,
-        "weights": extra,
+    digests = {
+        "model": digest(fields),
+        "settings": digest([sequence_length, global_batch, options]),
+        "weights": digest(extra),
+        "versions": digest(installed_versions()),
     }
     return WorkloadSpec(
         kind=kind,
@@ -210,7 +232,8 @@ def _language_spec(
         global_batch=global_batch,
         unit="tokens",
         options=options,
-        identity=hash_identity(identity),
+        identity=hash_identity(digests),
+        digests=digests,
         defaults_used=tuple(said),
     )
 
@@ -219,12 +242,10 @@ def _function_spec(
     text: str, sequence_length: int | None, global_batch: int | None, options: dict[str, Option]
 ) -> WorkloadSpec:
     path, function = check_function(text)
-    identity = {
-        "sources": local_sources(path),
-        "function": function,
-        "sequence_length": sequence_length,
-        "global_batch": global_batch,
-        "options": options,
+    digests = {
+        "code": digest([local_sources(path), function]),
+        "settings": digest([sequence_length, global_batch, options]),
+        "versions": digest(installed_versions()),
     }
     open_fields = [
         name for name, value in (("global_batch", global_batch), ("sequence_length", sequence_length)) if value is None
@@ -238,7 +259,8 @@ def _function_spec(
         unit="tokens" if sequence_length else "samples",
         options=options,
         open_fields=tuple(open_fields),
-        identity=hash_identity(identity),
+        identity=hash_identity(digests),
+        digests=digests,
     )
 
 
