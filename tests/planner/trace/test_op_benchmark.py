@@ -14,6 +14,8 @@ from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, Operat
 from autoplan.planner.trace.op_benchmark import TimingRequest, extrapolate_call, time_operations
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 
+pytestmark = pytest.mark.alone
+
 ATEN = torch.ops.aten
 NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": LinearFit(), "rest_saved_bytes": LinearFit()}
 PLAIN_PROFILE: dict[str, Any] = {
