@@ -166,7 +166,7 @@ def test_every_option_is_checked_and_its_error_names_it_as_a_keyword_and_as_a_fl
         ({"nproc": True}, UsageError),
         ({"budget": 0}, UsageError),
         ({"memory_limit": 0}, UsageError),
-        ({"sampler": object()}, UsageError),
+        ({"sampler": 3}, UsageError),
     ],
     ids=str,
 )
