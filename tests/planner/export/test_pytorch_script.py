@@ -79,8 +79,8 @@ def tiny_plan(folder: Path, config: TrainingConfig, fields: dict | None = None, 
     return make_plan(config, workload=workload, accumulation=config.accumulation(8))
 
 
-def without_autoplan(folder: Path) -> dict[str, str]:
-    """The environment of an interpreter that refuses to import autoplan."""
+def guard_against_autoplan(folder: Path) -> None:
+    """Writes what makes an interpreter refuse to import autoplan, with folder/guard on its path."""
     (folder / "guard").mkdir(exist_ok=True)
     (folder / "guard" / "sitecustomize.py").write_text(
         "import sys\n"
@@ -90,20 +90,32 @@ def without_autoplan(folder: Path) -> dict[str, str]:
         "            raise ImportError('autoplan cannot be imported here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
     )
-    return {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def read_losses(text: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
 
 
 def run_script(path: Path, folder: Path) -> list[float]:
-    """The losses that the script prints, in an interpreter of its own."""
+    """The losses that the script prints, in an interpreter that refuses to import autoplan."""
+    guard_against_autoplan(folder)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(path), "--steps", str(STEPS)]
-    environment = without_autoplan(folder)
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return read_losses(done.stdout)
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+def run_plan(plan: Plan) -> list[float]:
+    """The losses of the plan's own run."""
+    import torch
+
+    from autoplan.strategies.prepare import prepare
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        workload = load_workload(plan.workload)
+        run = prepare(workload, plan.config, device="cpu")
+        return [float(run.step(workload.make_batch(run.local_batch, number)).loss) for number in range(STEPS)]
+    finally:
+        torch.set_num_threads(threads)
 
 
 INTERPRETER = """
@@ -135,7 +147,9 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def run_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], list[float]]]:
     """The losses that a script prints, in a fork of an interpreter that refuses to import autoplan."""
-    environment = without_autoplan(tmp_path_factory.mktemp("interpreter"))
+    folder = tmp_path_factory.mktemp("interpreter")
+    guard_against_autoplan(folder)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", INTERPRETER]
     running = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert running.stdin is not None and running.stdout is not None
@@ -147,28 +161,12 @@ def run_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[P
         status = running.stdout.readline().strip()
         text = output.read_text()
         assert status == "0", text[-3000:]
-        return read_losses(text)
+        return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
 
     yield run
     running.stdin.close()
     running.wait()
     running.stdout.close()
-
-
-def run_plan(plan: Plan) -> list[float]:
-    """The losses of the plan's own run."""
-    import torch
-
-    from autoplan.strategies.prepare import prepare
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        workload = load_workload(plan.workload)
-        run = prepare(workload, plan.config, device="cpu")
-        return [float(run.step(workload.make_batch(run.local_batch, number)).loss) for number in range(STEPS)]
-    finally:
-        torch.set_num_threads(threads)
 
 
 CONFIGS = {
