@@ -10,6 +10,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # Tests run small tensors: one thread each is quicker than a pool, and kinder to whoever shares the machine.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Two workers, each with whole files: a module's fixtures (a zygote, a finished search) are made once. The order of the
+# files is that of tests/conftest.py. Tests that a second busy core would disturb are marked `alone`; they run afterwards.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: search test test-zoo quick lint types accuracy clean
 
@@ -17,7 +21,8 @@ search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
 
 test: lint types
-	$(TEST_ENV) $(BIN)/python -m pytest --durations=15
+	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "not alone"
+	$(PYTEST) --durations=5 -m alone
 
 test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
@@ -25,7 +30,8 @@ test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
 
 quick: lint types
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) $(TWO_WORKERS) -m "not slow and not alone"
+	$(PYTEST) -m "alone and not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

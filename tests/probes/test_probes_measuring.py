@@ -29,6 +29,8 @@ from autoplan.probes.timing import (
 )
 from autoplan.probes.worker import OtherProcesses, ProbeRequest, probe_devices
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ import pytest
 from autoplan.processes import Task, Zygote, linux, sweep_abandoned
 from tests.processes.helpers import survivors, wait_until
 
+pytestmark = pytest.mark.alone
+
 Planners = list[subprocess.Popen[str]]
 
 GONE_WITHIN_S = 5.0

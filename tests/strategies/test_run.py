@@ -226,7 +226,7 @@ def test_a_loss_that_gives_a_mean_is_told_apart_by_the_contract():
         ({"attention": "eager"}, classifier, "transformers"),
         ({"compile": "model", "compile_mode": "reduce-overhead"}, language, "CUDA"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_configs_that_do_not_apply(knobs, workload, says):
     with pytest.raises(ConfigError, match=says) as raised:

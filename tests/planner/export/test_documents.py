@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from autoplan.errors import ExportError, UsageError
+from autoplan.planner.export import transformers_arguments
 from autoplan.planner.export.run import TARGETS, export_plan
 from autoplan.planner.export.transformers_arguments import TransformersTarget, key_table, read_back_arguments
 from autoplan.strategies.config import TrainingConfig
@@ -53,12 +55,27 @@ CONFIGS = [
 ]
 
 
+@pytest.fixture
+def read_back(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What the real class read in the check of an export: text to values. The class is loaded once per export."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def read_and_keep(text: str) -> dict[str, Any]:
+        found[text] = read_back_arguments(text)
+        return found[text]
+
+    monkeypatch.setattr(transformers_arguments, "read_back_arguments", read_and_keep)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.describe().replace(" ", ","))
-def test_training_arguments_are_read_back_by_the_real_class(config: TrainingConfig, tmp_path: Path) -> None:
+def test_training_arguments_are_read_back_by_the_real_class(
+    config: TrainingConfig, read_back: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     plan = make_plan(config)
     exported = export_plan(plan, "transformers", tmp_path / "args.json")
-    real = read_back_arguments(exported.paths[0].read_text())
+    real = read_back[exported.paths[0].read_text()]
     assert real["per_device_train_batch_size"] == config.micro_batch
     assert real["gradient_accumulation_steps"] == plan.accumulation
     assert (real["bf16"], real["fp16"]) == (config.precision == "bf16", config.precision == "fp16")
@@ -74,13 +91,15 @@ def test_training_arguments_are_read_back_by_the_real_class(config: TrainingConf
 
 
 @pytest.mark.slow
-def test_gradient_sync_at_every_micro_step_is_set_in_accelerate(tmp_path: Path) -> None:
+def test_gradient_sync_at_every_micro_step_is_set_in_accelerate(
+    read_back: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     """What the real class hands to accelerate's GradientAccumulationPlugin."""
     plugin_options = {}
     for sync in ("last", "every"):
         config = TrainingConfig.model_validate({"micro_batch": 2, "dp_shard": 2, "gradient_sync": sync})
         exported = export_plan(make_plan(config), "transformers", tmp_path / f"{sync}.json")
-        real = read_back_arguments(exported.paths[0].read_text())
+        real = read_back[exported.paths[0].read_text()]
         plugin_options[sync] = real.get("accelerator_config", {}).get("gradient_accumulation_kwargs")
         assert "gradient_sync" not in " ".join(exported.not_carried)
     assert plugin_options == {"last": None, "every": {"sync_each_batch": True}}

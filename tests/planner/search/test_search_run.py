@@ -23,17 +23,17 @@ WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 ONE_FAMILY = {"precision": "fp32", "compile": "off", "threads": 1, "checkpointing": "none", "optimizer_step": "own"}
 
 
+pytestmark = pytest.mark.usefixtures("probed_machine")
+
+
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """The user's cache and state stay out of it; one cache for the module, so that the machine is probed once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+def _one_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def search(folder: Path, workload: str = "make_sound", **options: Any) -> SearchResult:
     spec = make_spec(model=f"{WORKLOADS}:{workload}")
-    values: dict[str, Any] = {"spec": spec, "budget": 75.0, "device": "cpu", "store": folder, "max_trials": 4}
+    values: dict[str, Any] = {"spec": spec, "budget": 30.0, "device": "cpu", "store": folder, "max_trials": 4}
     return run_search(SearchOptions(**(values | options)))
 
 
@@ -63,7 +63,7 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     listener = Listener()
     spec = make_spec(model=f"{WORKLOADS}:make_sound")
     options = SearchOptions(
-        spec=spec, budget=60.0, device="cpu", store=tmp_path / "s", out=tmp_path / "plan.json", max_trials=4
+        spec=spec, budget=40.0, device="cpu", store=tmp_path / "s", out=tmp_path / "plan.json", max_trials=4
     )
     result = run_search(options, observer=listener)
     assert result.status == "plan_found", result.reason
@@ -76,7 +76,7 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert plan.parity.passed
     assert plan.baseline.config.knobs_off_default().keys() == {"micro_batch"}
     assert plan.accumulation * plan.config.micro_batch == 384
-    assert result.spent_s <= 66.0
+    assert result.spent_s <= 44.0
     assert {trial.purpose for trial in result.trials} == {"baseline", "search", "finalist"}
     assert plan.measurement.step_time_s.low <= plan.measurement.step_time_s.median
     assert {choice.knob for choice in plan.choices} >= {"micro_batch", "precision", "optimizer_step"}
@@ -93,7 +93,7 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert rebuilt.plan.config == plan.config
     assert len(rebuilt.trials) == len(result.trials)  # nothing was measured again
 
-    more = run_search(SearchOptions(**{**_fields(options), "budget": 90.0, "max_trials": 6}))
+    more = run_search(SearchOptions(**{**_fields(options), "budget": 60.0, "max_trials": 6}))
     assert not more.from_record
     assert more.resumed_trials == len(result.trials)
     assert more.status == "plan_found"
@@ -272,7 +272,7 @@ class Printer(SearchObserver):
 spec = make_spec(model=sys.argv[1])
 fixed = {"precision": "fp32", "threads": 1, "compile": sys.argv[3]}
 options = SearchOptions(
-    spec=spec, budget=180.0, device="cpu", store=Path(sys.argv[2]), max_trials=int(sys.argv[4]), fix=fixed
+    spec=spec, budget=120.0, device="cpu", store=Path(sys.argv[2]), max_trials=int(sys.argv[4]), fix=fixed
 )
 result = run_search(options, observer=Printer())
 print("ended", result.status, result.exit_code, flush=True)
@@ -341,7 +341,7 @@ def test_a_search_killed_in_every_phase_goes_on_and_repeats_no_finished_trial(tm
         kept = now
     assert [trial["number"] for trial in kept] == list(range(len(kept)))
     fixed = {"compile": "off", "precision": "fp32", "threads": 1}
-    result = search(folder, "make_slow", fix=fixed, max_trials=3, budget=240.0)
+    result = search(folder, "make_slow", fix=fixed, max_trials=3, budget=180.0)
     assert result.status == "plan_found", result.reason
     assert [trial.number for trial in result.trials[: len(kept)]] == [trial["number"] for trial in kept]
     assert all(trial.resumed for trial in result.trials[: len(kept)])

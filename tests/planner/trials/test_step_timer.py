@@ -17,6 +17,8 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.sources import load_workload, make_spec
 
+pytestmark = pytest.mark.alone
+
 WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 
 

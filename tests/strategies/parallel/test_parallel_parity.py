@@ -125,16 +125,28 @@ def test_low_precision_stays_within_its_tolerance(zygote: Zygote, plain: Any, tm
     check(zygote, plain, tmp_path, "gpt2", LOW_PRECISION[name], LOW_NORM, LOW_TENSOR)
 
 
+@pytest.fixture(scope="module")
+def plain_variants(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One step of one plain process for each variant of the workload."""
+    folder, config = tmp_path_factory.mktemp("variants"), TrainingConfig(micro_batch=8)
+    return {case: run_step(zygote, "gpt2", config, folder, **options) for case, options in VARIANTS.items()}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "frozen": {"build_model": build_frozen_gpt2},
+    "not_counted_ahead": {"count": None},
+}
 EACH = DATA | TENSOR_PARALLEL | {"1f1b": PIPELINE["1f1b"]}
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("case", ["frozen", "not_counted_ahead"])
-def test_frozen_parameters_and_late_counts(zygote: Zygote, tmp_path: Path, name: str, case: str) -> None:
+@pytest.mark.parametrize("case", VARIANTS)
+def test_frozen_parameters_and_late_counts(
+    zygote: Zygote, plain_variants: dict[str, Any], tmp_path: Path, name: str, case: str
+) -> None:
     """Parameters that do not train; a workload that cannot count before its loss has run."""
-    options: dict[str, Any] = {"build_model": build_frozen_gpt2} if case == "frozen" else {"count": None}
-    expected, reference = run_step(zygote, "gpt2", TrainingConfig(micro_batch=8), tmp_path, **options)
-    result, candidate = run_step(zygote, "gpt2", config_of(EACH[name]), tmp_path, **options)
+    expected, reference = plain_variants[case]
+    result, candidate = run_step(zygote, "gpt2", config_of(EACH[name]), tmp_path, **VARIANTS[case])
     found = differences(reference, candidate)
     if case == "frozen":  # gradients are scaled to the real count after this test reads them
         assert found["gradients"] < TENSOR, found
