@@ -71,6 +71,14 @@ def spec_from_objects(
             seed=seed,
         )
     else:
+        parts: dict[str, Any] = {"model": model, "make_batch": make_batch, "loss": loss, "optimizer": optimizer}
+        parts |= {"schedule": schedule, "max_grad_norm": max_grad_norm}
+        given = [name for name, value in parts.items() if value is not None]
+        if given:
+            raise WorkloadError(
+                f"a whole workload was given, and {', '.join(given)} too, which would be dropped",
+                hint="Put them into the workload: dataclasses.replace(workload, max_grad_norm=1.0).",
+            )
         workload = _with_changes(workload, global_batch=global_batch, sequence_length=sequence_length, name=name)
     return _spec_of(workload, defaults_used=said)
 

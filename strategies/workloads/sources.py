@@ -51,9 +51,10 @@ def make_spec(
     chosen: dict[str, Option] = {
         key: value for key, value in (options or {}).items() if value is not None or key == "max_grad_norm"
     }
-    if ".py:" in model:
-        given: dict[str, Option] = {key: value for key, value in chosen.items() if value is not None}
-        return _function_spec(model, sequence_length, global_batch, given)
+    if chosen.get("max_grad_norm") == 0:
+        chosen["max_grad_norm"] = None  # clipping to 0 would clear the gradients
+    if ".py:" in model:  # with max_grad_norm None the function is asked for no clipping, and must take that
+        return _function_spec(model, sequence_length, global_batch, chosen)
     _check_language_options(model, chosen)
     if not model.strip():
         raise WorkloadError("no model was named", hint="For example: --model gpt2")
