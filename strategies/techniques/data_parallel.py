@@ -87,7 +87,7 @@ def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
         bucket_cap_mb=None if bucket == PLAIN.ddp_bucket_mb else bucket,
         static_graph=build.config.ddp_static_graph,
         gradient_as_bucket_view=True,  # saves one copy of the gradients
-        broadcast_buffers=False,  # buffers that depend on the batch are refused (micro_batch_dependent)
+        broadcast_buffers=False,  # each rank keeps the running statistics of its own micro-batches
     )
 
 
