@@ -113,7 +113,8 @@ _BATCHES = {
 
 
 def _kernels(plan: Plan) -> str:
-    names = ["Kernel", "_CHUNK_ELEMENTS", "chunk_rows", "recomputed_cross_entropy", "_chunk_loss"]
+    names = ["Kernel", "_CHUNK_ELEMENTS", "_most_rows", "limited_rows", "chunk_rows"]
+    names += ["recomputed_cross_entropy", "_chunk_loss"]
     names += ["precomputed_cross_entropy", "_Precomputed", "has_torch_kernel", "_torch_kernel", "choose_kernel"]
     compiled = plan.config.compile == "model"
     return take(KERNELS, *names) + f"\n\n\nKERNEL = choose_kernel(PRECISION, compiled={compiled})"
