@@ -35,7 +35,7 @@ def fail(kind, text):
 
 FAULTS = {
     3: eat_memory,
-    6: lambda: fail(NotImplementedError, "planted: no such kernel"),
+    4: lambda: fail(NotImplementedError, "planted: no such kernel"),
     8: hang,
     12: lambda: fail(RuntimeError, "planted"),
     16: lambda: os._exit(3),
@@ -50,7 +50,7 @@ FAULTS = {
 
 
 def make(faults: bool = True, width: int = 64) -> Workload:
-    """An MLP classifier; with `faults` only micro-batches of 1, 2, 4 and 128 are sound."""
+    """An MLP classifier; with `faults` only micro-batches of 1, 2, 6 and 128 are sound."""
 
     def build_model() -> nn.Module:
         return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8))

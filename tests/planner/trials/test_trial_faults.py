@@ -59,7 +59,7 @@ def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
         (32, Outcome.NONFINITE, None, "loss is nan"),
         (64, Outcome.CRASHED, "no result", "without a result"),
         (3, Outcome.OUT_OF_MEMORY, "host", "GiB"),
-        (6, Outcome.UNSUPPORTED, None, "no such kernel"),
+        (4, Outcome.UNSUPPORTED, None, "no such kernel"),
         (24, Outcome.CRASHED, "workload", "the loss is broken"),
         (48, Outcome.OUT_OF_MEMORY, "host", "can't allocate memory"),
     ],
