@@ -102,7 +102,7 @@ def _steps_and_own_length(
         rows = _rows_for_chunks(config.micro_batch * reference.length)
     watched = _WatchedRun(prepare(small, config, device=device, mesh=recorder.mesh), recorder)
     run = watched.run
-    recorder.begin(run.model)
+    recorder.begin(run.model, keep=reference.own_length is not None)
     phase("steps")
     seconds = []
     with limit_chunk_rows(rows):

@@ -72,6 +72,7 @@ def run_reference(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     length = check_length(workload, sum(parameter.numel() for parameter in parameters))
     reference = _Reference(workload, model, parameters, device, recorder)
+    masked = can_mask_labels(workload, model, device, config.micro_batch)
     recorder.begin(model)
 
     phase("dropout")
@@ -80,7 +81,6 @@ def run_reference(
     recorder.restore()
 
     phase("steps")
-    masked = can_mask_labels(workload, model, device, config.micro_batch)
     small = small_workload(workload, config, length=length, masked=masked, accumulation=check_accumulation(config))
     began = time.monotonic()
     schedule, optimizer = reference.steps(small)

@@ -83,7 +83,7 @@ TOLERANCES: dict[str, Tolerance] = {
     "bf16": Tolerance(
         norm=2e-1,
         vector=3.5e-1,
-        whole=1e-1,
+        whole=1.5e-1,
         floor=1e-3,
         module_floor=1e-1,
         scale=5e-3,
