@@ -133,8 +133,14 @@ class _Reference:
         self.recorder = recorder
 
     def backward(self, batch: Batch, micro_batch: int) -> float:
-        """Leaves the gradient of the batch's mean loss in the parameters; gives that loss."""
+        """Adds the gradient of the batch's mean loss to the parameters'; gives that loss.
+
+        A gradient may be there already: of a parameter that the user's optimizer does not hold, nobody clears it.
+        """
         total, count = 0.0, 0.0
+        earlier = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         for micro in split_batch(move_batch(batch, self.device), micro_batch):
             summed, items = self.workload.loss(self.model, micro)
             summed.backward()
@@ -142,6 +148,9 @@ class _Reference:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(count)
+        for parameter, gradient in zip(self.parameters, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return total / count
 
     def steps(self, small: Workload) -> tuple[Any, torch.optim.Optimizer]:
