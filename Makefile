@@ -1,6 +1,7 @@
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
+# make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
 PYTHON ?= python3
 VENV := .venv
@@ -9,17 +10,28 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # Tests run small tensors: one thread each is quicker than a pool, and kinder to whoever shares the machine.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Two workers, each with whole files: a module's fixtures (a zygote, a finished search) are made once. The order of the
+# files is that of tests/conftest.py. Tests that a second busy core would disturb are marked `alone`; they run afterwards.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: search test quick lint types accuracy clean
+.PHONY: search test test-zoo quick lint types accuracy clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
 
 test: lint types
-	$(TEST_ENV) $(BIN)/python -m pytest --durations=15
+	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "not alone"
+	$(PYTEST) --durations=5 -m alone
+
+test-zoo: $(VENV)/.installed-zoo
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.run $(WORKLOADS)
+	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
 
 quick: lint types
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) $(TWO_WORKERS) -m "not slow and not alone"
+	$(PYTEST) -m "alone and not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -37,6 +49,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e '.[test]'
+	touch $@
+
+# peft brings nothing but itself: the rest of what it needs is installed already
+$(VENV)/.installed-zoo: $(VENV)/.installed-test
+	$(PIP) peft==0.21.2
 	touch $@
 
 clean:

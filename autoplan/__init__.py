@@ -14,30 +14,69 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME_OF = {
-    "search": "autoplan.api",
-    "probe": "autoplan.api",
-    "load_plan": "autoplan.api",
-    "export": "autoplan.api",
-    "Plan": "autoplan.planner.plan",
-    "Workload": "autoplan.strategies.workloads.workload",
-    "LossSum": "autoplan.strategies.workloads.workload",
-    "TrainingConfig": "autoplan.strategies.config",
-    "TrainingRun": "autoplan.strategies.run",
-    "HardwareProfile": "autoplan.probes.profile",
-    "AutoplanError": "autoplan.errors",
+_MEMBERS = {
+    "autoplan.api": ("search", "probe", "load_plan", "export"),
+    "autoplan.planner.cost.analytical.api": ("estimate",),
+    "autoplan.planner.plan": ("Plan",),
+    "autoplan.planner.space.bounds": ("Bound",),
+    "autoplan.planner.search.options": ("SearchObserver", "SearchOptions", "SearchResult"),
+    "autoplan.planner.search.run": ("run_search",),
+    "autoplan.planner.search.sampler": ("AutoplanSampler",),
+    "autoplan.strategies.workloads.workload": ("LossSum", "OutputHead", "Workload"),
+    "autoplan.strategies.workloads.datasets": ("batches_from_dataset",),
+    "autoplan.strategies.workloads.sources": ("make_spec", "spec_from_objects"),
+    "autoplan.strategies.config": ("TrainingConfig",),
+    "autoplan.strategies.run": ("TrainingRun",),
+    "autoplan.probes.profile": ("HardwareProfile",),
+    "autoplan.errors": (
+        "AutoplanError",
+        "BudgetEndedError",
+        "ConfigError",
+        "DeviceError",
+        "ExportError",
+        "InterruptedSearchError",
+        "MissingExtraError",
+        "NoFeasiblePlanError",
+        "PlanError",
+        "StoreBusyError",
+        "StoreError",
+        "UsageError",
+        "WorkloadError",
+    ),
 }
+_HOME_OF = {name: module for module, names in _MEMBERS.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]
 
 if TYPE_CHECKING:
     from autoplan.api import export, load_plan, probe, search
-    from autoplan.errors import AutoplanError
+    from autoplan.errors import (
+        AutoplanError,
+        BudgetEndedError,
+        ConfigError,
+        DeviceError,
+        ExportError,
+        InterruptedSearchError,
+        MissingExtraError,
+        NoFeasiblePlanError,
+        PlanError,
+        StoreBusyError,
+        StoreError,
+        UsageError,
+        WorkloadError,
+    )
+    from autoplan.planner.cost.analytical.api import estimate
     from autoplan.planner.plan import Plan
+    from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
+    from autoplan.planner.search.run import run_search
+    from autoplan.planner.search.sampler import AutoplanSampler
+    from autoplan.planner.space.bounds import Bound
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.workload import LossSum, Workload
+    from autoplan.strategies.workloads.datasets import batches_from_dataset
+    from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+    from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
 
 
 def __getattr__(name: str) -> Any:

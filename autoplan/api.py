@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import (
     AutoplanError,
@@ -28,17 +28,15 @@ from autoplan.errors import (
 )
 from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
-from autoplan.planner.space.bounds import Bound
+from autoplan.planner.search.options import DeviceName, SamplerName, SearchObserver, SearchOptions, SearchResult
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from autoplan.units import parse_duration_s, parse_memory_bytes
 
 if TYPE_CHECKING:
+    import optuna
+
     from autoplan.strategies.workloads.workload import Workload
 
-DeviceName = Literal["cuda", "cpu"]
-SamplerName = Literal["ours", "tpe", "random"]
 ENDINGS: Mapping[str, type[AutoplanError]] = {
     "no_feasible_plan": NoFeasiblePlanError,
     "budget_ended": BudgetEndedError,
@@ -65,11 +63,11 @@ def search(
     bound: Mapping[str, Any] | None = None,
     device: DeviceName | None = None,
     memory_limit: str | int | None = None,
+    nproc: int | None = None,
+    sampler: SamplerName | optuna.samplers.BaseSampler = "autoplan",
     out: str | Path | None = None,
     store: str | Path | None = None,
     fresh: bool = False,
-    sampler: SamplerName = "ours",
-    nproc: int | None = None,
     observer: SearchObserver | None = None,
     quiet: bool = False,
 ) -> Plan:
@@ -87,7 +85,7 @@ def search(
         max_grad_norm: Clip the gradients' norm to this before each optimizer step.
         global_batch: Samples per optimizer step; no plan changes it. Default: the workload's own, or 32.
         sequence_length: Tokens per sample. Default: the model's own length; None for samples that are no sequences.
-        name: For screens and the plan.
+        name: How screens and the plan call the workload.
         seed: Of weights, batches and the search.
         budget: Time for the search over all its calls, like `"10m"`, or seconds. Default: 10 minutes.
         max_trials: At most so many trials.
@@ -95,12 +93,14 @@ def search(
         bound: Knobs to keep within bounds, like `{"micro_batch": (1, 8), "precision": ["fp32", "bf16"]}`.
         device: "cuda" or "cpu". Default: CUDA where there is one.
         memory_limit: What a trial may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
-        out: Where to write the plan too.
-        store: The folder of the search's record. Default: the user's state folder.
-        fresh: Start over instead of resuming.
-        sampler: "ours", or Optuna's "tpe" or "random".
         nproc: The largest number of ranks. Default: all visible GPUs; 1 on CPU.
-        observer: Is told what happens. Default: progress on stderr.
+        sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
+            Optuna, whose illegal points are drawn again at no trial's cost.
+        out: A file to write the plan to, too.
+        store: The folder of the searches' records; each search has a folder of its own in it. Default: the user's
+            state folder.
+        fresh: Start over instead of resuming; what the store has of this search is moved aside, not deleted.
+        observer: Its methods are called with what happens. Default: progress on stderr.
         quiet: No progress on stderr.
 
     Raises:
@@ -125,19 +125,19 @@ def search(
         sequence_length=sequence_length,
         seed=seed,
     )
-    options = make_options(
-        spec,
+    options = SearchOptions(
+        spec=spec,
         budget=budget,
         max_trials=max_trials,
-        fix=fix,
-        bound=bound,
+        fix=fix or {},
+        bound=bound or {},
         device=device,
         memory_limit=memory_limit,
+        nproc=nproc,
+        sampler=sampler,
         out=out,
         store=store,
         fresh=fresh,
-        sampler=sampler,
-        nproc=nproc,
         seed=seed,
     )
     result = run(options, observer=observer, quiet=quiet)
@@ -161,100 +161,6 @@ def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet
         return run_search(options, observer=PlainProgress(console, options.spec.unit))
     with LiveProgress(console, options.spec.unit) as live:
         return run_search(options, observer=live)
-
-
-def make_options(
-    spec: WorkloadSpec,
-    *,
-    budget: str | float | None = None,
-    max_trials: int | None = None,
-    fix: Mapping[str, Any] | None = None,
-    bound: Mapping[str, Any] | None = None,
-    device: str | None = None,
-    memory_limit: str | int | None = None,
-    out: str | Path | None = None,
-    store: str | Path | None = None,
-    fresh: bool = False,
-    sampler: str = "ours",
-    nproc: int | None = None,
-    seed: int = 0,
-    dry_run: bool = False,
-) -> SearchOptions:
-    """What the command line and `search` hand to the planner, every value checked.
-
-    Raises:
-        UsageError: a value is wrong, and what it may be.
-    """
-    from autoplan.strategies.config import check_knob
-
-    if device not in (None, "cuda", "cpu"):
-        raise UsageError(f"--device is {device!r}", hint="It is cuda or cpu.")
-    if sampler not in ("ours", "tpe", "random"):
-        raise UsageError(f"--sampler is {sampler!r}", hint="It is ours, tpe or random.")
-    for option, value in (("--max-trials", max_trials), ("--nproc", nproc)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{option} is {value!r}", hint="It is a whole number of at least 1.")
-    fixed = {knob: check_knob(knob, value) for knob, value in (fix or {}).items()}
-    if "micro_batch" in fixed:
-        # A workload with BatchNorm or the like has no micro-batch of its own choosing: this is the user's word for it.
-        spec = spec.model_copy(update={"options": spec.options | {"fixed_micro_batch": fixed["micro_batch"]}})
-    return SearchOptions(
-        spec=spec,
-        budget_s=None if budget is None else parse_duration_s(budget),
-        max_trials=max_trials,
-        fixed=fixed,
-        bounds={knob: _bound(knob, value) for knob, value in (bound or {}).items()},
-        device="cuda" if device == "cuda" else "cpu" if device == "cpu" else None,
-        memory_limit_bytes=None if memory_limit is None else _limit_bytes(memory_limit, device),
-        out=None if out is None else Path(out),
-        store=None if store is None else Path(store),
-        fresh=fresh,
-        sampler="tpe" if sampler == "tpe" else "random" if sampler == "random" else "ours",
-        nproc=_visible_gpus(device) if nproc is None else nproc,
-        seed=seed,
-        dry_run=dry_run,
-    )
-
-
-def _visible_gpus(device: str | None) -> int:
-    """The number of GPUs a search may use by default; 1 where it runs on CPU."""
-    from autoplan.probes.run import read_host_profile
-
-    if device == "cpu":
-        return 1
-    return max(1, sum(found.type == "cuda" for found in read_host_profile().devices))
-
-
-def _bound(knob: str, value: Any) -> Bound:
-    """A bound from `(low, high)`, a list of values, or the text `1..8` or `a,b`."""
-    from autoplan.planner.space.bounds import parse_bound
-    from autoplan.strategies.config import check_knob
-
-    if isinstance(value, Bound):
-        return value
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, int) for end in value):
-        check_knob(knob, value[0])
-        return Bound(low=value[0], high=value[1])
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return Bound(values=tuple(check_knob(knob, one) for one in value))
-    return parse_bound(f"{knob}={value}")[1]
-
-
-def _limit_bytes(text: str | int, device: str | None) -> int:
-    """The limit in bytes; a share is of the memory that the device, or this process's host, has in all."""
-    from autoplan.probes.run import pick_device, read_host_profile
-
-    limit = parse_memory_bytes(text)
-    if isinstance(limit, int):
-        return limit
-    profile = read_host_profile()
-    total = profile.device(pick_device(profile, device)).memory_total_bytes
-    if total.value is None:
-        raise UsageError(
-            f"--memory-limit is {text!r}, and the memory of the device is not known: {total.reason}",
-            hint="Give the limit as a size, for example 8GiB.",
-        )
-    return int(limit * total.value)
 
 
 def _make_spec(

@@ -16,9 +16,53 @@
 
 The text of an error says what was given, which rule it broke and, in the hint, what to do next. What a
 trial does wrong is not an error of ours: it is an outcome (`autoplan.planner.records`).
+
+Texts name options as the command line does (`--max-trials 20`). In Python an error reads as keyword arguments
+(`max_trials=20`): `message`, `hint` and `str(error)` are in that form, `flag_message` and `flag_hint` in the other.
 """
 
 from __future__ import annotations
+
+import re
+
+KEYWORDS = {
+    **{name.replace("_", "-"): name for name in ("budget", "max_trials", "fix", "bound", "device", "memory_limit")},
+    **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
+    **{name.replace("_", "-"): name for name in ("global_batch", "max_grad_norm", "cluster", "tokens")},
+    "seq-len": "sequence_length",
+    "model": "workload",
+}
+"""The keyword argument of each option that a text of the library names; other options stay as they are."""
+
+_COMMAND = r"(?:autoplan \w+|python -m [\w.]+|torchrun)(?: --[\w-]+(?:[ =](?![-(])[^\s,;:)]*[^\s,;:).])?)+"
+_VALUE = r"\w+=[^\s;)]*[^\s;:),.]|\d+(?:\.\d+)?[\w%]*|\w+\.py:\w+|gpt2\b|cuda\b|cpu\b|DIR\b|N\b"
+_OPTION = re.compile(rf"(?P<command>{_COMMAND})|--(?P<flag>{'|'.join(KEYWORDS)})(?![\w-])(?:[ =](?P<value>{_VALUE}))?")
+
+
+def as_keywords(text: str) -> str:
+    """A text that names options of the command line, with keyword arguments of the Python call in their place.
+
+    `--nproc is 0` becomes `nproc is 0`, `--budget 10m` becomes `budget="10m"`, `--fix precision=bf16` becomes
+    `fix={"precision": "bf16"}`. A whole command (`autoplan search --nproc 2`) stays as it is.
+    """
+
+    def keyword(found: re.Match[str]) -> str:
+        if found["command"]:
+            return found[0]
+        name, value = KEYWORDS[found["flag"]], found["value"]
+        if value is None:
+            return name
+        if name in ("fix", "bound"):
+            knob, _, setting = value.partition("=")
+            bare = setting.isdecimal() or setting.isupper()
+            return f"{name}={{{_quoted(knob)}: {setting if bare else _quoted(setting)}}}"
+        return f"{name}={value if value.isdecimal() or value.isupper() else _quoted(value)}"
+
+    return _OPTION.sub(keyword, text)
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
 
 
 class AutoplanError(Exception):
@@ -27,18 +71,26 @@ class AutoplanError(Exception):
     Args:
         message: What was given and which rule it broke.
         hint: What to do next; shown on a line of its own.
+
+    Attributes:
+        message, hint: With options as keyword arguments of Python.
+        flag_message, flag_hint: With options as flags of the command line.
+        code: A word for programs, the same in every version.
+        exit_code: Of the command that ends with it.
     """
 
     code: str = "internal"
     exit_code: int = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.flag_message = message
+        self.flag_hint = hint
+        self.message = as_keywords(message)
+        self.hint = None if hint is None else as_keywords(hint)
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.hint))
+        return (_rebuild, (type(self), self.flag_message, self.flag_hint))
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  {self.hint}"

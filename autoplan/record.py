@@ -18,12 +18,12 @@ class Record(BaseModel):
 class Reading(Record):
     """One figure about the machine.
 
-    `value` is None where the figure is unknown; `reason` then says why. Callers must branch on it: there is
-    no stand-in number.
+    `value` is None where the figure is unknown; `reason` then says why. Callers must branch on it: no number is
+    substituted.
     """
 
     value: float | None
-    unit: str = Field(description="SI unit in words: bytes, bytes/s, flop/s, s, Hz, W, celsius, 1")
+    unit: str = Field(description="name of the SI unit: bytes, bytes/s, flop/s, s, Hz, W, celsius, 1")
     provenance: Provenance
     spread: float | None = Field(
         default=None, description="interquartile range over the median of the repeats, as a share (1)"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy [--markdown] [--draws 20] [--trials FILE_OR_FOLDER ...]
 
-Each table is priced as it comes (uncalibrated), and again with the factors fitted to three rows per GPU type; the
+Each table is estimated as it comes (uncalibrated), and again with the factors fitted to three rows per GPU type; the
 three are drawn at random, many times over, and the mean and the worst draw are shown. Rows that were drawn are left
 out of the error. The data are facts as published, each row with its source (benchmarks/data). Published peaks of
 memory follow (accuracy_memory.py), then recorded searches of this machine (accuracy_trials.py): by default those in
@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.csv_estimates import price_rows
+from autoplan.planner.cost.analytical.csv_estimates import estimate_rows
 from autoplan.planner.cost.analytical.fit import fit_factors
-from autoplan.planner.cost.analytical.layouts import CHECKPOINTING
 from autoplan.planner.cost.analytical.memory import activation_bytes
-from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, UNCALIBRATED_SD, price
-from autoplan.planner.cost.analytical.verdicts import Z_90
+from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, UNCALIBRATED_SD, estimate_layouts
+from autoplan.planner.cost.prediction import Z_90
 from benchmarks import accuracy_time
 from benchmarks.accuracy_memory import show_memory
 from benchmarks.accuracy_trials import show_trials
@@ -95,10 +94,14 @@ def llm_foundry() -> list[Row]:
             "num_gpus": r["n_gpus"],
             "gpus_per_node": 8,
             "inter_gbits_per_s_per_gpu": 400 if "h100" in r["gpu"] else 200,
-            "sharding": "zero3" if r["sharding_strategy"] == "FULL_SHARD" else "ddp",
+            "sharding": "zero3" if r["sharding_strategy"] == "FULL_SHARD" and int(r["n_gpus"]) > 1 else "ddp",
+            # FSDP1 under MixedPrecision(param_dtype) reduces gradients in that type, at every micro-step
+            "reduce_dtype": "bf16",
+            "gradient_sync": "every" if int(r["grad_accum"]) > 1 and int(r["n_gpus"]) > 1 else "last",
             "micro_batch": r["micro_batch"],
             "global_batch": r["global_batch"],
-            "precision": precision,
+            "precision": "bf16",
+            "fp8": str(precision == "fp8"),
             "checkpointing": "full" if r["activation_checkpointing"] == "True" else "none",
         }
         seconds = float(r["global_batch"]) * float(r["seq_len"]) / float(r["throughput_tok_per_s"])
@@ -125,6 +128,8 @@ def fms_fsdp() -> list[Row]:
             "inter_gbits_per_s_per_gpu": (800 if hopper else 400) / 8,
             "sharding": "zero3",
             "dp_shard": 8 if r["sharding"] == "HSDP" else gpus,
+            "precision": "bf16",
+            "reduce_dtype": "bf16",  # its mixed-precision policy, bfSixteen
             "micro_batch": r["batch_per_gpu"],
             "global_batch": batch,
             "checkpointing": r["activation_checkpointing"],
@@ -150,6 +155,7 @@ def vtrain() -> list[Row]:
             "sharding": "ddp",
             "global_batch": r["global_batch"],
             "precision": "fp16",
+            "states": "megatron",
             "checkpointing": "full",
             "attention": "eager",
         }
@@ -166,6 +172,7 @@ def nemo() -> list[Row]:
             continue
         stages = int(r["vp"] or 1)
         gpus = int(r["n_gpus"])
+        shards = gpus // (int(r["tp"]) * int(r["pp"]))
         layout = {
             **NEMO[r["model"]],
             "seq_len": r["seq_len"],
@@ -177,11 +184,13 @@ def nemo() -> list[Row]:
             "pp": r["pp"],
             "virtual_stages": stages,
             "schedule": "interleaved_1f1b" if stages > 1 else "1f1b",
-            "dp_shard": gpus // (int(r["tp"]) * int(r["pp"])),
-            "sharding": "zero1",
+            "dp_shard": shards,
+            "sharding": "zero1" if shards > 1 else "ddp",
+            "states": "megatron",
             "micro_batch": r["micro_batch"],
             "global_batch": r["global_batch"],
-            "precision": "fp8",
+            "precision": "bf16",
+            "fp8": "true",
             "compile": "block",
         }
         seconds = float(r["global_batch"]) * float(r["seq_len"]) / (float(r["tok_per_s_per_gpu"]) * gpus)
@@ -191,11 +200,11 @@ def nemo() -> list[Row]:
 
 def score(rows: list[Row], draws: int) -> dict[str, Any]:
     """All figures of one table."""
-    priced = price_rows([row.layout for row in rows])
-    assert priced.layouts is not None and not priced.reasons, priced.reasons
+    estimated = estimate_rows([row.layout for row in rows])
+    assert estimated.layouts is not None and not estimated.reasons, estimated.reasons
     seconds = np.array([row.seconds for row in rows])
     gpus = np.array([row.gpu for row in rows])
-    plain = priced.table.step_time_s / seconds - 1  # type: ignore[union-attr]
+    plain = estimated.table.step_time_s / seconds - 1  # type: ignore[union-attr]
     rng = np.random.default_rng(0)
     means, biases, covered, regrets, recalls = [], [], [], [], []
     for _ in range(draws):
@@ -204,8 +213,8 @@ def score(rows: list[Row], draws: int) -> dict[str, Any]:
             here = np.flatnonzero(gpus == gpu)
             chosen = rng.choice(here, min(3, max(1, len(here) - 1)), replace=False)
             drawn[chosen] = True
-            factors = fit_factors(priced.layouts.take(chosen), seconds[chosen])
-            predicted[here] = price(priced.layouts.take(here), factors).step_time_s
+            factors = fit_factors(estimated.layouts.take(chosen), seconds[chosen])
+            predicted[here] = estimate_layouts(estimated.layouts.take(here), factors).step_time_s
         errors = (predicted / seconds - 1)[~drawn]
         means.append(np.mean(np.abs(errors)))
         biases.append(np.mean(errors))
@@ -275,23 +284,24 @@ def korthikanti() -> dict[str, float]:
             "sharding": "ddp",
             "micro_batch": r["micro_batch"],
             "global_batch": r["global_batch"],
-            "sequence_parallel": str(together),
+            "sequence_parallel": str(together and int(r["tp"]) > 1),
+            "precision": "fp16",
+            "states": "megatron",
             "attention": "eager",
             "checkpointing": "selective" if together else "none",
         }
-        priced = price_rows([layout])
-        assert priced.layouts is not None and priced.table is not None, priced.reasons
-        table, columns = priced.table, priced.layouts
-        held = table.weights_bytes[0] + table.gradients_bytes[0] + table.optimizer_bytes[0]
-        selective = columns.checkpointing == CHECKPOINTING.index("selective")
-        kept, _ = activation_bytes(columns, np.array([2.0]), np.array([False]), selective)
+        estimated = estimate_rows([layout])
+        assert estimated.layouts is not None and estimated.table is not None, estimated.reasons
+        table, columns = estimated.table, estimated.layouts
+        held = table.parameters_bytes[0] + table.gradients_bytes[0] + table.optimizer_bytes[0]
+        kept, _ = activation_bytes(columns)
         states.append(held / 2**30 / float(r["params_and_optimizer_gib"]) - 1)
         activations.append(kept[0] / 2**30 / float(r["activations_gib"]) - 1)
     return {"states": float(np.mean(np.abs(states))), "activations": float(np.mean(np.abs(activations)))}
 
 
 def speed() -> float:
-    """Configurations priced per second on one core, over the layouts of Llama-2 70B on 2,048 H100s, repeated."""
+    """Configurations estimated per second on one core, over the layouts of Llama-2 70B on 2,048 H100s, repeated."""
     from autoplan.planner.cost.analytical.cluster import parse_cluster
     from autoplan.planner.cost.analytical.layout_search import Question, enumerate_layouts
     from autoplan.planner.cost.analytical.transformer import find_transformer
@@ -303,7 +313,7 @@ def speed() -> float:
     layouts = enumerate_layouts(question)
     layouts = layouts.take(np.tile(np.arange(len(layouts)), 20))
     started = time.process_time()
-    price(layouts)
+    estimate_layouts(layouts)
     return len(layouts) / (time.process_time() - started)
 
 

@@ -131,13 +131,13 @@ def measure_memory(
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from autoplan.planner.trials.device_watch import MemoryWatch
+    from autoplan.planner.trials.device_monitor import MemoryMonitor
     from autoplan.strategies.prepare import prepare
     from autoplan.strategies.workloads.sources import load_workload
 
     context.phase("build")
     workload = load_workload(spec)
-    watch = MemoryWatch(torch.device("cpu"), None)
+    watch = MemoryMonitor(torch.device("cpu"), None)
     recorded: Any = contextlib.nullcontext()
     if profiled:
         recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

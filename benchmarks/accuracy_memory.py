@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.csv_estimates import price_rows
-from autoplan.planner.cost.analytical.verdicts import MEMORY_SD, Z_90, memory_verdict
+from autoplan.planner.cost.analytical.csv_estimates import estimate_rows
+from autoplan.planner.cost.analytical.explain import MEMORY_SD, memory_verdicts
+from autoplan.planner.cost.prediction import Z_90
 
 DATA = Path(__file__).parent / "data"
 GIB = 2**30
@@ -39,7 +40,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTable:
-    """The rows of a table that can be priced, and why the others cannot, with how many."""
+    """The rows of a table that can be estimated, and why the others cannot, with how many."""
 
     rows: list[MemoryRow]
     left_out: Counter[str]
@@ -138,8 +139,9 @@ def _litgpt_layout(r: dict[str, str], gpus: int, config: bool) -> dict[str, Any]
         "dp_shard": gpus,
         "micro_batch": micro,
         "global_batch": 4 * micro * gpus,
+        "precision": "bf16",
         "states": "16bit",
-        "loss": "chunked",
+        "chunked_loss": "true",
         "checkpointing": "full" if gpus > 1 else "none",
         # Fabric's FSDP is FSDP1, whose FlatParameter of a block holds LoRA's and the frozen weights; the scripts
         # accumulate under no_backward_sync (litgpt/finetune/lora.py, full.py), which keeps gradients whole
@@ -152,18 +154,18 @@ def _litgpt_layout(r: dict[str, str], gpus: int, config: bool) -> dict[str, Any]
 
 
 def _parameters(layout: dict[str, Any]) -> float:
-    priced = price_rows([layout])
-    assert priced.layouts is not None, priced.reasons
-    return float(priced.layouts.parameters[0])
+    estimated = estimate_rows([layout])
+    assert estimated.layouts is not None, estimated.reasons
+    return float(estimated.layouts.parameters[0])
 
 
-# torchtune's table adds one technique a row; what stands before is kept. None: the row cannot be priced, and why.
+# torchtune's table adds one technique a row; what stands before is kept. None: the row cannot be estimated, and why.
 TORCHTUNE_STEPS: dict[str, dict[str, Any] | str] = {
     "Baseline": "samples not packed: their lengths are not given",
     "+ Packed Dataset": {},
     "+ Compile": {"compile": "block"},
-    "+ Chunked Cross Entropy": {"compile": "block", "loss": "chunked"},
-    "+ Activation Checkpointing": {"compile": "block", "loss": "chunked", "checkpointing": "full"},
+    "+ Chunked Cross Entropy": {"compile": "block", "chunked_loss": "true"},
+    "+ Activation Checkpointing": {"compile": "block", "chunked_loss": "true", "checkpointing": "full"},
     "+ Fuse optimizer step into backward": "optimizer step inside the backward",
     "+ Activation Offloading": "optimizer step inside the backward",
     "+ 8-bit AdamW": "optimizer step inside the backward",
@@ -179,7 +181,8 @@ def torchtune() -> MemoryTable:
     """
     rows, left_out = [], Counter[str]()
     # the table's commands set optimizer.fused=True
-    common = {"chip": "A100 SXM 80GB", "states": "16bit", "micro_batch": 2, "optimizer": "adamw_fused"}
+    common = {"chip": "A100 SXM 80GB", "precision": "bf16", "states": "16bit", "micro_batch": 2}
+    common |= {"optimizer": "adamw", "optimizer_step": "fused"}
     for r in _read("torchtune_peak_memory.csv"):
         peak = float(r["peak_memory"].split()[0]) * GIB
         steps = TORCHTUNE_STEPS.get(r["method"], "")
@@ -189,7 +192,7 @@ def torchtune() -> MemoryTable:
                 left_out["optimizer step inside the backward" if r["method"].startswith("Full") else quantised] += 1
                 continue
             layout = LLAMA_31_70B | common | {"seq_len": 2048, "num_gpus": 8, "dp_shard": 8, "sharding": "zero3"}
-            layout |= {"global_batch": 16, "compile": "block", "checkpointing": "full", "loss": "chunked"}
+            layout |= {"global_batch": 16, "compile": "block", "checkpointing": "full", "chunked_loss": "true"}
             layout |= {"trainable_parameters": LORA_70B}
         elif isinstance(steps, str):
             left_out[steps] += 1
@@ -218,11 +221,13 @@ def internevo() -> MemoryTable:
             "tp": tp,
             "pp": pp,
             "sequence_parallel": "false",
-            "sharding": "zero3" if r["fsdp"] == "True" else "zero1",
+            "sharding": "ddp" if dp == 1 else "zero3" if r["fsdp"] == "True" else "zero1",
             "dp_shard": dp,
+            "gradient_sync": "every" if dp > 1 and pp == 1 and r["fsdp"] == "True" else "last",
             "micro_batch": 1,
             "global_batch": 4 * dp,
             "checkpointing": "full",
+            "precision": "bf16",
             # internlm/solver/optimizer/fsdp_optimizer.py and hybrid_zero_optim.py: fp32 masters beside 16-bit weights
             # and gradients, fp32 gradients made for torch's AdamW
             "states": "master",
@@ -234,16 +239,15 @@ def internevo() -> MemoryTable:
 
 def score_memory(table: MemoryTable) -> dict[str, Any]:
     """All figures of one table; errors over the rows that ran, the confusion over all."""
-    priced = price_rows([row.layout for row in table.rows])
-    assert priced.table is not None and priced.layouts is not None and not priced.reasons, priced.reasons
-    peaks = priced.table.peak_memory_bytes
-    like = np.where([row.allocator for row in table.rows], peaks - priced.table.overhead_bytes, peaks)
+    estimated = estimate_rows([row.layout for row in table.rows])
+    assert estimated.table is not None and estimated.layouts is not None and not estimated.reasons, estimated.reasons
+    peaks = estimated.table.peak_memory_bytes
+    like = np.where([row.allocator for row in table.rows], peaks - estimated.table.overhead_bytes, peaks)
     confusion = {ran: dict.fromkeys(VERDICTS, 0) for ran in ("ran", "out_of_memory")}
     errors, names = [], []
-    room = float(np.exp(Z_90 * MEMORY_SD))
+    found_verdicts = memory_verdicts(peaks, estimated.layouts.memory_bytes)
     for i, row in enumerate(table.rows):
-        peak = float(peaks[i])
-        verdict = memory_verdict(peak / room, peak * room, float(priced.layouts.memory_bytes[i]))
+        verdict = str(found_verdicts[i])
         confusion["out_of_memory" if row.peak_bytes is None else "ran"][verdict] += 1
         if row.peak_bytes is not None:
             errors.append(float(like[i]) / row.peak_bytes - 1)

@@ -1,8 +1,8 @@
-"""Step times on this machine against the cost model: recorded once, priced again by whoever changes the model.
+"""Step times on this machine against the cost model: recorded once, predicted again by whoever changes the model.
 
     python -m benchmarks.accuracy_time --record     (a quarter of an hour, with nothing else running)
     python -m benchmarks.accuracy_time --retrace    (probes and traces anew, keeps the recorded trials)
-    python -m benchmarks.accuracy_time              (prices what was recorded)
+    python -m benchmarks.accuracy_time              (predicts what was recorded)
 
 Four families (benchmarks/accuracy_local.py), a spread of configurations each, all of them run twice over, a round after
 the other, so that the difference of the two rounds is the noise floor of the table. The profile with its timed
@@ -207,7 +207,7 @@ def show(folder: Path, *, markdown: bool, rows: bool = False) -> None:
 
 
 def main() -> None:
-    """Records or prices."""
+    """Records or predicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
     parser.add_argument("--record", action="store_true", help="run everything first; wants a quiet machine")

@@ -7,6 +7,7 @@ Each prediction is the one the search held before that trial ran, so it had lear
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,10 @@ def read_record(path: Path) -> Recorded | None:
         OSError: it cannot be read.
     """
     text = path.read_text()
-    name = path.parent.name if path.name in ("record.jsonl", "search.json") else path.stem
+    folder = path.parent
+    if re.match(r"[0-9a-f]{16}(\.old-|$)", folder.name):  # a study in a store of several: the store has the name
+        folder = folder.parent
+    name = folder.name if path.name in ("record.jsonl", "search.json") else path.stem
     try:
         if path.suffix == ".jsonl":
             lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]

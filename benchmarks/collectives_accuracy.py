@@ -1,10 +1,10 @@
-"""How well the fitted collective curves predict sizes that were not fitted.
+"""Measures how well the fitted curves of collectives predict sizes that were not fitted.
 
     python -m benchmarks.collectives_accuracy
 
-Sizes between the swept ones (twice and three times each) are measured in the same ranks, in turn with the swept ones,
-so that both see the same machine. Reported per operation: the median and the largest relative error, of the curve
-(what `estimate_collective_s` gives) and of the straight line alone. The target is 15 % at the median of the curve.
+Sizes between the fitted ones (twice and three times each) are measured in the same ranks, in turn with the fitted ones,
+so that other load on the machine affects both. Reported per operation: the median and the largest relative error of the
+curve (`estimate_collective_s`) and of the straight line alone. The target is 15 % at the median of the curve.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 7
 
 
 def measure(context: RankContext) -> dict[str, dict[int, float]]:
-    """Every size, fitted and not, for each operation: the lower quartile over rounds, against others' load."""
+    """Seconds of every size by operation: the lower quartile over the rounds, because other load only adds time."""
     import torch
     import torch.distributed as dist
 

@@ -1,20 +1,20 @@
-"""All that only a GPU can show, in one command: run it first when you have one.
+"""Everything that needs a GPU, in one command.
 
     python -m benchmarks.gpu_session --out DIR [--part probe,search,modes,models,checks] [--minutes 9]
 
-Each part is some commands of autoplan, run one after another within the minutes given; what they print goes to DIR
-as it is, and DIR/summary.json holds the figures that the documents quote: the plan against the plain baseline and the
-careful hand setting, and each trial's predicted memory against the allocator's. A part that fails is recorded and the
-next one runs. Parts:
+Each part runs commands of autoplan, one after another, within the minutes given. Their output goes to files in DIR.
+DIR/summary.json has the figures that the documents quote: the speed of the plan against the plain baseline and the
+expert's usual setting, and the predicted memory of each trial against the allocator's peak. If a part fails, that is
+recorded and the next part runs. Parts:
 
-    probe    the hardware profile, NVML and nvidia-smi as they are, the collectives over NCCL
-    search   the whole search for GPT-2, its plan and trial records
-    modes    torch.compile's modes side by side under bf16
-    models   a search each for GPT-2 large and Llama 3.2 1B
-    checks   the tests marked cuda, the plan's parity once more, the exported PyTorch script
+    probe    the hardware profile, the output of nvidia-smi, the collectives over NCCL
+    search   a search for GPT-2, with its plan and trial records
+    modes    the modes of torch.compile with bf16
+    models   one search each for GPT-2 large and Llama 3.2 1B
+    checks   the tests marked cuda, the parity check of the plan, the exported PyTorch script
 
-Where the machine has no network, carry wheels of what it lacks (`pip download --only-binary=:all:`) and install them
-with `pip install --no-index` first. Copy DIR into benchmarks/results/ and commit it.
+If the machine has no network, download the missing wheels elsewhere (`pip download --only-binary=:all:`) and install
+them with `pip install --no-index` first. Copy DIR into benchmarks/results/ and commit it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Session:
-    """Runs commands until the minutes are over, and keeps what they print.
+    """Runs commands until the time is used up, and keeps their output.
 
     Args:
         out: The folder of the records.
-        seconds: All there is.
-        device: cuda, or cpu to try this script itself.
+        seconds: Time for all commands.
+        device: cuda, or cpu to test this script.
     """
 
     def __init__(self, out: Path, seconds: float, device: str) -> None:
@@ -55,7 +55,7 @@ class Session:
         return self._ends - time.monotonic()
 
     def run(self, name: str, command: list[str], *, limit_s: float | None = None) -> int | None:
-        """Runs a command; its output goes to NAME.out and NAME.err. Returns its exit status, None if out of time."""
+        """Runs a command; its output goes to NAME.out and NAME.err. Returns its exit status; None: no time."""
         seconds = min(self.left_s - 5, limit_s or self.left_s)
         began = time.monotonic()
         status: int | None = None
@@ -78,7 +78,7 @@ class Session:
         return self.run(name, [sys.executable, "-m", "autoplan", *arguments], limit_s=limit_s)
 
     def search(self, name: str, *arguments: str, seconds: float) -> None:
-        """A search with its own store under the record's folder, its document and its plan kept."""
+        """Runs a search with its own store in the folder of the records, and keeps its document and its plan."""
         budget_s = int(min(seconds, self.left_s - 30))
         if budget_s < 60:
             self.steps.append({"name": name, "exit_status": None, "skipped": "too little time left"})
@@ -123,7 +123,7 @@ def run_checks(session: Session) -> None:
 
 
 def summarise(session: Session) -> dict[str, Any]:
-    """The figures that documents quote, read from the search documents in the record's folder."""
+    """The figures that documents quote, from the documents of the searches in the folder of the records."""
     import torch
 
     searches = {}
@@ -149,7 +149,7 @@ def _figures(document: dict[str, Any]) -> dict[str, Any]:
     for trial in document.get("trials", []):
         measured = trial.get("peak_memory") or {}
         predicted = trial.get("predicted_peak_memory_bytes")
-        real = measured.get("allocated_bytes") or trial.get("peak_memory_bytes")
+        actual = measured.get("allocated_bytes") or trial.get("peak_memory_bytes")
         rows.append(
             {
                 "number": trial.get("number"),
@@ -157,7 +157,7 @@ def _figures(document: dict[str, Any]) -> dict[str, Any]:
                 "config": trial.get("config"),
                 "outcome": trial.get("outcome"),
                 "tokens_per_s": trial.get("tokens_per_s"),
-                "predicted_over_measured_memory": predicted / real if predicted and real else None,
+                "predicted_over_measured_memory": predicted / actual if predicted and actual else None,
                 "predicted_over_measured_time": (
                     trial["predicted_step_time_s"] / trial["step_time_s"]["median"]
                     if trial.get("predicted_step_time_s") and trial.get("step_time_s")
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--part", default=",".join(PARTS), help="which parts, with commas")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try this script itself")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to test this script")
     options = parser.parse_args()
     unknown = set(options.part.split(",")) - set(PARTS)
     if unknown:

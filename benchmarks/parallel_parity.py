@@ -1,10 +1,10 @@
-"""How far each way to share the work over ranks is from one plain fp32 process, and which planted bug is seen.
+"""Measures how far each parallel technique is from one plain fp32 process, and which planted bugs are found.
 
     python -m benchmarks.parallel_parity            # about 3 minutes on 2 cores; writes benchmarks/results/
 
 Tiny GPT-2 and Llama (4 blocks, hidden 32, an odd vocabulary of 67), 8 sequences of 16 tokens with different counts,
-gloo on this machine's CPU. One SGD step, so that a change is as large as its gradient. Per parameter, relative:
-the difference of the gradients' norms before clipping, of the gradients, of the norms of the changes.
+gloo on this machine's CPU. One SGD step, so that each change is proportional to its gradient. Relative differences per
+parameter: of the gradient norm before clipping, of the gradient, and of the norm of the change.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def main() -> None:
                     f"{found['gradients']:10.1e} {found['changes_norm']:12.1e} {held:6.2f}",
                     flush=True,
                 )
-        print("\nplanted bug (gpt2), and what shows it")
+        print("\nplanted bug (gpt2), and what finds it")
         _, reference = run_step(zygote, "gpt2", TrainingConfig(micro_batch=8), folder)
         for plant, knobs in PLANTED:
-            seen = see(zygote, reference, plant, knobs, folder)
-            rows.append({"planted": plant.__name__, "config": config_of(knobs).describe(), "seen": seen})
-            print(f"{plant.__name__:30} {config_of(knobs).describe():50} {seen}", flush=True)
+            found_by = find_bug(zygote, reference, plant, knobs, folder)
+            rows.append({"planted": plant.__name__, "config": config_of(knobs).describe(), "seen": found_by})
+            print(f"{plant.__name__:30} {config_of(knobs).describe():50} {found_by}", flush=True)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def see(zygote: Zygote, reference: Any, plant: Any, knobs: dict[str, Any], folder: Path) -> str:
-    """What the comparison says of a planted bug."""
+def find_bug(zygote: Zygote, reference: Any, plant: Any, knobs: dict[str, Any], folder: Path) -> str:
+    """What the comparison reports of a planted bug."""
     try:
         _, candidate = run_step(zygote, "gpt2", config_of(knobs), folder, plant=plant)
         found = differences(reference, candidate)

@@ -1,8 +1,10 @@
-"""How long a trial's processes take to start: `python -m benchmarks.process_startup` prints one JSON document.
+"""Measures how long the processes of a trial take to start: `python -m benchmarks.process_startup` prints JSON.
 
-warm: a rank forked from a zygote that has torch and GPT-2's module imported. cold: a fresh interpreter under the same
-supervision, up to the end of the same imports. Seconds count from `Zygote.run` to the first line of the target (warm)
-or to the end of its imports (cold); `overhead_s` is the whole `run` of a target that does nothing.
+- warm: a rank forked from a zygote that has imported torch and GPT-2's module;
+- cold: a new interpreter with the same supervision, until it has imported the same modules.
+
+`startup` is from `Zygote.run` to the first line of the target (warm) or to the end of its imports (cold). `overhead` is
+the whole `run` of a target that does nothing.
 """
 
 from __future__ import annotations

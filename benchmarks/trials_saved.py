@@ -1,4 +1,4 @@
-"""How many trials the cost model saves a search: recorded once, replayed by the search's own picker.
+"""How many trials the cost model saves a search: recorded once, replayed by the search's own samplers.
 
     python -m benchmarks.trials_saved --record     (at most 12 minutes, nothing else running; --workloads gpt2: 9.5)
     python -m benchmarks.trials_saved [--markdown] (replays what was recorded)
@@ -8,7 +8,7 @@ difference of the two rounds is the noise floor. They are drawn from the space t
 bounds of benchmarks/trials_saved_record.py, spread over the knobs and pairs of them; few of them compile, for each
 costs a compilation.
 
-Replaying trains nothing: the `Picker` of a search chooses among exactly those candidates, and each of its trials is
+Replaying trains nothing: a sampler of a search chooses among exactly those candidates, and each of its trials is
 answered with what was recorded of that configuration. It starts as a search does, with a plain run (a smaller one
 where that is out of memory), and every start and round is used in turn. Counted are the trials until one was within the
 tolerance of the best recorded, and until the search ends by itself. A trial that loses is cut short in a real search
@@ -31,10 +31,12 @@ import optuna
 
 from autoplan.planner.cost.traced.estimator import CostTable, Estimator
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.options import Sampler
-from autoplan.planner.search.sampler import NoCandidateError, Picker
+from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.options import SamplerName
+from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.accuracy_local import GLOBAL_BATCH
@@ -86,24 +88,24 @@ class SearchMethod:
 
     Attributes:
         name: In the table.
-        kind: The sampler.
+        sampler: Its name.
         model: The cost model as a search has it; the same without the operations' times, by rates alone; none.
         drops: Whether what the model calls too big is dropped before the first trial.
     """
 
     name: str
-    kind: Sampler
+    sampler: SamplerName
     model: Model = "search"
     drops: bool = True
 
 
 WAYS = (
-    SearchMethod(name="ours", kind="ours"),
-    SearchMethod(name="ours, operations not timed", kind="ours", model="untimed"),
-    SearchMethod(name="ours, no cost model", kind="ours", model="none", drops=False),
-    SearchMethod(name="tpe", kind="tpe"),
-    SearchMethod(name="random", kind="random"),
-    SearchMethod(name="random, nothing dropped", kind="random", drops=False),
+    SearchMethod(name="ours", sampler="autoplan"),
+    SearchMethod(name="ours, operations not timed", sampler="autoplan", model="untimed"),
+    SearchMethod(name="ours, no cost model", sampler="autoplan", model="none", drops=False),
+    SearchMethod(name="tpe", sampler="tpe"),
+    SearchMethod(name="random", sampler="random"),
+    SearchMethod(name="random, nothing dropped", sampler="random", drops=False),
 )
 
 
@@ -140,7 +142,7 @@ def without_times(profile: ModelProfile) -> ModelProfile:
 
 
 def answer(trial: Trial, number: int, limit_bytes: int) -> Trial:
-    """What a search would have been told: the recorded trial, or that its peak is above the limit."""
+    """How a search would have seen the trial end: the recorded trial, or that its peak is above the limit."""
     peak = trial.peak_memory_bytes or 0
     if trial.outcome is not Outcome.OK or peak <= limit_bytes:
         return trial.model_copy(update={"number": number})
@@ -170,28 +172,34 @@ def replay(
         device="cpu",
         time_box_s=recorded.time_box_s,
     )
-    picker = Picker(
-        candidates, estimator, cost, memory_limit_bytes=limit_bytes, device="cpu", kind=way.kind, seed=number
-    )
+    model = CandidateModel(candidates, estimator, cost, memory_limit_bytes=limit_bytes)
+    spaces = make_distributions(choices_of((*candidates, *plain)))
+    sampler = make_sampler(way.sampler, model, spaces, seed=number)
+    study = SearchStudy(None, spaces, (), sampler)
     starts = plain[number % len(plain) :]
     if way.drops:  # as planner/search/stages.py: not above what is predicted to fit, but for the smallest
         starts = [c for c in starts if estimator.estimate([c])[0].verdict == "fits"] or starts[-1:]
     reached: tuple[int, float] | None = None
     spent = 0.0
     while reached is None or to_end:
-        try:
-            config = starts.pop(0) if starts and picker.best_log_time() is None else picker.pick()
-        except NoCandidateError:
+        if starts and model.best_trial() is None:
+            asked = study.ask(len(model.trials), starts.pop(0))
+        elif sampler.reason_to_stop() is None:
+            asked = study.ask(len(model.trials))
+        else:
             break
-        picker.told(answer(trials[config], len(picker.trials), limit_bytes))
+        config = TrainingConfig.model_validate(asked.params)
+        trial = answer(trials[config], len(model.trials), limit_bytes)
+        model.observe(trial)
+        study.tell(asked, trial)
         spent += trials[config].seconds_spent
         if reached is None and truth[config] <= goal:
-            reached = len(picker.trials), spent
-    best = min(truth[trial.config] for trial in picker.trials)
+            reached = len(model.trials), spent
+    best = min(truth[trial.config] for trial in model.trials)
     return Replay(
         to_target=reached[0] if reached else None,
         seconds_to_target=reached[1] if reached else None,
-        trials=len(picker.trials),
+        trials=len(model.trials),
         seconds=spent,
         regret=best / min(truth.values()) - 1,
     )
@@ -214,7 +222,7 @@ def replays(recorded: Recorded, way: SearchMethod, draws: int, limit_bytes: int 
 
     The others have no stop rule but that nothing is left, so they end at the target.
     """
-    ours = way.kind == "ours"
+    ours = way.sampler == "autoplan"
     count = min(draws, 2 * len(recorded.plain)) if ours else draws
     return [replay(recorded, way, number, limit_bytes=limit_bytes, to_end=ours) for number in range(count)]
 
@@ -281,7 +289,7 @@ def _row(recorded: Recorded, way: SearchMethod, limit: int, draws: int) -> list[
     found = sum(one.to_target is not None for one in done)
     cells = [way.name, "none" if limit == LIMIT_BYTES else f"{limit >> 20} MiB", str(count), f"{found} of {len(done)}"]
     cells += [middle([one.to_target for one in done]), middle([one.seconds_to_target for one in done])]
-    if way.kind != "ours":
+    if way.sampler != "autoplan":
         return [*cells, f"{count} (all)", "-", "-"]
     worst = max(one.regret for one in done)
     return [*cells, middle([one.trials for one in done]), middle([one.seconds for one in done]), f"at most {worst:.1%}"]

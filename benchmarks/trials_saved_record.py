@@ -138,24 +138,24 @@ def record(folder: Path, names: Sequence[str], share: float, box_s: float) -> No
             options = SearchOptions(
                 spec=spec,
                 device="cpu",
-                memory_limit_bytes=LIMIT_BYTES,
-                bounds=dict(parse_bound(text) for text in bounded.bounds),
+                memory_limit=LIMIT_BYTES,
+                bound=dict(parse_bound(text) for text in bounded.bounds),
             )
-            ground = prepare_search(options, zygote, SearchObserver(), saved=probed)
+            context = prepare_search(options, zygote, SearchObserver(), saved=probed)
             runner = TrialRunner(
                 zygote,
-                ground.spec,
+                context.spec,
                 device="cpu",
                 memory_limit_bytes=LIMIT_BYTES,
                 host_limit_bytes=LIMIT_BYTES,
                 directory=Path(scratch) / f"{name}-trials",
             )
-            chosen = choose(ground.candidates, round(share * bounded.eager), math.ceil(share * bounded.compiled))
+            chosen = choose(context.candidates, round(share * bounded.eager), math.ceil(share * bounded.compiled))
             rounds = run_twice(runner, chosen, box_s, 60 * share * bounded.minutes)
-            profile = only_used(ground.estimator.profile, chosen)
+            profile = only_used(context.estimator.profile, chosen)
             document = {
                 "bounds": bounded.bounds,
-                "legal": len(ground.space.candidates),
+                "legal": len(context.space.candidates),
                 "time_box_s": box_s,
                 "hardware": json.loads(hardware.model_dump_json()),
                 "profile": json.loads(profile.model_dump_json(exclude_defaults=True)),
@@ -226,7 +226,7 @@ def run_twice(
 
 
 def only_used(profile: ModelProfile, configs: Sequence[TrainingConfig]) -> ModelProfile:
-    """The profile with the variants that these configurations may be priced by."""
+    """The profile with the variants that predictions of these configurations may use."""
     half = {config.precision in ("bf16", "fp16") for config in configs}
     attentions, losses = {config.attention for config in configs}, {config.loss for config in configs}
     kept = {

@@ -2,7 +2,7 @@
 
     autoplan search --model examples/image_classifier.py:classifier --global-batch 64
 
-The images are drawn: a bright disc somewhere, and the class is the quarter of the image that it stands in. The model
+The images are drawn: a bright disc somewhere, and the class is the quarter of the image that it is in. The model
 normalises by groups (GroupNorm). BatchNorm would make the loss depend on the micro-batch, and autoplan would ask for
 the micro-batch that the training is meant to have: --fix micro_batch=N.
 """
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoplan
-from autoplan.strategies.workloads.workload import LossSum
 
 CLASSES = 4
 
@@ -67,10 +66,10 @@ def draw_batch(size: int, num_samples: int, index: int) -> dict[str, torch.Tenso
     return {"image": images, "label": labels}
 
 
-def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+def classification_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> autoplan.LossSum:
     """Cross-entropy as a sum and a count."""
     total = F.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
-    return LossSum(total, len(batch["label"]))
+    return autoplan.LossSum(total, len(batch["label"]))
 
 
 def build_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@
     python examples/train_gpt2.py --layers 2 --hidden 64 --heads 4 --seq-len 64 --global-batch 8 --budget 60s
 
 Nothing is downloaded: the text is what `sysconfig` says is the standard library, read with a memory map, a byte a
-token. The plan decides how a step runs; what is trained (model, text, batch, loss, schedule, clipping) stands here.
+token. The plan decides how a step runs; what is trained (model, text, batch, loss, schedule, clipping) is written here.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.probes.profile import HardwareProfile
+    from autoplan.strategies.analysis.training_facts import TrainingFacts
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -41,46 +42,38 @@ class PlanLike(Protocol):
     @property
     def device(self) -> str: ...
 
+    @property
+    def training(self) -> TrainingFacts | None: ...
 
-AS_SEARCHED: Any = object()
-"""For max_grad_norm: what the workload of the search had."""
+
+class _AsSearched:
+    """The type of AS_SEARCHED."""
+
+    def __repr__(self) -> str:
+        return "AS_SEARCHED"
+
+
+AS_SEARCHED: Any = _AsSearched()
+"""For max_grad_norm and schedule: what the workload of the search had."""
 
 
 def prepare_plan(
     plan: PlanLike,
     model: nn.Module | Callable[[], nn.Module] | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
-    loss: Callable[[nn.Module, Any], LossSum] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    loss: Callable[[Any, Any], LossSum] | None = None,
     *,
     device: str | torch.device | None = None,
     make_batch: Callable[[int, int], Any] | None = None,
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = AS_SEARCHED,
     max_grad_norm: float | None = AS_SEARCHED,
     global_batch: int | None = None,
     head: OutputHead | None = None,
+    changed_ok: bool = False,
 ) -> TrainingRun:
-    """The training run of a plan.
+    """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them."""
+    from torch import nn
 
-    Args:
-        plan: What the search found.
-        model: A module (changed in place), or a function that makes one; None: the workload of the search.
-        optimizer: An optimizer over the model's parameters (made anew over them, with its groups, hyper-parameters
-            and state), or a function that makes one from parameters; None: as the workload of the search has it.
-        loss: `loss(model, batch)` gives a LossSum; None: the search's own loss, where the plan can name it, or the
-            causal loss of a transformers model with `labels`.
-        device: Where; None: the device the plan was found for, the current one of its kind.
-        make_batch: Batches, where something asks the workload for them; training itself does not.
-        schedule: Makes the learning-rate schedule from the optimizer; stepped once per optimizer step.
-        max_grad_norm: Clip to this norm; None: no clipping; not given: as in the search.
-        global_batch: Must be the plan's own, if given: a plan never changes it.
-        head: With a loss of your own: how the output head splits off (`Workload.head`), where the plan's loss is fused.
-
-    Raises:
-        PlanError: the global batch is not the plan's.
-        ConfigError: the world does not have the plan's ranks, or a knob does not apply to this model.
-        WorkloadError: the parts do not make a workload.
-        DeviceError: the plan's kind of device is not here.
-    """
     from autoplan.strategies.prepare import prepare
 
     if global_batch is not None and global_batch != plan.workload.global_batch:
@@ -88,19 +81,79 @@ def prepare_plan(
             f"the plan is for a global batch of {plan.workload.global_batch}, and {global_batch} was given",
             hint=f"Search again with global_batch={global_batch}: the batch is part of what is trained.",
         )
+    said = refuse_changed_code(plan.workload, changed_ok=changed_ok)
+    if said is not None:
+        warnings.warn(said, stacklevel=3)
     target = _pick_device(plan, device)
     warn_of_other_hardware(plan, target.type)
-    workload = _workload(plan, model, optimizer, loss, make_batch, schedule, max_grad_norm)
+    parts = Parts(
+        model=model,
+        optimizer=optimizer,
+        loss=loss,
+        make_batch=make_batch,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+    )
+    workload = make_workload(plan, parts)
     if head is not None:
         workload = dataclasses.replace(workload, head=head)
-    from torch import nn
-
+    state = _state_of(optimizer)
     instance = model if isinstance(model, nn.Module) else None
-    state = _held_state(optimizer)
+    if instance is not None and not changed_ok:  # before anything is changed in place
+        from autoplan.strategies.workloads.optimizers import trainable
+
+        refuse_other_training(plan, workload.build_optimizer(trainable(instance)), instance)
     run = prepare(workload, plan.config, device=target, model=instance)
+    if instance is None and not changed_ok:
+        refuse_other_training(plan, run.optimizer, run.model)
     if state:
         _give_state(run.optimizer, state, target)
     return run
+
+
+TRAINING_CODE = ("code", "model")
+"""The parts of a workload's digests without which another thing is trained."""
+
+
+def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
+    """Refuses a workload whose code is not that of the search; returns what else changed, in words.
+
+    Raises:
+        PlanError: the code changed, and that was not allowed.
+    """
+    from autoplan.strategies.workloads.sources import changed_parts
+
+    changed = changed_parts(spec)
+    code = [part for part in changed if part in TRAINING_CODE]
+    if code and not changed_ok:
+        raise PlanError(
+            f"the {' and '.join(code)} of {spec.reference} changed since the plan was found: it trains something else",
+            hint="Search again: autoplan search. To use the plan all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    if not changed:
+        return None
+    return f"changed since the plan was found: {', '.join(changed)} of {spec.name}"
+
+
+def refuse_other_training(plan: PlanLike, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer that trains otherwise than the search did, and warns of other dropout rates.
+
+    Raises:
+        PlanError: it has another class, other groups, or other values in them.
+    """
+    from autoplan.strategies.analysis.training_facts import dropout_rates, optimizer_differences
+
+    if plan.training is None:
+        return
+    found = optimizer_differences(plan.training, optimizer)
+    if found:
+        raise PlanError(
+            f"the optimizer is not that of the search: {'; '.join(found[:4])}",
+            hint="Give the optimizer that the search had. To train with this one on purpose: prepare(changed_ok=True).",
+        )
+    here, then = dropout_rates(model), plan.training.dropout
+    if plan.config.pp == 1 and here != then:
+        warnings.warn(f"the model has dropout rates {here or 'of 0'}; the search had {then or '0'}", stacklevel=4)
 
 
 def warn_of_other_hardware(plan: PlanLike, device: str) -> str | None:
@@ -142,60 +195,129 @@ def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.dev
     return target
 
 
-def _workload(
-    plan: PlanLike,
-    model: Any,
-    optimizer: Any,
-    loss: Any,
-    make_batch: Any,
-    schedule: Any,
-    max_grad_norm: float | None,
-) -> Workload:
-    """The workload of the search with the user's parts in it, or one of the user's parts alone."""
-    searched = _searched_workload(plan) if plan.workload.kind != "object" else None
-    fixed = plan.workload.options.get("fixed_micro_batch")
-    if searched is None or model is not None:
-        from autoplan.strategies.workloads.objects import workload_from_objects
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the user gives; None: as the search had it.
 
-        if searched is not None:  # what the user does not give is as it was in the search
-            optimizer = optimizer or searched.build_optimizer
-            loss = loss or searched.loss
-            make_batch = make_batch or searched.make_batch
-            schedule = schedule or searched.build_schedule
-        norm = max_grad_norm
-        if norm is AS_SEARCHED:
-            norm = searched.max_grad_norm if searched is not None else None
-        made = workload_from_objects(
-            model=model,
-            make_batch=make_batch or _no_batches,
-            loss=loss,
-            optimizer=optimizer,
-            global_batch=plan.workload.global_batch,
-            schedule=schedule,
-            max_grad_norm=norm,
-            name=plan.workload.name,
-            sequence_length=plan.workload.sequence_length,
-            fixed_micro_batch=plan.config.micro_batch if fixed is not None else None,
-        )
-        if searched is None or loss is not searched.loss:
-            return made
-        return dataclasses.replace(made, count=searched.count, head=searched.head, seed=searched.seed)
-    changes: dict[str, Any] = {"global_batch": plan.workload.global_batch}
-    if optimizer is not None:
-        if not callable(optimizer):
-            raise WorkloadError(
-                "an optimizer was given without the model that holds its parameters",
-                hint="Hand in both, or a function that makes the optimizer from parameters.",
+    `max_grad_norm` and `schedule` may be AS_SEARCHED; None: no clipping, a constant learning rate.
+    """
+
+    model: Any = None
+    optimizer: Any = None
+    loss: Any = None
+    make_batch: Any = None
+    schedule: Any = AS_SEARCHED
+    max_grad_norm: Any = AS_SEARCHED
+
+
+def make_workload(plan: PlanLike, parts: Parts) -> Workload:
+    """The workload that a plan is applied to.
+
+    With a model: one of the user's parts, and what is not among them as in the search. Without: the workload of the
+    search with the user's parts in it.
+
+    Raises:
+        WorkloadError: the parts do not make a workload.
+    """
+    carried = plan.workload.kind != "object" or plan.workload.payload is not None
+    searched = _searched_workload(plan) if carried else None
+    if searched is None:
+        return _from_parts(plan, _as_the_plan_says(plan, parts))
+    if parts.model is not None:
+        return _with_model(plan, parts, searched)
+    return _with_parts(plan, parts, searched)
+
+
+def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
+    """The parts with the clipping of the search, where its workload is not here.
+
+    Raises:
+        PlanError: the search had a schedule, which a plan does not contain, and the user says nothing of one.
+    """
+    training = plan.training
+    if training is None:
+        unknown = [name for name in ("max_grad_norm", "schedule") if getattr(parts, name) is AS_SEARCHED]
+        if unknown:
+            warnings.warn(
+                f"this plan does not know the {' and '.join(unknown)} of the search, and none was given: there is "
+                "none; give them to prepare(), None for none",
+                stacklevel=5,
             )
-        changes["build_optimizer"] = optimizer
-    for name, value in (("loss", loss), ("make_batch", make_batch), ("build_schedule", schedule)):
-        if value is not None:
-            changes[name] = value
-    if loss is not None:  # another loss has another head and another count
+        return dataclasses.replace(parts, **dict.fromkeys(unknown))
+    if parts.max_grad_norm is AS_SEARCHED:
+        parts = dataclasses.replace(parts, max_grad_norm=training.max_grad_norm)
+    if parts.schedule is not AS_SEARCHED:
+        return parts
+    if training.schedule is not None:
+        rates = ", ".join(f"{max(rates):.4g}" for rates in training.schedule.learning_rates[:4])
+        raise PlanError(
+            f"the search trained with the schedule {training.schedule.kind} (learning rates {rates}, ...), which a "
+            "plan does not contain, and prepare() was given none",
+            hint="Give the function that makes it: prepare(schedule=...). For a constant rate: prepare(schedule=None).",
+        )
+    return dataclasses.replace(parts, schedule=None)
+
+
+def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
+    """The user's model; what else the user does not give is as it was in the search."""
+    norm = searched.max_grad_norm if parts.max_grad_norm is AS_SEARCHED else parts.max_grad_norm
+    made = _from_parts(
+        plan,
+        dataclasses.replace(
+            parts,
+            optimizer=parts.optimizer or searched.build_optimizer,
+            loss=parts.loss or searched.loss,
+            make_batch=parts.make_batch or searched.make_batch,
+            schedule=searched.build_schedule if parts.schedule is AS_SEARCHED else parts.schedule,
+            max_grad_norm=norm,
+        ),
+    )
+    made = dataclasses.replace(made, seed=searched.seed)
+    if parts.loss is not None and parts.loss is not searched.loss:
+        return made  # another loss has another head and another count
+    return dataclasses.replace(made, count=searched.count, head=searched.head)
+
+
+def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
+    """A workload of the parts alone, under the plan's name, sizes and seed."""
+    from autoplan.strategies.workloads.objects import workload_from_objects
+
+    fixed = plan.workload.options.get("fixed_micro_batch")
+    return workload_from_objects(
+        model=parts.model,
+        make_batch=parts.make_batch or _no_batches,
+        loss=parts.loss,
+        optimizer=parts.optimizer,
+        global_batch=plan.workload.global_batch,
+        schedule=parts.schedule,
+        max_grad_norm=parts.max_grad_norm,
+        name=plan.workload.name,
+        sequence_length=plan.workload.sequence_length,
+        fixed_micro_batch=plan.config.micro_batch if fixed is not None else None,
+        seed=0 if plan.training is None else plan.training.seed,
+    )
+
+
+def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
+    """The workload of the search, its own model too, with the user's other parts in it."""
+    if parts.optimizer is not None and not callable(parts.optimizer):
+        raise WorkloadError(
+            "an optimizer was given without the model that has its parameters",
+            hint="Hand in both, or a function that makes the optimizer from parameters.",
+        )
+    given = {
+        "build_optimizer": parts.optimizer,
+        "loss": parts.loss,
+        "make_batch": parts.make_batch,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if parts.schedule is not AS_SEARCHED:
+        changes["build_schedule"] = parts.schedule
+    if parts.loss is not None:  # another loss has another head and another count
         changes |= {"head": None, "count": None}
-    if max_grad_norm is not AS_SEARCHED:
-        changes["max_grad_norm"] = max_grad_norm
-    return dataclasses.replace(searched, **changes)
+    if parts.max_grad_norm is not AS_SEARCHED:
+        changes["max_grad_norm"] = parts.max_grad_norm
+    return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
 
 
 def _searched_workload(plan: PlanLike) -> Workload | None:
@@ -217,7 +339,7 @@ def _no_batches(count: int, index: int) -> Any:
     )
 
 
-def _held_state(optimizer: Any) -> dict[Any, Any]:
+def _state_of(optimizer: Any) -> dict[Any, Any]:
     """The state of an optimizer that has stepped already, by parameter."""
     import torch
 
@@ -232,8 +354,8 @@ def _give_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any], device:
     """
     import torch
 
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(parameter) not in held for parameter in state):
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(parameter) not in known for parameter in state):
         raise WorkloadError(
             "the optimizer has stepped already, and the plan spreads its parameters over ranks",
             hint="Hand in a fresh optimizer and restore with run.load_state_dict(), which knows the layout.",

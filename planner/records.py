@@ -30,7 +30,7 @@ PHASES = ("init", "build", "compile", "warmup", "measure", "done")
 class Interval(Record):
     """A median with a bootstrap interval.
 
-    `low` and `high` bound the median at 95 %; `samples` is how many measurements stand behind it.
+    `low` and `high` bound the median at 95 %; `samples` is the number of measurements.
     """
 
     median: float
@@ -54,7 +54,7 @@ class PeakMemory(Record):
 
     @property
     def peak_bytes(self) -> int | None:
-        """The figure that the limit is held against: driver, else reserved, else resident."""
+        """The figure that is compared with the limit: driver, else reserved, else resident."""
         for value in (self.driver_bytes, self.reserved_bytes, self.resident_bytes):
             if value is not None:
                 return value
@@ -111,7 +111,7 @@ class Trial(Record):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The peak the limit is held against."""
+        """The peak that is compared with the limit."""
         return self.peak_memory.peak_bytes
 
 

@@ -1,4 +1,7 @@
-"""Measured profiles are kept per machine, so that a second run does not measure again."""
+"""A cache of measured profiles per machine, so that a second run does not measure again.
+
+In and out: `CachedProfile`, as a JSON file named by the machine's fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ class CachedProfile(Record):
     """A file of the cache: the profile, how long its probes were allowed to take and how disturbed they were."""
 
     budget_s: float
-    others_cpu_share: float = Field(default=0.0, description="CPU time that other processes took meanwhile")
+    others_cpu_share: float = Field(
+        default=0.0, description="share of the CPU time that other processes took during the measurement"
+    )
     profile: HardwareProfile
 
 

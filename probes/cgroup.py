@@ -1,7 +1,7 @@
 """The limits that a container or a batch system puts on this process: cgroup v1, v2 and hybrid.
 
-Every function takes `root`, the folder that stands for `/`, so that tests hand in a tree of files.
-A limit binds wherever it is set on the way up, so each level is read and the tightest wins.
+Every function takes `root`, the folder to read as `/`, so that tests can pass a tree of files.
+A limit at any level above the process applies to it, so each level is read and the smallest limit is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNLIMITED_FROM_BYTES = 1 << 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupLimits:
-    """What binds this process; None where nothing does.
+    """The limits of this process; None where there is none.
 
     `memory_free_bytes` counts the page cache that the kernel drops under pressure (inactive_file) as free.
     """
@@ -33,7 +33,7 @@ def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     """Read the memory and CPU limits of this process.
 
     Args:
-        root: The folder that stands for `/`: `proc/self/cgroup`, `proc/self/mountinfo` and the mounts are
+        root: The folder to read as `/`: `proc/self/cgroup`, `proc/self/mountinfo` and the mounts are
             below it.
     """
     memory_levels, memory_version = _levels(root, "memory")
@@ -127,8 +127,8 @@ def _tightest_memory(root: Path, levels: list[Path], version: int | None) -> tup
             if value is None or value >= UNLIMITED_FROM_BYTES:
                 continue
             used = _number(_read(level / ("memory.usage_in_bytes" if version == 1 else "memory.current")))
-            room = max(0, value - (used or 0) + _reclaimable_bytes(level, version))
-            free = room if free is None else min(free, room)
+            level_free = max(0, value - (used or 0) + _reclaimable_bytes(level, version))
+            free = level_free if free is None else min(free, level_free)
             if limit is None or value < limit:
                 limit, source = value, f"/{(level / name).relative_to(root)}"
     return limit, None if free is None or limit is None else min(free, limit), source

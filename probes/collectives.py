@@ -1,7 +1,7 @@
 """What the links between ranks can do: collectives over NCCL or gloo, timed over message and group sizes.
 
 Payloads and bandwidths follow nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so that the figures
-compare: the payload is what one rank holds of the larger side (all-reduce: its buffer; all-gather: its output;
+compare: the payload is the larger of a rank's buffers (all-reduce: its buffer; all-gather: its output;
 reduce-scatter: its input; all-to-all: its input; send-receive: the message); algbw = payload / time; busbw = algbw x
 the factor in `bus_factor`, which makes figures of different group sizes comparable with the link's own speed.
 """
@@ -53,7 +53,7 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     Returns:
         latency_s and bandwidth_bytes_per_s (infinite where time does not grow with size).
     """
-    # Dividing each row by its seconds makes the residuals relative: a large message must not outvote small ones.
+    # Dividing each row by its seconds makes the residuals relative: else the large messages alone would decide.
     weights = [1 / seconds**2 for _, seconds in samples]
     total = sum(weights)
     mean_bytes = sum(w * b for w, (b, _) in zip(weights, samples, strict=True)) / total
@@ -114,7 +114,7 @@ def probe_collectives(
         zygote: Starts the ranks.
         device: cuda (NCCL, one rank per GPU) or cpu (gloo).
         ranks: The largest group; below 2 there is nothing to measure.
-        budget_s: Seconds for all of it; sizes are left out from the large end when they would not fit.
+        budget_s: Seconds for all of it; the largest sizes are left out where they would take longer.
         links: What joins the GPUs, for naming the tier that a group crosses.
         sizes_bytes: Payloads; None: the module's own sweep.
 
@@ -194,7 +194,7 @@ def group_tier(device: str, group_size: int, links: Sequence[Link]) -> str:
 def measure_collectives(
     context: RankContext, device: str, sizes_bytes: Sequence[int], groups: Sequence[int], budget_s: float
 ) -> dict[str, Any]:
-    """Runs in every rank: times each operation over each group. All ranks walk the same list in the same order.
+    """Runs in every rank: times each operation over each group. All ranks take the same list in the same order.
 
     Returns:
         `entries` (operation, backend, group_size, samples, spread, compute_slowdown) and `notes`.
@@ -330,7 +330,7 @@ def _time_batch(run: Callable[[bool], Any], count: int, group: Any, place: torch
 
 
 def _agree(value: float, group: Any, place: torch.device) -> float:
-    """The largest of the ranks' values, so that every rank goes the same way."""
+    """The largest of the ranks' values, so that all ranks decide the same."""
     import torch
     import torch.distributed as dist
 
@@ -340,7 +340,7 @@ def _agree(value: float, group: Any, place: torch.device) -> float:
 
 
 def measure_slowdown(group: Any, payload_bytes: int, place: torch.device) -> float:
-    """How many times longer a matmul takes while an all-reduce of that payload runs beside it (1: not at all)."""
+    """How many times longer a matmul takes while an all-reduce of that payload runs (1: no longer)."""
     import torch
     import torch.distributed as dist
 
@@ -361,21 +361,21 @@ def measure_slowdown(group: Any, payload_bytes: int, place: torch.device) -> flo
         return (time.perf_counter() - start) / count
 
     matmul_s(3)
-    alone = statistics.median(matmul_s(5) for _ in range(5))
+    alone_s = statistics.median(matmul_s(5) for _ in range(5))
     ratios = []
     for _ in range(5):
         dist.barrier(group=group)
         works = [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(4)]
         count, start = 0, time.perf_counter()
-        # Only matmuls that started while the collective was under way are beside it.
+        # Only matmuls that started while the collective was running count.
         while count < 200 and not all(work.is_completed() for work in works):
             a @ b
             if place.type == "cuda":
                 torch.cuda.current_stream(place).synchronize()
             count += 1
-        beside = (time.perf_counter() - start) / max(1, count)
+        overlapped_s = (time.perf_counter() - start) / max(1, count)
         for work in works:
             work.wait()
         if count >= 3:
-            ratios.append(beside / alone)
+            ratios.append(overlapped_s / alone_s)
     return max(1.0, _agree(statistics.median(ratios) if ratios else 1.0, group, place))

@@ -38,7 +38,7 @@ def read_gpus(api: Any = None, *, environ: Mapping[str, str] | None = None, root
     Args:
         api: Anything shaped like the `pynvml` module; None takes the real one.
         environ: Where CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are looked up; None takes os.environ.
-        root: The folder that stands for `/` for /sys.
+        root: The folder to read as `/`, for /sys.
     """
     nvml, why = open_nvml(api)
     if nvml is None:
@@ -180,7 +180,7 @@ def read_state(nvml: Nvml, handle: Any) -> dict[str, Reading]:
 
 
 def read_throttle_reasons(nvml: Nvml, handle: Any) -> tuple[str, ...]:
-    """Why the clock is held down at this moment; empty if it is not, or if the driver does not say."""
+    """Why the driver limits the clock at this moment; empty if it does not, or if it gives no reasons."""
     answer = nvml.query("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if answer.reason is not None:  # the name before driver 535
         answer = nvml.query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)

@@ -47,7 +47,7 @@ def read_host(root: Path = Path("/"), *, driver: str | None = None) -> Host:
     """Read what the machine around the devices is.
 
     Args:
-        root: The folder that stands for `/` for /proc and /sys; what psutil reads is always this machine's.
+        root: The folder to read as `/`, for /proc and /sys; what psutil reads is always this machine's.
         driver: The GPU driver's version, where there is one (see `autoplan.probes.nvml`).
     """
     limits = read_cgroup_limits(root)

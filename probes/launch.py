@@ -1,4 +1,4 @@
-"""What it costs the host to start one small operation: the floor under everything that launches many kernels."""
+"""What it costs the host to start one small operation: the lower bound of a step that launches many kernels."""
 
 from __future__ import annotations
 

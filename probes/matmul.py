@@ -5,7 +5,7 @@ Shapes are (m, n, k): `x[m, k]` times the transpose of `w[n, k]`, as nn.Linear h
 - "matmul": the forward product with operands already in the dtype. Its best rate is the device's peak.
 - "linear_train": forward and backward (6mnk flop) of a Linear with float32 weights, under autocast for
   bfloat16 and float16. This is what mixed-precision training runs. On a CPU without bfloat16 units it can be
-  10 to 20 times slower than float32, with AMX several times faster: only measuring tells.
+  10 to 20 times slower than float32, with AMX several times faster: only a measurement shows which.
 - "matmul_threads": (m, n, k, threads), float32 on CPU.
 """
 

@@ -1,7 +1,7 @@
 """The one place that calls the GPU driver (NVML): every call returns a value or the reason why there is none.
 
-The driver library is a port: `Nvml` takes anything shaped like the `pynvml` module, so that a test can hand in
-a driver that supports nothing. A call that fails never raises: GPUs, drivers, MIG and containers each leave out
+The driver library is a port: `Nvml` takes anything shaped like the `pynvml` module, so that a test can pass a
+driver that supports nothing. A call that fails never raises: GPUs, drivers, MIG and containers each leave out
 some of the calls, and one missing figure must not cost the others.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from autoplan.record import Reading
 
-# NVML return codes (nvml.h, nvmlReturn_t) in words that say what they mean for the reader
+# NVML return codes (nvml.h, nvmlReturn_t) as text for the user
 REASONS = {
     1: "the driver library was not initialised",
     2: "the driver refused the argument",
@@ -97,7 +97,7 @@ class Nvml:
         return Reading.driver(answer.value * scale, unit, function)
 
     def close(self) -> None:
-        """Shut the library down; what it says about that does not matter."""
+        """Shut the library down; an error of that call is ignored."""
         self.query("nvmlShutdown")
 
 

@@ -1,9 +1,12 @@
-"""All probes in order: what can be read at once, then what must be measured, in a rank and within a budget."""
+"""All probes in order: what can be read at once, then what must be measured, in a rank and within a budget.
+
+In: a zygote, which device, a budget. Out: a `HardwareProfile`, from the cache where this machine was measured before.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,24 +16,25 @@ from autoplan.errors import DeviceError, UsageError
 from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_cpu_device, read_host, read_last_level_cache_bytes
+from autoplan.probes.merge import (
+    BUSY_SHARE,
+    SEVERE_OTHERS_SHARE,
+    busy_notes,
+    contention_notes,
+    merge_measured,
+    refresh,
+)
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.probes.worker import Measured, ProbeRequest, ShapesRequest
-from autoplan.record import Reading
 
 if TYPE_CHECKING:
     from autoplan.processes import ProcessReport, Task, Zygote
 
 DEFAULT_BUDGET_S = 12.0
-# Above this share of busy cores (load over cores) or of GPU utilisation, rates are not this machine's best.
-BUSY_SHARE = 0.5
 # All collectives together; a sweep over two ranks takes about half of it.
 COLLECTIVES_S = 5.0
 # More ranks than this on one CPU share cores that the collective itself needs.
 MOST_CPU_RANKS = 4
-# torch.utils.benchmark calls an interquartile range over 25 % of the median severe
-SEVERE_SPREAD = 0.25
-# A tenth of the cores gone moves a rate by about as much: more than what the search tells apart.
-SEVERE_OTHERS_SHARE = 0.10
 
 
 def read_host_profile(*, api: Any = None) -> HardwareProfile:
@@ -48,7 +52,7 @@ def read_host_profile(*, api: Any = None) -> HardwareProfile:
         names = ", ".join(device.name for device in devices)
         notes.append(f"this torch ({host.torch}) was built without CUDA: it cannot use {names}")
         devices = ()
-    notes += _busy_notes(host, devices)
+    notes += busy_notes(host, devices)
     return HardwareProfile(
         created=_now(),
         seconds_spent=time.perf_counter() - started,
@@ -72,14 +76,14 @@ def run_probes(
     """Everything the probes can find out about this machine, from the cache where it was measured before.
 
     Args:
-        zygote: Where the rank that measures is started from; None starts one for the purpose.
+        zygote: Starts the rank that measures; None: one is made for this call and closed.
         device: "cuda" or "cpu": what is measured; None measures the GPUs if there are any, else the CPU.
         budget_s: How long it may take, the start of the rank included.
         fresh: Measure again even if the cache has this machine.
         cache_dir: None takes the user's cache folder.
-        on_progress: Called with a few words whenever something else is being measured.
-        collective_ranks: Over how many ranks collectives are measured; None: all GPUs, or the CPU's cores up to
-            MOST_CPU_RANKS; 1: not at all.
+        on_progress: Called with the name of what is measured, each time that it changes.
+        collective_ranks: The largest group of ranks for collectives; None: all GPUs, or the CPU's cores up to
+            MOST_CPU_RANKS; 1: no collectives.
 
     Raises:
         UsageError: `device` is neither "cuda" nor "cpu".
@@ -93,13 +97,7 @@ def run_probes(
     if not fresh:
         cached, problem = load_cached(path)
         if cached is not None and _is_good_enough(cached, profile, budget_s):
-            kept = _refresh(profile, cached.profile, path)
-            if ranks <= most_ranks(kept):
-                return kept
-            with _own_or_given(zygote) as running:
-                kept = with_collectives(running, kept, kind, ranks, on_progress)
-            save_cached(path, cached.model_copy(update={"profile": kept}))
-            return kept
+            return _from_cache(zygote, profile, cached, path, kind, ranks, on_progress)
         if problem is not None:
             profile = _with_notes(profile, [problem])
     with _own_or_given(zygote) as running:
@@ -108,20 +106,35 @@ def run_probes(
         measure_s = max(budget_s - spent, 0.4 * budget_s)
         measured, notes = _measure(running, profile, kind, measure_s, on_progress)
         profile = with_collectives(running, profile, kind, ranks, on_progress)
-    profile = profile.model_copy(
-        update={
-            "devices": tuple(_merge(d, measured) for d in profile.devices),
-            "seconds_spent": time.perf_counter() - started,
-        }
-    )
-    profile = _with_notes(profile, [*notes, *_contention_notes(measured)])
+    devices = tuple(merge_measured(d, measured) for d in profile.devices)
+    profile = profile.model_copy(update={"devices": devices, "seconds_spent": time.perf_counter() - started})
+    profile = _with_notes(profile, [*notes, *contention_notes(measured)])
     others = max(m.others_cpu_share for m in measured)
     problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
 
 
+def _from_cache(
+    zygote: Zygote | None,
+    profile: HardwareProfile,
+    cached: CachedProfile,
+    path: Path,
+    kind: str,
+    ranks: int,
+    on_progress: Callable[[str], None] | None,
+) -> HardwareProfile:
+    """The cached profile with what is read now; collectives over more ranks than it has are measured and added."""
+    kept = refresh(profile, cached.profile, path)
+    if ranks <= most_ranks(kept):
+        return kept
+    with _own_or_given(zygote) as running:
+        kept = with_collectives(running, kept, kind, ranks, on_progress)
+    save_cached(path, cached.model_copy(update={"profile": kept}))
+    return kept
+
+
 def default_ranks(profile: HardwareProfile, kind: str) -> int:
-    """Over how many ranks collectives are measured: all GPUs, or the usable cores up to MOST_CPU_RANKS."""
+    """The largest group of ranks for collectives: all GPUs, or the usable cores up to MOST_CPU_RANKS."""
     if kind == "cuda":
         return sum(device.type == "cuda" for device in profile.devices)
     return min(profile.host.cores_usable, MOST_CPU_RANKS)
@@ -167,7 +180,7 @@ def probe_shapes(
         dtype: float32, tf32, bfloat16 or float16.
         kind: "matmul" (forward, operands in the dtype) or "linear_train" (forward and backward, autocast).
         device: "cuda" or "cpu"; None takes the GPU if there is one.
-        zygote: Where the rank is started from; None starts one for the purpose.
+        zygote: Starts the rank; None: one is made for this call and closed.
         budget_s: Seconds for all shapes together.
 
     Raises:
@@ -223,7 +236,7 @@ def choose_threads(host: Host) -> int:
 
 
 def _is_good_enough(cached: CachedProfile, now: HardwareProfile, budget_s: float) -> bool:
-    """Whether a kept profile stands: same machine, as much time, and not disturbed where it now would not be."""
+    """Whether a cached profile is used: same machine, at least this budget, and not disturbed while it is idle now."""
     if cached.profile.fingerprint != now.fingerprint or cached.budget_s < budget_s:
         return False
     load = now.host.load_average.value
@@ -252,7 +265,7 @@ def _measure(
         for device in targets
     ]
     task = _task("probe_devices", [r.model_dump() for r in requests], measure_s, profile.host)
-    report = zygote.run(task, on_progress=_progress_teller(on_progress))
+    report = zygote.run(task, on_progress=_progress_reporter(on_progress))
     result = report.ranks[0].result if report.ranks else None
     measured = [Measured.model_validate(item) for item in result or ()]
     if not measured:
@@ -263,19 +276,19 @@ def _measure(
     return measured, notes
 
 
-def _progress_teller(on_progress: Callable[[str], None] | None) -> Callable[[Any], None] | None:
+def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[Any], None] | None:
     if on_progress is None:
         return None
     last = ""
 
-    def tell(progress: Any) -> None:
+    def report_progress(progress: Any) -> None:
         nonlocal last
         doing = str(progress.facts[0].get("doing", "")) if progress.facts else ""
         if doing and doing != last:
             last = doing
             on_progress(doing)
 
-    return tell
+    return report_progress
 
 
 def _task(function: str, argument: Any, measure_s: float, host: Host) -> Task:
@@ -323,101 +336,6 @@ def _cache_bytes(device: Device) -> int | None:
     if sheet is None or sheet.last_level_cache_bytes is None:
         return None
     return int(sheet.last_level_cache_bytes.value)
-
-
-def _merge(device: Device, measured: Iterable[Measured]) -> Device:
-    """The device with what was measured on it."""
-    for found in measured:
-        if (found.type, found.index) == (device.type, device.index):
-            return device.model_copy(
-                update={
-                    "operations": found.operations,
-                    "kernel_launch_s": found.kernel_launch_s,
-                    "peak_flops_per_s": _peaks(found.operations),
-                    "memory_bandwidth_bytes_per_s": _best(found.operations, ("copy", "add")),
-                    "host_to_device_bytes_per_s": _transfers(found.operations, "host_to_device"),
-                    "device_to_host_bytes_per_s": _transfers(found.operations, "device_to_host"),
-                }
-            )
-    return device
-
-
-def _peaks(operations: Sequence[OperationReading]) -> dict[str, Reading]:
-    dtypes = dict.fromkeys(o.dtype for o in operations if o.kind == "matmul")
-    best = {dtype: _best([o for o in operations if o.dtype == dtype], ("matmul",)) for dtype in dtypes}
-    return {dtype: reading for dtype, reading in best.items() if reading is not None}
-
-
-def _transfers(operations: Sequence[OperationReading], way: str) -> dict[str, Reading]:
-    best = {kind: _best(operations, (f"{way}_{kind}",)) for kind in ("pinned", "pageable")}
-    return {kind: reading for kind, reading in best.items() if reading is not None}
-
-
-def _best(operations: Sequence[OperationReading], kinds: Sequence[str]) -> Reading | None:
-    """The highest rate among the operations of these kinds."""
-    known = [o for o in operations if o.kind in kinds and o.rate.value is not None]
-    if not known:
-        return None
-    best = max(known, key=lambda o: o.rate.value or 0.0)
-    shape = "x".join(map(str, best.shape))
-    source = f"best of {len(known)}: {best.kind} {shape}, {best.rate.source}"
-    return best.rate.model_copy(update={"source": source})
-
-
-def _refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> HardwareProfile:
-    """What was measured then, with what is read now (free memory, clocks, load)."""
-    measured = [
-        Measured(type=d.type, index=d.index, operations=d.operations, kernel_launch_s=d.kernel_launch_s, complete=True)
-        for d in cached.devices
-        if d.operations
-    ]
-    notes = [f"measured at {cached.created}, kept in {path}"]
-    notes += [note for note in cached.notes if note not in now.notes]
-    return now.model_copy(
-        update={
-            "devices": tuple(_merge(d, measured) for d in now.devices),
-            "collectives": cached.collectives,
-            "notes": (*now.notes, *notes),
-        }
-    )
-
-
-def _busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
-    notes = []
-    load = host.load_average.value
-    if load is not None and load > BUSY_SHARE * host.cores_usable:
-        notes.append(
-            f"the machine was busy (load {load:.1f} on {host.cores_usable} cores): rates may be lower than it can do"
-        )
-    for device in devices:
-        use = device.state["utilisation"].value if "utilisation" in device.state else None
-        if use is not None and use > BUSY_SHARE:
-            notes.append(f"cuda:{device.index} was busy ({use:.0%} utilisation): rates may be lower than it can do")
-        if device.throttle_reasons:
-            notes.append(f"the clock of cuda:{device.index} was held down: {', '.join(device.throttle_reasons)}")
-    return notes
-
-
-def _contention_notes(measured: Sequence[Measured]) -> list[str]:
-    """What other processes did to the measurements: their CPU time, and the spread of the samples."""
-    notes = [
-        f"other processes took {m.others_cpu_share:.0%} of the CPU time while {m.type}:{m.index} was measured: "
-        "rates may be lower than it can do; measure again when the machine is idle"
-        for m in measured
-        if m.others_cpu_share > SEVERE_OTHERS_SHARE
-    ]
-    return notes or _spread_notes(measured)
-
-
-def _spread_notes(measured: Sequence[Measured]) -> list[str]:
-    operations = [o for m in measured for o in m.operations]
-    noisy = [o for o in operations if o.rate.spread is not None and o.rate.spread > SEVERE_SPREAD]
-    if len(noisy) <= len(operations) // 4:
-        return []
-    return [
-        f"{len(noisy)} of {len(operations)} measurements vary by over {SEVERE_SPREAD:.0%}: "
-        "something else used the machine; measure again when it is idle"
-    ]
 
 
 def _with_notes(profile: HardwareProfile, notes: Sequence[str]) -> HardwareProfile:

@@ -16,7 +16,7 @@ import torch
 from autoplan.probes.profile import OperationReading
 from autoplan.record import Reading
 
-# one sample of a short operation is many calls: long enough for the clock and the interpreter not to show
+# a sample of a short operation is many calls, so long that the clock's resolution and Python's own time do not count
 MIN_SAMPLE_S = 0.002
 MAX_SAMPLES = 25
 TORCH_DTYPES = {
@@ -32,9 +32,9 @@ TORCH_DTYPES = {
 class Timing:
     """Seconds of one call: the lower quartile of the samples (the fastest of fewer than three).
 
-    What else runs on the machine only ever adds time, up to tenfold where it stops one of two threads that wait
-    for each other; the lower quartile bears it in three samples out of four, and on an idle machine it lies
-    within a few percent of the median. `spread` is the interquartile range over the median (None: < 3 samples).
+    Other processes only ever add time, up to tenfold where they stop one of two threads that wait for each other.
+    The lower quartile stays right while they disturb up to three samples out of four; on an idle machine it is within
+    a few percent of the median. `spread` is the interquartile range over the median (None: < 3 samples).
     """
 
     seconds: float
@@ -48,7 +48,7 @@ class Operation:
     """Something to time.
 
     `build` makes the tensors and returns the call. `work` is what one call does, in flop or bytes; `unit` is
-    that of the rate. `memory_bytes` is what it holds at its peak, so that it is left out where it cannot fit.
+    that of the rate. `memory_bytes` is the peak of its tensors: an operation that does not fit is left out.
     """
 
     kind: str
@@ -68,18 +68,18 @@ class Operation:
 
 @dataclass(kw_only=True, slots=True)
 class Rates:
-    """The best rates seen so far, to tell what an operation will take before it runs.
+    """The best rates seen so far, to predict the time of an operation before it runs.
 
     A dtype that the processor has no units for is slow in every kind, and its largest sizes are then not worth
     their time. One kind may have been slow by accident (another process had the core), so the best of the
-    dtype decides, and the kind's own rate only where it is a quarter of that.
+    dtype decides, and the kind's own rate only where it is below a quarter of that.
     """
 
     by_dtype: dict[tuple[str, str], float] = field(default_factory=dict)
     by_kind: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def learn(self, operation: Operation, timing: Timing) -> None:
-        """Take in the fastest sample of an operation."""
+        """Record the fastest sample of an operation."""
         rate = operation.work / timing.fastest_s
         for rates, key in (
             (self.by_dtype, (operation.unit, operation.dtype)),
@@ -203,16 +203,16 @@ def measure_operations(
 ) -> tuple[list[OperationReading], list[str]]:
     """Measure each operation in its share of what is left of the budget.
 
-    Neighbours of the same shape (several dtypes, fused and eager attention) take turns, sample by sample: what
-    disturbs the machine meanwhile then disturbs all of them, and their ratios hold.
+    Neighbours of the same shape (several dtypes, fused and eager attention) take turns, sample by sample: a
+    disturbance then slows all of them, and their ratios stay right.
 
     Args:
-        operations: In order of size within one (kind, dtype): a slow one spares the larger ones.
+        operations: In order of size within one (kind, dtype): after a slow one the larger ones are left out.
         device: Where they run.
         budget: Shared with other series.
         cap_s: The most that one operation gets.
         memory_limit_bytes: Larger operations are left out.
-        rates: What earlier series found out about the dtypes; None knows nothing yet.
+        rates: Of earlier series, by dtype; None: there was none.
         on_progress: Called with the label of each operation before it runs.
 
     Returns:
@@ -231,17 +231,13 @@ def measure_operations(
             too_late += [operation.label for operation in group]
             continue
         running: list[tuple[Operation, Sampler]] = []
-        for operation in group:  # once begun, all of them: they are there to be compared
+        for operation in group:  # all of a group that has begun: they are compared with each other
             why = _why_left_out(operation, rates, share_s, memory_limit_bytes)
-            sampler = None
-            if why is None:
-                if on_progress is not None:
-                    on_progress(operation.label)
-                sampler, why = _start(operation, device, share_s)
-            if sampler is None:
-                notes.append(f"{operation.label} on {device} was left out: {why}")
+            started = _start(operation, device, share_s, on_progress) if why is None else why
+            if isinstance(started, str):
+                notes.append(f"{operation.label} on {device} was left out: {started}")
             else:
-                running.append((operation, sampler))
+                running.append((operation, started))
         _take_turns(running)
         for operation, sampler in running:
             timing = sampler.timing()
@@ -255,25 +251,29 @@ def measure_operations(
 def _next_group(pending: Sequence[Operation], memory_limit_bytes: float) -> list[Operation]:
     """The operations at the front that have one shape and fit together."""
     group = [pending[0]]
-    held_bytes = pending[0].memory_bytes
+    group_bytes = pending[0].memory_bytes
     for operation in pending[1:]:
-        held_bytes += operation.memory_bytes
-        if operation.shape != group[0].shape or held_bytes > memory_limit_bytes:
+        group_bytes += operation.memory_bytes
+        if operation.shape != group[0].shape or group_bytes > memory_limit_bytes:
             break
         group.append(operation)
     return group
 
 
-def _start(operation: Operation, device: torch.device, limit_s: float) -> tuple[Sampler | None, str | None]:
+def _start(
+    operation: Operation, device: torch.device, limit_s: float, on_progress: Callable[[str], None] | None
+) -> Sampler | str:
     """Build an operation and warm it up; or the reason why it does not run here."""
+    if on_progress is not None:
+        on_progress(operation.label)
     try:
         with _settings(operation):
-            return Sampler(operation.build(), device=device, limit_s=limit_s), None
+            return Sampler(operation.build(), device=device, limit_s=limit_s)
     except (RuntimeError, NotImplementedError) as error:  # no kernel for this dtype here, out of memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
         text = str(error).splitlines()[0] if str(error) else "no message"
-        return None, f"{type(error).__name__}: {text}"
+        return f"{type(error).__name__}: {text}"
 
 
 def _take_turns(running: Sequence[tuple[Operation, Sampler]]) -> None:

@@ -1,4 +1,7 @@
-"""The measured half of the probes: what runs in a rank. The parent half is `autoplan.probes.run`."""
+"""The half of the probes that measures, in a rank; `autoplan.probes.run` is the half that starts it.
+
+In: a `ProbeRequest` per device, or a `ShapesRequest`. Out: `Measured` records, as dicts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Context(Protocol):
         """Start a phase and its deadline."""
 
     def heartbeat(self, **facts: Any) -> None:
-        """Say how far it is."""
+        """Report progress."""
 
     def report(self, result: Any) -> None:
         """Write the result; a later one replaces it."""
@@ -56,7 +59,9 @@ class Measured(Record):
     index: int
     operations: tuple[OperationReading, ...] = ()
     kernel_launch_s: Reading | None = None
-    others_cpu_share: float = Field(default=0.0, description="of all cores, kept busy by other processes meanwhile")
+    others_cpu_share: float = Field(
+        default=0.0, description="share of all cores that other processes kept busy during the measurement"
+    )
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     complete: bool = False
@@ -165,7 +170,7 @@ def _memory_limit_bytes(device: Any, given: float | None) -> float:
 
 
 def _series(context: Context, request: ProbeRequest) -> Any:
-    """Yield what is measured so far after each series of measurements; the most needed series first."""
+    """Yield what is measured so far after each series of measurements; the series that are needed most come first."""
     from autoplan.probes import launch
     from autoplan.probes.timing import Budget, Rates, measure_operations
 
@@ -177,10 +182,10 @@ def _series(context: Context, request: ProbeRequest) -> Any:
     notes: list[str] = []
     rates = Rates()
     series = _all_series(device, request)
-    left = sum(share for share, _ in series)  # 1, but for rounding
+    left = sum(share for share, _ in series)  # 1, up to rounding
     for position, (share, make) in enumerate(series):
         spent = time.perf_counter() - started
-        # what one series leaves over is shared out among the later ones, and one that overran leaves them some
+        # time that a series did not use goes to the later ones; a series that overran leaves them a quarter
         seconds = max(max(0.0, request.budget_s - spent) / left, 0.25 * request.budget_s) * share
         left -= share
         readings, left_out = measure_operations(

@@ -9,12 +9,16 @@ Importing this module loads no torch: the planner's own process reads configs to
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationError
 
 from autoplan.errors import ConfigError
 from autoplan.record import Record
+from autoplan.strategies.knob import Knob, Need
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -27,68 +31,222 @@ Allocator = Literal["own", "keep"]
 GradientSync = Literal["last", "every"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
+CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""The modes of torch.compile that record CUDA graphs."""
+
+CHECKPOINT_EVERY = {"selective": 1, "every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
+"""By value of checkpointing: one of how many repeated blocks is wrapped."""
+
+OPTIMIZER_FLAGS = {
+    "for_loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+"""By value of optimizer_step: the flags of torch's optimizers."""
+
+INTERLEAVED_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
+"""The pipeline schedules with several stages per rank."""
+
+
+_REPLICAS = (Need(knob="dp_replicate", at_least=2),)
+_SHARDS = (Need(knob="dp_shard", at_least=2),)
+_STAGES = (Need(knob="pp", at_least=2),)
+
 
 class TrainingConfig(Record):
-    """One way to run a workload. Defaults are the plain run: fp32, nothing applied, one device."""
+    """One way to run a workload. Defaults are the plain run: fp32, nothing applied, one device.
 
-    micro_batch: int = Field(ge=1, description="samples per forward and backward on one data-parallel rank")
-    checkpointing: Checkpointing = Field(
+    A knob is a field with a `Knob`: its description and metadata are here, and every list of knobs is made from them.
+    """
+
+    micro_batch: Annotated[
+        int,
+        Knob(
+            technique="micro_batch",
+            offered="every divisor of the global batch over the data-parallel ranks",
+            left_out="modules depend on the micro-batch and nobody fixed it",
+        ),
+    ] = Field(ge=1, description="samples per forward and backward on one data-parallel rank; accumulation follows")
+    checkpointing: Annotated[
+        Checkpointing, Knob(technique="checkpointing", numerics="none", left_out="no repeated blocks, or too few")
+    ] = Field(
         default="none",
         description="which activations are recomputed in the backward: none; selective (the per-operation policy "
         "keeps matmuls and attention); every_k (each k-th repeated block); full (each repeated block)",
     )
-    precision: Precision = Field(
+    precision: Annotated[
+        Precision,
+        Knob(
+            technique="precision",
+            numerics="changes",
+            left_out="tf32 and bf16: CUDA before compute capability 8.0; tf32: CPU; the search drops what the probes "
+            "measure as slower",
+        ),
+    ] = Field(
         default="fp32",
         description="fp32; tf32 (fp32 storage, TF32 matmuls, CUDA); bf16 or fp16 autocast over fp32 parameters, "
         "fp16 with dynamic loss scaling",
     )
-    compile: Compile = Field(default="off", description="torch.compile: off, each repeated block, the whole model")
-    compile_mode: CompileMode = Field(default="default", description="mode of torch.compile; default when off")
-    attention: Attention = Field(
-        default="own", description="own: as the model has it; eager; sdpa: torch's scaled_dot_product_attention"
-    )
-    loss: LossHead = Field(
+    compile: Annotated[
+        Compile, Knob(technique="compilation", left_out="no compiler; `block`: no repeated blocks; `model`: a pipeline")
+    ] = Field(default="off", description="torch.compile: off, each repeated block, the whole model")
+    compile_mode: Annotated[
+        CompileMode,
+        Knob(
+            technique="compilation",
+            device="cuda",
+            needs=(Need(knob="compile", values=("block", "model")),),
+            left_out="modes with CUDA graphs need `compile=model`",
+        ),
+    ] = Field(default="default", description="mode of torch.compile; default when off")
+    attention: Annotated[
+        Attention,
+        Knob(technique="attention", left_out="the model is not one of transformers; it has that one already"),
+    ] = Field(default="own", description="own: as the model has it; eager; sdpa: torch's scaled_dot_product_attention")
+    loss: Annotated[
+        LossHead, Knob(technique="loss", left_out="no `Workload.head`; scaled or capped logits; an auxiliary loss")
+    ] = Field(
         default="full",
         description="full: as the workload has it; fused: output head and cross-entropy in one operation that never "
-        "holds all logits (torch's linear_cross_entropy where it exists, else chunks with recomputation)",
+        "keeps all logits (torch's linear_cross_entropy where it exists, else chunks with recomputation)",
     )
-    optimizer_step: OptimizerStep = Field(
+    optimizer_step: Annotated[
+        OptimizerStep,
+        Knob(technique="optimizer", left_out="the optimizer's class takes no such flag; no kernels on the device"),
+    ] = Field(
         default="own", description="own: as the workload's optimizer has it; torch's for-loop, foreach or fused form"
     )
-    threads: int | None = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
-    allocator: Allocator = Field(
+    threads: Annotated[
+        int | None,
+        Knob(technique="threads", device="cpu", offered="torch's own, powers of two up to the cores, the cores"),
+    ] = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
+    allocator: Annotated[
+        Allocator,
+        Knob(technique="allocator", numerics="none", device="cpu", left_out="a C library that is not glibc"),
+    ] = Field(
         default="own",
         description="CPU: own leaves the C library as it is; keep has it hold on to freed memory, which the next "
         "micro-step then takes without page faults (glibc; for the whole process)",
     )
-    dp_replicate: int = Field(default=1, ge=1, description="data-parallel replicas (DDP; the outer degree of HSDP)")
-    dp_shard: int = Field(default=1, ge=1, description="ranks over which FSDP2 shards parameters and states")
-    reshard_after_forward: bool = Field(
+    dp_replicate: Annotated[
+        int,
+        Knob(
+            technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
+        ),
+    ] = Field(default=1, ge=1, description="data-parallel replicas (DDP; the outer degree of HSDP)")
+    dp_shard: Annotated[
+        int,
+        Knob(
+            technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
+        ),
+    ] = Field(default=1, ge=1, description="ranks over which FSDP2 shards parameters and states")
+    reshard_after_forward: Annotated[
+        bool,
+        Knob(technique="data_parallel", numerics="none", role="layout", needs=_SHARDS, left_out="`True`: a pipeline"),
+    ] = Field(
         default=True, description="FSDP2: free gathered parameters after the forward (ZeRO-3) or keep them (ZeRO-2)"
     )
-    fsdp_prefetch: int = Field(
+    fsdp_prefetch: Annotated[
+        int,
+        Knob(
+            technique="data_parallel",
+            numerics="none",
+            role="exchange",
+            searched=False,
+            needs=_SHARDS,
+            left_out="a pipeline",
+        ),
+    ] = Field(
         default=0,
         ge=0,
         description="FSDP2: blocks whose parameters are gathered ahead, in forward and backward; 0: torch's own order",
     )
-    gradient_sync: GradientSync = Field(
+    gradient_sync: Annotated[
+        GradientSync,
+        Knob(
+            technique="data_parallel",
+            role="exchange",
+            needs=_SHARDS,
+            memory_only="sends less",
+            left_out="`every`: a pipeline; one micro-batch per step; `last` fits as well",
+        ),
+    ] = Field(
         default="last",
         description="FSDP2, when gradients accumulate: scattered over the ranks at the last micro-step alone (whole "
         "gradients are kept until then) or at every one (a share is kept; more is sent)",
     )
-    ddp_bucket_mb: int = Field(
+    ddp_bucket_mb: Annotated[
+        int,
+        Knob(
+            technique="data_parallel",
+            role="exchange",
+            searched=False,
+            needs=_REPLICAS,
+            left_out="FSDP2; tensor parallelism",
+        ),
+    ] = Field(
         default=25, ge=1, description="DDP: MiB of gradients per all-reduce; 25 is torch's own (its first bucket: 1)"
     )
-    ddp_static_graph: bool = Field(
+    ddp_static_graph: Annotated[
+        bool,
+        Knob(
+            technique="data_parallel",
+            numerics="none",
+            role="exchange",
+            searched=False,
+            needs=_REPLICAS,
+            left_out="FSDP2; tensor parallelism; a pipeline; several micro-batches per step",
+        ),
+    ] = Field(
         default=False, description="DDP: the graph is promised to be the same at every step (torch's static_graph)"
     )
-    tp: int = Field(default=1, ge=1, description="tensor-parallel degree, with sequence parallel")
-    pp: int = Field(default=1, ge=1, description="pipeline stages (physical)")
-    pp_schedule: PipelineSchedule = Field(default="1f1b", description="pipeline schedule, when pp > 1")
-    pp_microbatches: int = Field(
+    tp: Annotated[
+        int,
+        Knob(
+            technique="tensor_parallel",
+            role="rank_count",
+            left_out="no plan of the model's projections; heads or sequence do not divide; more ranks than a node has",
+        ),
+    ] = Field(default=1, ge=1, description="tensor-parallel degree, with sequence parallel")
+    pp: Annotated[
+        int,
+        Knob(
+            technique="pipeline_parallel",
+            role="rank_count",
+            left_out="the model has no single row of blocks, or fewer blocks than stages",
+        ),
+    ] = Field(default=1, ge=1, description="pipeline stages (physical)")
+    pp_schedule: Annotated[
+        PipelineSchedule,
+        Knob(
+            technique="pipeline_parallel",
+            role="layout",
+            needs=_STAGES,
+            left_out="`zero_bubble`: several data-parallel ranks, or anything compiled, fused or recomputed",
+        ),
+    ] = Field(default="1f1b", description="pipeline schedule, when pp > 1")
+    pp_microbatches: Annotated[
+        int,
+        Knob(
+            technique="pipeline_parallel",
+            role="layout",
+            needs=_STAGES,
+            offered="the micro-batches of a step",
+            left_out="fewer than stages",
+        ),
+    ] = Field(
         default=1, ge=1, description="micro-batches per pipeline pass, when pp > 1; accumulation is a multiple of it"
     )
-    virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank (interleaved schedules)")
+    virtual_stages: Annotated[
+        int,
+        Knob(
+            technique="pipeline_parallel",
+            role="layout",
+            needs=_STAGES,
+            offered="1 or 2",
+            left_out="fewer blocks than stages; goes with `interleaved_1f1b` and `zero_bubble` alone",
+        ),
+    ] = Field(default=1, ge=1, description="stages per pipeline rank (interleaved schedules)")
 
     @property
     def dp(self) -> int:
@@ -118,11 +276,10 @@ class TrainingConfig(Record):
 
     def knobs_off_default(self) -> dict[str, Any]:
         """The knobs that differ from the plain run, micro_batch always among them."""
-        plain = TrainingConfig(micro_batch=self.micro_batch)
         return {
             name: value
             for name, value in self.model_dump().items()
-            if name == "micro_batch" or value != getattr(plain, name)
+            if name == "micro_batch" or value != getattr(PLAIN, name)
         }
 
     def describe(self) -> str:
@@ -130,15 +287,24 @@ class TrainingConfig(Record):
         return " ".join(f"{name}={value}" for name, value in self.knobs_off_default().items())
 
 
-KNOBS: tuple[str, ...] = tuple(TrainingConfig.model_fields)
+PLAIN = TrainingConfig(micro_batch=1)
+"""The plain run, at the smallest micro-batch: what any knob is that a mapping of knobs does not name."""
 
 
-def micro_batches(global_batch: int, dp: int = 1) -> list[int]:
-    """Every micro-batch that keeps the global batch: the divisors of global_batch / dp, ascending."""
-    if dp < 1 or global_batch < 1 or global_batch % dp:
-        return []
-    share = global_batch // dp
-    return [size for size in range(1, share + 1) if share % size == 0]
+@functools.cache
+def knobs() -> Mapping[str, Knob]:
+    """The metadata of every knob by its name, in the order of the fields.
+
+    Raises:
+        TypeError: a field without a `Knob`.
+    """
+    found: dict[str, Knob] = {}
+    for name, field in TrainingConfig.model_fields.items():
+        described = [part for part in field.metadata if isinstance(part, Knob)]
+        if len(described) != 1:
+            raise TypeError(f"TrainingConfig.{name} carries {len(described)} Knob(...); it carries exactly one")
+        found[name] = described[0]
+    return MappingProxyType(found)
 
 
 def knob_values(knob: str) -> tuple[Any, ...] | None:
@@ -155,6 +321,32 @@ def knob_values(knob: str) -> tuple[Any, ...] | None:
     if annotation is bool:
         return (True, False)
     return get_args(annotation) if get_origin(annotation) is Literal else None
+
+
+KNOBS: tuple[str, ...] = tuple(knobs())
+
+NUMBERS: tuple[str, ...] = tuple(knob for knob in KNOBS if knob_values(knob) is None)
+"""The knobs that are numbers; the others have a closed list of values."""
+
+RANK_COUNTS: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role == "rank_count")
+"""The knobs whose product is the number of ranks."""
+
+EXCHANGE_KNOBS: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role == "exchange")
+"""The knobs of how data-parallel ranks exchange parameters and gradients."""
+
+MEMORY_ONLY: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.memory_only)
+"""The knobs whose other values only save memory, and cost time."""
+
+DEGREES: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role != "run")
+"""The knobs that say how ranks share the work; they come as whole combinations, not one by one."""
+
+
+def micro_batches(global_batch: int, dp: int = 1) -> list[int]:
+    """Every micro-batch that keeps the global batch: the divisors of global_batch / dp, ascending."""
+    if dp < 1 or global_batch < 1 or global_batch % dp:
+        return []
+    share = global_batch // dp
+    return [size for size in range(1, share + 1) if share % size == 0]
 
 
 def parse_knob(text: str) -> tuple[str, Any]:
@@ -180,7 +372,18 @@ def check_knob(knob: str, value: Any) -> Any:
     try:
         config = TrainingConfig.model_validate({"micro_batch": 1} | {knob: value}, strict=False)
     except ValidationError:
-        least = 0 if knob == "fsdp_prefetch" else 1
-        rule = "one of " + ", ".join(map(str, allowed)) if allowed else f"a whole number of at least {least}"
+        rule = "one of " + ", ".join(map(str, allowed)) if allowed else f"a whole number of at least {_least(knob)}"
         raise ConfigError(f"{knob}={value!r} is not a value of {knob}", hint=f"{knob} takes {rule}.") from None
     return getattr(config, knob)
+
+
+def knob_help() -> str:
+    """Every knob with the values that it takes, for the help of a command line."""
+    values = {knob: knob_values(knob) for knob in KNOBS}
+    texts = [f"{knob}={' | '.join(map(str, allowed)) if allowed else 'N'}" for knob, allowed in values.items()]
+    return "Knobs of --fix and --bound: " + "; ".join(texts) + "."
+
+
+def _least(knob: str) -> int:
+    """The smallest value of a knob that is a number."""
+    return next(int(part.ge) for part in TrainingConfig.model_fields[knob].metadata if hasattr(part, "ge"))

@@ -1,8 +1,7 @@
 """Looks at a workload without running it: the facts that the space, the cost model and the screen need.
 
 The model is built on the meta device, so that nothing is allocated; only the loss of a user's own function is run once,
-on two samples. Runs in a rank (it loads torch); the records load
-none.
+on two samples. Runs in a rank (it loads torch); the records load none.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
-from autoplan.strategies.analysis.facts import Dependence, KnobChoices, WorkloadFacts
+from autoplan.strategies.analysis.facts import Choices, Dependence, WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.strategies.analysis.structure import MicroBatchDependent, Structure
-    from autoplan.strategies.techniques.base import Choices
     from autoplan.strategies.workloads.workload import Workload
 
 
@@ -106,6 +104,8 @@ def build_on_meta(workload: Workload) -> nn.Module:
     import torch
     from torch import nn
 
+    from autoplan.strategies.workloads.training_mode import enter_training_mode
+
     try:
         with torch.device("meta"):
             model = workload.build_model()
@@ -118,7 +118,8 @@ def build_on_meta(workload: Workload) -> nn.Module:
             f"build_model of {workload.name} returned {type(model).__name__}; it returns a torch.nn.Module",
             hint="Give a function that makes the model.",
         )
-    model = model.to("meta").train()
+    model = model.to("meta")
+    enter_training_mode(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
             f"no parameter of {workload.name} trains: the model has {sum(1 for _ in model.parameters())}, all frozen",
@@ -149,11 +150,13 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
 
     from autoplan.strategies.analysis.additivity import check_additivity
     from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
+    from autoplan.strategies.workloads.training_mode import enter_training_mode
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return ()
     torch.manual_seed(workload.seed)
-    real = _build_on_cpu(workload).to(device).train()
+    real = _build_on_cpu(workload).to(device)
+    enter_training_mode(real)
     disable_dropout(real)
     try:
         additive, deterministic = check_additivity(workload, real, torch.device(device))
@@ -199,6 +202,7 @@ def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
     from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+    from autoplan.strategies.analysis.training_facts import read_training_facts
     from autoplan.strategies.techniques.attention import attention_dropout
     from autoplan.strategies.workloads.optimizers import trainable
 
@@ -210,7 +214,7 @@ def _facts(
         name = str(parameter.dtype).removeprefix("torch.")
         by_dtype[name] = by_dtype.get(name, 0) + parameter.numel() * parameter.element_size()
     optimizer = workload.build_optimizer(trainable(model))
-    vocabulary = getattr(text, "vocab_size", None)
+    vocabulary = _whole_number(text, "vocab_size")
     logits = None if vocabulary is None or spec.sequence_length is None else spec.sequence_length * vocabulary
     blocks = structure.blocks
     return WorkloadFacts(
@@ -226,9 +230,9 @@ def _facts(
         num_stacks=len(structure.stacks),
         block_class=type(blocks[0][1]).__name__ if blocks else None,
         block_names=tuple(name for name, _ in blocks),
-        hidden_size=getattr(text, "hidden_size", None),
-        num_heads=getattr(text, "num_attention_heads", None),
-        num_key_value_heads=getattr(text, "num_key_value_heads", None),
+        hidden_size=_whole_number(text, "hidden_size"),
+        num_heads=_whole_number(text, "num_attention_heads"),
+        num_key_value_heads=_whole_number(text, "num_key_value_heads"),
         vocabulary_size=vocabulary,
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
@@ -239,9 +243,16 @@ def _facts(
             Dependence(module=found.name, kind=found.kind, why=found.why) for found in structure.micro_batch_dependent
         ),
         fixed_micro_batch=workload.fixed_micro_batch,
-        choices=tuple(KnobChoices.model_validate(choice.model_dump()) for choice in choices),
+        choices=tuple(choices),
         parallel=find_parallel_facts(model, structure, workload),
+        training=read_training_facts(workload, model),
     )
+
+
+def _whole_number(config: Any, name: str) -> int | None:
+    """A size in a config; None where it has none, or a list of them (a staged image model has one for each stage)."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def count_optimizer_states(workload: Workload, parameters: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.errors import ConfigError
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
@@ -23,6 +24,7 @@ from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
 from autoplan.strategies.techniques.optimizer import OptimizerStrategy
 from autoplan.strategies.techniques.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
 from autoplan.strategies.techniques.precision import PrecisionStrategy
+from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.tensor_parallel import TensorParallelStrategy
 from autoplan.strategies.techniques.threads import ThreadsStrategy
 from autoplan.strategies.workloads.training_mode import enter_training_mode
@@ -73,7 +75,7 @@ def prepare(
         WorkloadError: the workload's functions fail or return the wrong thing.
     """
     device = torch.device(device)
-    config.accumulation(workload.global_batch)
+    check_knobs(config, workload.global_batch)
     if mesh is None:
         mesh = build_mesh(config, device.type)
     if mesh is not None:
@@ -100,3 +102,16 @@ def prepare(
         torch.manual_seed(rank_seed(workload.seed, mesh))
     schedule = workload.build_schedule(build.optimizer) if workload.build_schedule is not None else None
     return TrainingRun(build, schedule)
+
+
+def check_knobs(config: TrainingConfig, global_batch: int) -> None:
+    """Refuses a config that no run can have, whatever the model and the device.
+
+    Raises:
+        ConfigError: micro_batch x dp does not divide the global batch, or the knobs do not go together.
+    """
+    config.accumulation(global_batch)
+    reason = incompatible(config, global_batch)
+    if reason is not None:
+        hint = "Leave that knob at its default, or change what it goes with."
+        raise ConfigError(f"{config.describe()}: {reason}", hint=hint)

@@ -11,7 +11,7 @@ from torch import nn
 from autoplan.errors import WorkloadError
 from autoplan.strategies.state import collect_state, restore_state
 from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.techniques.mesh import agree_on_overflow, local_tensor, rank_seed
+from autoplan.strategies.techniques.mesh import agree_on_overflow, data_position, local_tensor, rank_seed
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch, split_batch
 from autoplan.strategies.workloads.training_mode import caching_configs, without_cache
 
@@ -51,7 +51,7 @@ class TrainingRun:
         self._observers: list[Callable[[], None]] = []
         self.accumulation = build.config.accumulation(build.workload.global_batch)
         self.local_batch = self.accumulation * build.config.micro_batch
-        self._caching = caching_configs(self.model)
+        self._caching = caching_configs(self.model) if self.config.checkpointing != "none" else []
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     # One step, whole.
@@ -78,7 +78,8 @@ class TrainingRun:
 
     def local_share(self, global_batch: Batch) -> Batch:
         """This rank's samples of a whole global batch (views)."""
-        start = self._build.dp_rank * self.local_batch
+        rank, _ = data_position(self.mesh)
+        start = rank * self.local_batch
         return slice_batch(global_batch, start, start + self.local_batch)
 
     # The parts of a step; trials time them one by one where whole steps would take too long.
@@ -86,9 +87,9 @@ class TrainingRun:
     def forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All micro-steps of a step: this rank's summed loss, its count, and what the backward divided by."""
         divisor = self.loss_divisor(batch)
-        if self._build.step_engine is not None:
+        if (engine := self._build.pipeline.engine) is not None:
             with without_cache(self._caching):
-                total, count = self._build.step_engine.forward_backward(batch, self._loss_scale(divisor))
+                total, count = engine.forward_backward(batch, self._loss_scale(divisor))
             return total, count, divisor
         total = torch.zeros((), device=self.device)
         count = torch.zeros((), device=self.device)
@@ -107,7 +108,7 @@ class TrainingRun:
         count = self.workload.count
         share = count(batch) if count is not None else batch_size(batch) * self.workload.tokens_per_sample
         divisor = torch.tensor(float(share), device=self.device)
-        return self._build.sum_over_ranks(divisor)
+        return self._build.gradients.sum_over_ranks(divisor)
 
     def micro_step(self, micro: Batch, divisor: torch.Tensor, *, sync: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of one micro-batch; gradients are reduced over ranks only with `sync`.
@@ -115,11 +116,11 @@ class TrainingRun:
         Returns:
             The micro-batch's summed loss and its count, detached.
         """
-        self._build.set_gradient_sync(sync)
-        self._build.begin_micro_step()
+        self._build.hooks.set_sync(sync)
+        self._build.hooks.begin()
         micro = move_batch(micro, self.device)
         with without_cache(self._caching):  # the backward too: a recomputation runs the forward again
-            with self._build.forward_context():
+            with self._build.hooks.forward_context():
                 total, count = self._build.module(micro)
             loss = total * self._loss_scale(divisor)
             if self.scaler is not None:
@@ -128,19 +129,29 @@ class TrainingRun:
         return total.detach().float(), count.detach().float()
 
     def _loss_scale(self, divisor: torch.Tensor) -> torch.Tensor:
-        return self._build.gradient_ranks / divisor
+        return self._build.gradients.ranks / divisor
 
     def finish_gradients(self) -> None:
         """Completes the sums over ranks that the backward leaves open; once per step, optimizer_step() does it too."""
         if self._gradients_finished:
             return
-        for finish in self._build.finish_gradients:
+        for finish in self._build.gradients.finish:
             finish()
         self._gradients_finished = True
 
     def observe_gradients(self, observe: Callable[[], None]) -> None:
         """Has a function called at each step when the gradients are whole: averaged and unscaled, not yet clipped."""
         self._observers.append(observe)
+
+    def before_micro_steps(self, call: Callable[[], None]) -> None:
+        """Has a function called before each micro-step; a pipeline's micro-batches are not announced."""
+        begin = self._build.hooks.begin
+
+        def both() -> None:
+            call()
+            begin()
+
+        self._build.hooks.begin = both
 
     def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
         """Clips, steps the optimizer and the schedule, and clears the gradients.
@@ -152,8 +163,8 @@ class TrainingRun:
         """
         self.finish_gradients()
         self._gradients_finished = False
-        total = self._build.sum_over_ranks(total)
-        count = self._build.sum_over_ranks(count)
+        total = self._build.gradients.sum_over_ranks(total)
+        count = self._build.gradients.sum_over_ranks(count)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
             if self.mesh is not None:
@@ -165,7 +176,7 @@ class TrainingRun:
             observe()
         norm = None
         if self.workload.max_grad_norm is not None:
-            norm = self._build.clip_gradients(self._parameters, self.workload.max_grad_norm)
+            norm = self._build.gradients.clip(self._parameters, self.workload.max_grad_norm)
         skipped = self._step_optimizer()
         if self.schedule is not None and not skipped:
             self.schedule.step()

@@ -1,4 +1,4 @@
-"""The state of model and optimizer in a form that loads under any way to share the work.
+"""The state of model and optimizer in a form that loads under any combination of degrees.
 
 Names are the plain model's. Tensors are whole, or DTensors whose shards are contiguous pieces, which is what
 torch.distributed.checkpoint can write; a fused query-key-value weight is put into such pieces on the way out and back
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-# How an optimizer's step runs, which is the plan's to say, not the state's.
+# How an optimizer's step runs: the plan decides it, not the state.
 _STEP_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 

@@ -25,7 +25,9 @@ ORDER = (
     ("autoplan.processes",),
     ("autoplan.probes.catalog",),
     ("autoplan.probes",),
-    ("autoplan.strategies", "autoplan.strategies.config"),  # the package itself holds no code
+    ("autoplan.strategies", "autoplan.strategies.knob"),  # the package itself holds no code
+    ("autoplan.strategies.config",),
+    ("autoplan.strategies.knob_table",),
     ("autoplan.strategies.workloads",),
     ("autoplan.strategies.analysis",),
     ("autoplan.strategies.techniques",),

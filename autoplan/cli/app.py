@@ -16,15 +16,16 @@ from autoplan.cli.probe import probe_command
 from autoplan.cli.report import report_command
 from autoplan.cli.run import run_command
 from autoplan.cli.schema import schema_command
-from autoplan.cli.search import search_command
+from autoplan.cli.search import EXAMPLES, search_command
 from autoplan.cli.show import show_command
 from autoplan.cli.verify import verify_command
 from autoplan.errors import AutoplanError, UsageError
 from autoplan.report.screen import is_plain
+from autoplan.strategies.config import knob_help
 
 HELP = (
-    "Finds, by measurement, the fastest way to run a training job on this machine, keeps what is trained the same, "
-    "and hands over a plan that is applied."
+    "Finds the fastest way to run a training job on this machine, by measuring. What is trained stays the same. "
+    "The result is a plan, which a training script applies."
 )
 EPILOG = (
     "Exit codes: 0 done; 1 a bug of autoplan; 2 wrong usage or input; 3 nothing fits; 4 device unusable or busy; "
@@ -55,14 +56,14 @@ def build_app() -> typer.Typer:
     @app.callback()
     def top(
         version: Annotated[
-            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
         ] = False,
     ) -> None:
         pass
 
     app.command("probe")(probe_command)
     app.command("estimate")(estimate_command)
-    app.command("search")(search_command)
+    app.command("search", epilog=f"{EXAMPLES}\n\n{knob_help()}")(search_command)
     app.command("show")(show_command)
     app.command("explain")(explain_command)
     app.command("verify")(verify_command)

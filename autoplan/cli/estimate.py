@@ -10,7 +10,6 @@ import typer
 from autoplan.cli.output import JsonOption, console, print_json
 from autoplan.errors import UsageError
 
-DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
 MOST_REASONS = 5
 _SCALE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
@@ -26,7 +25,9 @@ def estimate_command(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, help="Sequences per step. Default: some 4M tokens.")
     ] = None,
-    fix: Annotated[list[str] | None, typer.Option("--fix", help="knob=value, for example tp=8; repeat.")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="knob=value, for example tp=8 or precision=bf16; repeat.")
+    ] = None,
     inter: Annotated[
         float | None, typer.Option("--inter-gbits-per-gpu", help="Between nodes, per GPU and direction.")
     ] = None,
@@ -37,92 +38,58 @@ def estimate_command(
         float | None, typer.Option("--input-tokens-per-s", help="What all loader workers of a node deliver together.")
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many layouts to show.")] = 5,
-    rows: Annotated[Path | None, typer.Option("--rows", help="Price the rows of a CSV table instead.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="With --rows: where the priced table goes.")] = None,
+    rows: Annotated[Path | None, typer.Option("--rows", help="Estimate the rows of a CSV table instead.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="With --rows: where the estimated table goes.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", help="A CSV table with measured step_time_s: fits first.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Price a transformer on a cluster: the best layouts, memory and time by part, time to train, cost."""
-    if rows is not None and not (model is None and cluster is None):
-        raise UsageError(
-            "--rows and --model or --cluster do not go together",
-            hint="A table has a column for each: model, chip, num_gpus, ... (docs/estimate.md).",
-        )
-    if out is not None and rows is None:
-        raise UsageError("--out goes with --rows", hint="A cluster's estimate is printed: --json > FILE keeps it.")
-    factors = _fit(calibrate) if calibrate is not None else None
-    if rows is not None:
-        _price_table(rows, out, factors, as_json)
-        return
-    if model is None or cluster is None:
-        raise UsageError(
-            "estimate needs --model and --cluster, or --rows",
-            hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
-        )
-    document = _price_cluster(
-        model, cluster, tokens, price, seq_len, global_batch, fix or [], inter, intra, input_rate, top, factors
+    """Estimate a transformer on a cluster: the best layouts, memory and time by part, time to train, cost."""
+    from autoplan.planner.cost.analytical.api import estimate
+
+    document = estimate(
+        model,
+        cluster,
+        tokens=parse_tokens(tokens) if tokens is not None else None,
+        price_per_gpu_hour=price,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        fix=_parse_fixes(fix or []),
+        inter_gbits_per_gpu=inter,
+        intra_gbytes_per_s=intra,
+        input_tokens_per_s=input_rate,
+        top=top,
+        rows=rows,
+        out=out,
+        calibrate=calibrate,
     )
     if as_json:
-        print_json(document)
+        print_json({name: value for name, value in document.items() if name != "reasons"})
+    elif rows is not None:
+        _show_table(document, out)
     else:
         from autoplan.report.estimate import show_estimate
 
         show_estimate(document, console(stderr=False))
 
 
-def _price_cluster(
-    model: str,
-    cluster_text: str,
-    tokens_text: str | None,
-    price: float | None,
-    seq_len: int | None,
-    global_batch: int | None,
-    fix: list[str],
-    inter: float | None,
-    intra: float | None,
-    input_rate: float | None,
-    top: int,
-    factors: Any,
-) -> dict[str, Any]:
-    from autoplan.planner.cost.analytical.cluster import parse_cluster
-    from autoplan.planner.cost.analytical.cluster_report import estimate_cluster
-    from autoplan.planner.cost.analytical.layout_search import Question
-    from autoplan.planner.cost.analytical.transformer import find_transformer
+def _parse_fixes(texts: list[str]) -> dict[str, str]:
+    """knob=value as a mapping.
 
-    transformer = find_transformer(model)
-    tokens = parse_tokens(tokens_text) if tokens_text is not None else None
-    cluster, assumed = parse_cluster(
-        cluster_text, inter_gbits_per_s_per_gpu=inter, intra_gbytes_per_s=intra, input_tokens_per_s=input_rate
-    )
-    if price is not None:
-        cluster = cluster.model_copy(update={"price_per_gpu_hour": price})
-    length = seq_len or transformer.max_length or 2048
-    if global_batch is None:
-        gpus = cluster.num_gpus
-        # whole multiples of the GPUs, so that every layout divides it
-        global_batch = max(gpus, round(DEFAULT_TOKENS_PER_STEP / length / gpus) * gpus)
-        assumed = (
-            *assumed,
-            f"global batch: {global_batch} sequences, {global_batch * length / 1e6:.1f}M tokens a step",
-        )
-    question = Question(
-        model=transformer,
-        cluster=cluster,
-        seq_len=length,
-        global_batch=global_batch,
-        fixed=dict(_parse_fix(text) for text in fix),
-        factors=factors,
-    )
-    return estimate_cluster(question, model_name=model, tokens=tokens, assumed=assumed, top=top)
-
-
-def _parse_fix(text: str) -> tuple[str, str]:
-    knob, separator, value = text.partition("=")
-    if not separator:
-        raise UsageError(f"{text!r} is not of the form knob=value", hint="For example: --fix tp=8")
-    return knob.strip().replace("-", "_"), value.strip()
+    Raises:
+        UsageError: no `=`, or one knob twice.
+    """
+    fixed: dict[str, str] = {}
+    for text in texts:
+        knob, separator, value = text.partition("=")
+        if not separator:
+            raise UsageError(f"{text!r} is not of the form knob=value", hint="For example: --fix tp=8")
+        name = knob.strip().replace("-", "_")
+        if fixed.get(name, value.strip()) != value.strip():
+            raise UsageError(f"--fix {name} is given as {fixed[name]} and as {value.strip()}", hint="Give it once.")
+        fixed[name] = value.strip()
+    return fixed
 
 
 def parse_tokens(text: str) -> float:
@@ -142,67 +109,33 @@ def parse_tokens(text: str) -> float:
     return value
 
 
-def _fit(path: Path) -> Any:
-    import numpy as np
+def _show_table(document: dict[str, Any], out: Path | None) -> None:
+    """What was not read and not estimated on stderr; the table on stdout where it is not written to a file."""
+    screen = console(stderr=True)
 
-    from autoplan.planner.cost.analytical.csv_estimates import price_rows
-    from autoplan.planner.cost.analytical.csv_rows import measured_seconds, read_rows
-    from autoplan.planner.cost.analytical.fit import fit_factors
+    def say(text: str) -> None:
+        screen.print(text, markup=False, soft_wrap=True)
 
-    table = read_rows(path)
-    seconds = measured_seconds(table)
-    priced = price_rows(table)
-    usable = [i for i in priced.place if np.isfinite(seconds[i])]
-    if not usable or priced.layouts is None:
-        failed = [reason for i, reason in priced.reasons.items() if np.isfinite(seconds[i])]
-        reason = failed[0] if failed else "none has a step_time_s"
-        raise UsageError(
-            f"no row of {path} can be calibrated on: {reason}",
-            hint="It takes the columns of --rows, and step_time_s as it was measured.",
-        )
-    layouts = priced.layouts.take([priced.place[i] for i in usable])
-    return fit_factors(layouts, seconds[usable])
+    count = f"{document['rows_estimated']} of {len(document['rows'])} rows estimated"
+    say(count + (f", written to {out}" if out else ""))
+    if document["unread"]:
+        say(f"  not read: {', '.join(document['unread'])}")
+    reasons = document["reasons"]
+    for row, reason in list(reasons.items())[:MOST_REASONS]:
+        say(f"  row {row}: {reason}")
+    if len(reasons) > MOST_REASONS:
+        say(f"  and {len(reasons) - MOST_REASONS} more, each with its reason in the table")
+    if out is None:
+        _print_rows(document["rows"])
 
 
-def _price_table(path: Path, out: Path | None, factors: Any, as_json: bool) -> None:
-    from autoplan.planner.cost.analytical.csv_estimates import OUTPUT, merged_row, price_rows, write_rows
-    from autoplan.planner.cost.analytical.csv_rows import INPUT, read_rows, unread_columns
-
-    table = read_rows(path)
-    priced = price_rows(table, factors)
-    calibrated = factors is not None
-    names = [name for name in (table[0] if table else {}) if name is not None]
-    unread = unread_columns(names, (*INPUT, *OUTPUT))
-    if out is not None:
-        write_rows(out, table, priced, calibrated=calibrated)
-    if as_json:
-        rows = [merged_row(row, priced, i, calibrated=calibrated) for i, row in enumerate(table)]
-        found = None if factors is None else factors.model_dump()
-        print_json({"status": "ok", "rows": rows, "priced": len(priced.place), "unread": unread, "factors": found})
-    else:
-        told = console(stderr=True)
-
-        def say(text: str) -> None:
-            told.print(text, markup=False, soft_wrap=True)
-
-        say(f"{len(priced.place)} of {len(table)} rows priced" + (f", written to {out}" if out else ""))
-        if unread:
-            say(f"  not read: {', '.join(unread)}")
-        for i, reason in list(priced.reasons.items())[:MOST_REASONS]:
-            say(f"  row {i + 1}: {reason}")
-        if len(priced.reasons) > MOST_REASONS:
-            say(f"  and {len(priced.reasons) - MOST_REASONS} more, each with its reason in the table")
-        if out is None:
-            _print_rows(table, priced, calibrated)
-
-
-def _print_rows(table: list[dict[str, str]], priced: Any, calibrated: bool) -> None:
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     import csv
     import sys
 
-    from autoplan.planner.cost.analytical.csv_estimates import merged_row, output_names
+    from autoplan.planner.cost.analytical.csv_estimates import OUTPUT
 
-    writer = csv.DictWriter(sys.stdout, output_names(table), extrasaction="ignore")
+    given = list(dict.fromkeys(name for row in rows for name in row if name is not None and name not in OUTPUT))
+    writer = csv.DictWriter(sys.stdout, [*given, *OUTPUT], extrasaction="ignore")
     writer.writeheader()
-    for i, row in enumerate(table):
-        writer.writerow(merged_row(row, priced, i, calibrated=calibrated))
+    writer.writerows(rows)

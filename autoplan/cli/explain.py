@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 def explain_command(
     plan: PlanArgument = DEFAULT_PLAN,
     knob: Annotated[
-        str | None, typer.Option("--knob", help="Only this knob: its value, and how the trials of each value went.")
+        str | None,
+        typer.Option("--knob", metavar="NAME", help="Only this knob: its value, and the trials of each of its values."),
     ] = None,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Explain a plan: each choice with its reason, what failed, what was never tried and why."""
+    """Explain each choice of a plan.
+
+    The value of each knob and its reason, which trials failed, and what was never tried and why.
+    """
     loaded = load_plan(plan)
     knobs = explain_knobs(loaded, knob)
     if json_output:
@@ -49,13 +53,13 @@ def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
         only = only.replace("-", "_")
         knob_values(only)
     reasons = {choice.knob: choice.reason for choice in plan.choices}
-    told = []
+    explained = []
     for knob in KNOBS:
         tried = _tried(plan, knob)
         if only == knob or (only is None and (len(tried) > 1 or knob in reasons)):
             value = getattr(plan.config, knob)
-            told.append({"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried})
-    return told
+            explained.append({"knob": knob, "value": value, "reason": reasons.get(knob), "tried": tried})
+    return explained
 
 
 def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:

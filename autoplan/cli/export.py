@@ -15,14 +15,21 @@ from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
 def export_command(
     plan: PlanArgument = DEFAULT_PLAN,
     to: Annotated[
-        str, typer.Option("--to", help="json, yaml, pytorch (a script that needs no autoplan) or transformers.")
+        str,
+        typer.Option(
+            "--to", metavar="TARGET", help="json, yaml, pytorch (a script that needs no autoplan) or transformers."
+        ),
     ] = "pytorch",
     out: Annotated[
-        Path | None, typer.Option("--out", help="The file to write. Default: plan-TARGET in the current folder.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The file to write. Default: plan-TARGET in the current folder."),
     ] = None,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Write a plan for another trainer; every file is checked as its reader would read it before it is kept."""
+    """Write a plan for another trainer.
+
+    Each file is checked, as its reader would read it, before it is kept.
+    """
     from autoplan.planner.export.run import export_plan
 
     exported = export_plan(load_plan(plan), to, out)

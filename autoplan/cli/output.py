@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1  # of the documents that --json prints
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
+JSON_HELP = "Print one JSON document on stdout, and nothing else."
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 def console(*, stderr: bool = True) -> Console:
@@ -40,12 +41,12 @@ def wants_json() -> bool:
 
 def show_error(error: AutoplanError) -> None:
     """The error for a person on stderr, and with --json as a document on stdout too."""
-    sys.stderr.write(f"error: {error.message}\n")
-    if error.hint:
-        sys.stderr.write(f"  {error.hint}\n")
+    sys.stderr.write(f"error: {error.flag_message}\n")
+    if error.flag_hint:
+        sys.stderr.write(f"  {error.flag_hint}\n")
     if wants_json():
-        told = {"code": error.code, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        print_json({"status": "error", "error": told})
+        facts = {"code": error.code, "message": error.flag_message, "hint": error.flag_hint}
+        print_json({"status": "error", "error": facts | {"exit_code": error.exit_code}})
 
 
 def show_bug(error: BaseException) -> None:
@@ -55,8 +56,8 @@ def show_bug(error: BaseException) -> None:
     sys.stderr.write(f"error: this is a bug in autoplan: {type(error).__name__}: {error}\n")
     sys.stderr.write(f"  The traceback is in {place}; please report it.\n" if place else text)
     if wants_json():
-        told = {"code": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}
-        print_json({"status": "error", "error": told | {"traceback": text}})
+        facts = {"code": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}
+        print_json({"status": "error", "error": facts | {"traceback": text}})
 
 
 def _write_traceback(text: str) -> Path | None:

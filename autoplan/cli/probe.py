@@ -22,13 +22,17 @@ Row = tuple[str, ...]
 
 def probe_command(
     json: output.JsonOption = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if this machine was measured.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if the cache has this machine.")] = False,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cuda or cpu; without it the GPUs if there are any.", metavar="DEVICE"),
+        typer.Option("--device", help="cuda or cpu. Default: the GPUs, if the machine has any.", metavar="DEVICE"),
     ] = None,
 ) -> None:
-    """Measure what this machine can do: matmul, attention, memory, transfers, launches; read its limits and state."""
+    """Measure what this machine can do.
+
+    Measured are matrix products, attention, memory, transfers and kernel launches. The machine's limits and state are
+    read. A second call answers from a cache.
+    """
     from autoplan.probes.run import run_probes
 
     with _progress() as tell:
@@ -103,7 +107,7 @@ def device_rows(device: Device) -> list[Row]:
     for name, reading in device.state.items():
         rows.append((name.replace("_", " "), _state(reading), reading.reason or reading.source))
     if device.throttle_reasons:
-        rows.append(("held down by", ", ".join(device.throttle_reasons), ""))
+        rows.append(("slowed down by", ", ".join(device.throttle_reasons), ""))
     rows += [("also in use by", process, "") for process in device.other_processes]
     return rows
 
@@ -220,13 +224,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """What is being measured: a line that changes on a terminal, one line in all elsewhere; on stderr."""
     console = output.console()
     if is_plain(sys.stderr):
-        told = False
+        said = False
 
         def tell_once(doing: str) -> None:
-            nonlocal told
-            if not told:
+            nonlocal said
+            if not said:
                 console.print("measuring this machine, some 12 s", markup=False, soft_wrap=True)
-            told = True
+            said = True
 
         yield tell_once
         return

@@ -14,10 +14,13 @@ from autoplan.errors import UsageError
 
 def report_command(
     plan: PlanArgument = DEFAULT_PLAN,
-    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("report.html"),
     json_output: output.JsonOption = False,
 ) -> None:
-    """Write a page about a plan: tables and drawings in one file, readable without scripts or a network."""
+    """Write an HTML page about a plan.
+
+    Tables and drawings in one file. It needs no scripts and no network.
+    """
     from autoplan.report.html import render_page
 
     page = render_page(load_plan(plan))

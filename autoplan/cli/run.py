@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 def run_command(
     plan: PlanArgument = DEFAULT_PLAN,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps, the first not counted in the rate.")] = 5,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Optimizer steps. The first does not count for the speed.")
+    ] = 5,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Run some steps of a plan's own workload and print the rate. A plan for several ranks: start it by torchrun."""
+    """Run some steps of a plan and print the speed.
+
+    The model and the data are those of the search. Start a plan for several ranks with torchrun.
+    """
     if steps < 1:
         raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
     loaded = load_plan(plan)

@@ -1,4 +1,4 @@
-"""autoplan schema: what a plan file holds, as JSON Schema."""
+"""autoplan schema: what a plan file contains, as JSON Schema."""
 
 from __future__ import annotations
 

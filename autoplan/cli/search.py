@@ -17,61 +17,174 @@ if TYPE_CHECKING:
     from autoplan.strategies.workloads.spec import WorkloadSpec
 
 SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
+WORKLOAD, SEARCH, OUTPUT = "What is trained", "The search", "Output"
+
+EXAMPLES = (
+    "Examples:\n\n"
+    "autoplan search --model gpt2 --seq-len 512 --budget 30m\n\n"
+    "autoplan search --model mine.py:workload --fix precision=bf16 --bound micro_batch=1..8"
+)
 
 
 def search_command(
     model: Annotated[
         str,
-        typer.Option("--model", help="gpt2 or another built-in name, a config.json, a folder, or file.py:function."),
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="gpt2 or another built-in name, a config.json, a folder with one, or file.py:function.",
+            rich_help_panel=WORKLOAD,
+        ),
     ],
     sequence_length: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens per sequence. Default: the model's own length.")
+        int | None,
+        typer.Option(
+            "--seq-len",
+            metavar="N",
+            help="Tokens per sequence. Default: the model's own length.",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Samples per optimizer step; no plan changes it. Default: 32.")
+        int | None,
+        typer.Option(
+            "--global-batch",
+            metavar="N",
+            help="Samples per optimizer step. No plan changes this number. Default: 32.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", metavar="X", help="Learning rate of the optimizer.", rich_help_panel=WORKLOAD),
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option("--weight-decay", metavar="X", help="Weight decay of the optimizer.", rich_help_panel=WORKLOAD),
+    ] = None,
+    max_grad_norm: Annotated[
+        float | None,
+        typer.Option(
+            "--max-grad-norm",
+            metavar="X",
+            help="Clip the norm of the gradients to this. 0: no clipping.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Seed of the weights, the batches and the search. Default: 0.",
+            rich_help_panel=WORKLOAD,
+        ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", help="Time for the whole search: 90s, 10m, 1h. Given anew it extends. Default: 10m."),
+        typer.Option(
+            "--budget",
+            metavar="TIME",
+            help="Time for the whole search: 90s, 10m, 1h30m. A larger one extends an earlier search. Default: 10m.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
-    max_trials: Annotated[int | None, typer.Option("--max-trials", help="At most so many trials.")] = None,
+    max_trials: Annotated[
+        int | None,
+        typer.Option("--max-trials", metavar="N", help="Run at most this number of trials.", rich_help_panel=SEARCH),
+    ] = None,
     fix: Annotated[
-        list[str] | None, typer.Option("--fix", metavar="KNOB=VALUE", help="Keep a knob at a value; may repeat.")
+        list[str] | None,
+        typer.Option(
+            "--fix",
+            metavar="KNOB=VALUE",
+            help="Keep a knob at one value, for example precision=bf16. Repeat it for more knobs.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
     bound: Annotated[
         list[str] | None,
-        typer.Option("--bound", metavar="KNOB=LOW..HIGH|KNOB=A,B", help="Keep a knob within bounds; may repeat."),
+        typer.Option(
+            "--bound",
+            metavar="KNOB=VALUES",
+            help="Keep a knob in a range (micro_batch=1..8) or a list (precision=fp32,bf16). Repeat it for more knobs.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu. Default: cuda where there is one.")
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cuda or cpu. Default: cuda if the machine has a GPU.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option("--memory-limit", help="What a trial may take: 8GiB, or 80%. Default: 80% of what is available."),
+        typer.Option(
+            "--memory-limit",
+            metavar="SIZE",
+            help="Memory that one trial may use: 8GiB, or 80% of all memory. Default: 80% of the free memory.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", help="The largest number of ranks here. Default: all visible GPUs; 1 on CPU."),
+        typer.Option(
+            "--nproc",
+            metavar="N",
+            help="Use at most this number of processes (ranks). Default: the number of visible GPUs; 1 on CPU.",
+            rich_help_panel=SEARCH,
+        ),
     ] = None,
-    sampler: Annotated[str, typer.Option("--sampler", help="ours, or Optuna's tpe or random.")] = "ours",
-    out: Annotated[Path, typer.Option("--out", help="Where to write the plan.")] = Path("plan.json"),
-    store: Annotated[
-        Path | None, typer.Option("--store", help="Folder of the search's record. Default: the user's state folder.")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an old record is kept aside.")] = False,
+    sampler: Annotated[
+        str,
+        typer.Option(
+            "--sampler",
+            metavar="NAME",
+            help="How the next trial is chosen: autoplan, or tpe or random of Optuna.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "autoplan",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the space with predicted memory and time; run nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="List the configurations with their predicted memory and time. Run no trial.",
+            rich_help_panel=SEARCH,
+        ),
     ] = False,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Of the workload.")] = None,
-    weight_decay: Annotated[float | None, typer.Option("--weight-decay", help="Of the workload.")] = None,
-    max_grad_norm: Annotated[
-        float | None, typer.Option("--max-grad-norm", help="Clip the gradients' norm; 0: no clipping.")
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The plan file to write.", rich_help_panel=OUTPUT)
+    ] = Path("plan.json"),
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="DIR",
+            help="Folder for the records of searches; each search has a folder of its own in it. "
+            "Default: a folder in the user's state folder.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of weights, batches and the search. Default: 0.")] = None,
-    json_output: output.JsonOption = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Start this search from zero. Its earlier record is moved aside, not deleted.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help=output.JSON_HELP, rich_help_panel=OUTPUT)] = False,
 ) -> None:
-    """Search for the fastest way to run a training job here, and write a verified plan."""
+    """Search for the fastest plan on this machine.
+
+    It measures many ways to run the training job, checks that the fastest one trains the same thing, and writes it as
+    a plan. The same command again resumes the search. If the search has ended, it answers from the record.
+    """
     from autoplan import api
+    from autoplan.planner.search.options import SearchOptions
 
     spec = make_spec(
         model,
@@ -82,21 +195,21 @@ def search_command(
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
-    options = api.make_options(
-        spec,
+    options = SearchOptions(
+        spec=spec,
         budget=budget,
         max_trials=max_trials,
         fix=parse_fixes(fix or []),
-        bound=dict(parse_bounds(bound or [])),
-        device=device,
+        bound=parse_bounds(bound or []),
+        device=device,  # type: ignore[arg-type]  # any text: the options check it
         memory_limit=memory_limit,
+        nproc=nproc,
+        sampler=sampler,  # type: ignore[arg-type]
         out=out,
         store=store,
         fresh=fresh,
-        sampler=sampler,
-        nproc=nproc,
-        seed=seed or 0,
         dry_run=dry_run,
+        seed=seed or 0,
     )
     say_what_is_searched(options)
     result = api.run(options)
@@ -133,11 +246,20 @@ def parse_fixes(texts: list[str]) -> dict[str, Any]:
     return fixed
 
 
-def parse_bounds(texts: list[str]) -> list[tuple[str, Any]]:
-    """`knob=low..high` and `knob=a,b` texts."""
+def parse_bounds(texts: list[str]) -> dict[str, Any]:
+    """`knob=low..high` and `knob=a,b` texts; UsageError for a knob that is bounded twice to different values."""
     from autoplan.planner.space.bounds import parse_bound
 
-    return [parse_bound(text) for text in texts]
+    bounds: dict[str, Any] = {}
+    for text in texts:
+        knob, bound = parse_bound(text)
+        if knob in bounds and bounds[knob] != bound:
+            raise UsageError(
+                f"--bound {knob} is given twice, as {bounds[knob].describe()} and as {bound.describe()}",
+                hint="Bound it once: a range (1..8), or all its values in one list (1,2,8).",
+            )
+        bounds[knob] = bound
+    return bounds
 
 
 def say_what_is_searched(options: SearchOptions) -> None:

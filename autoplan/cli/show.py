@@ -12,10 +12,13 @@ from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
 
 def show_command(
     plan: PlanArgument = DEFAULT_PLAN,
-    trials: Annotated[bool, typer.Option("--trials", help="List every trial behind the plan too.")] = False,
+    trials: Annotated[bool, typer.Option("--trials", help="List every trial of the search too.")] = False,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Show a plan: baseline against plan, each choice and why, what was ruled out, the next best."""
+    """Show a plan.
+
+    Its speed and memory beside the plain run's, each choice with its reason, what was ruled out, and the next best.
+    """
     from autoplan.api import found_elsewhere
 
     loaded = load_plan(plan)

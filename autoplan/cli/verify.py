@@ -1,4 +1,4 @@
-"""autoplan verify: does a plan still hold here? Its parity check and a short measurement, on this machine."""
+"""autoplan verify: is a plan still right here? Its parity check and a short measurement, on this machine."""
 
 from __future__ import annotations
 
@@ -23,36 +23,47 @@ MEMORY_SHARE = 0.8  # of what is available, as a search takes by default
 def verify_command(
     plan: PlanArgument = DEFAULT_PLAN,
     time_box: Annotated[
-        str, typer.Option("--budget", help="Time for the measurement; the parity check comes on top.")
+        str,
+        typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
+    changed_ok: Annotated[
+        bool, typer.Option("--changed-ok", help="Verify it although the workload's code changed since the search.")
+    ] = False,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Check a plan here: that it trains the same thing as the plain run, and how fast it is on this machine."""
+    """Check a plan on this machine.
+
+    Does it train the same thing as the plain run, and how fast is it here?
+    """
     from autoplan.api import found_elsewhere
+    from autoplan.planner.apply import refuse_changed_code
 
     loaded = load_plan(plan)
     seconds = parse_duration_s(time_box)
+    changed = refuse_changed_code(loaded.workload, changed_ok=changed_ok)
+    if changed is not None:
+        output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)
     parity, trial = verify_plan(loaded, seconds)
-    held = parity.passed and trial.tokens_per_s is not None
+    verified = parity.passed and trial.tokens_per_s is not None
     if json_output:
         output.print_json(
             {
-                "status": "verified" if held else "failed",
+                "status": "verified" if verified else "failed",
                 "other_hardware": elsewhere,
                 "parity": parity.model_dump(mode="json"),
                 "trial": trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes},
                 "plan_measured": loaded.measurement.tokens_per_s.model_dump(mode="json"),
             }
         )
-        if not held:
+        if not verified:
             raise typer.Exit(NoFeasiblePlanError.exit_code)
         return
     _show(loaded, parity, trial, elsewhere)
 
 
 def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> None:
-    """The verdicts as lines; NoFeasiblePlanError where the plan does not hold here."""
+    """The verdicts as lines; NoFeasiblePlanError where the plan fails here."""
     from autoplan.report import facts
 
     print(f"parity: {facts.parity_words(parity)}")

@@ -1,17 +1,33 @@
-"""The only place that starts, watches and ends processes.
+"""The only place that starts, watches and ends processes. Linux only.
 
     with Zygote() as zygote:
         report = zygote.run(Task(target=work, args=(3,), ranks=2, deadlines_s={"*": 60.0}))
 
-A `Zygote` has torch and the model library imported and forks the ranks of one `Task` after another; whatever the
-ranks do, `run` returns a `ProcessReport`, and nothing that they started is left. Linux only.
+In: a `Task`. Out: a `ProcessReport`. A `Zygote` is a process that has imported torch and the model library; it forks
+the ranks of one task after another. `run` always returns a report, and leaves no process that the ranks started.
+
+    task.py           Task: what goes in; Progress: how far it is
+    report.py         ProcessReport: what comes back, rank by rank; TaskFailedError
+    errors.py         ZygoteError; StopTask, with which a caller ends a task
+    client.py         Zygote: the planner's side
+    zygote.py         the zygote's own process: imports once, then forks
+    supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
+    rank.py           what a rank does before and after its target
+    context.py        RankContext: the first argument of every target
+    build_report.py   the report, from what the supervisor saw and the ranks wrote
+    files.py          the files of a task: heartbeats, results, output
+    wire.py           messages between the planner and the zygote
+    memory.py         the host memory of all descendants
+    owner.py          ProcessIdentity: a process that a reused pid cannot be taken for
+    linux.py          Linux calls that Python does not wrap, readings from /proc
 """
 
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.owner import ProcessIdentity, is_alive
-from autoplan.processes.records import Ended, ErrorReport, ProcessReport, Progress, RankReport, Task, TaskFailedError
+from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankReport, TaskFailedError
+from autoplan.processes.task import Progress, Task
 
 __all__ = [
     "Ended",

@@ -19,11 +19,12 @@ from types import TracebackType
 from typing import IO, Any
 
 from autoplan.processes import linux
+from autoplan.processes.build_report import build_report
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.files import clear_rank_files, read_end
 from autoplan.processes.owner import ProcessIdentity, is_alive
-from autoplan.processes.records import Ended, ProcessReport, Progress, Task
-from autoplan.processes.reports import build_report
+from autoplan.processes.report import Ended, ProcessReport
+from autoplan.processes.task import Progress, Task
 from autoplan.processes.wire import FrameReader, send_frame
 
 _MARKER = "AUTOPLAN_ZYGOTE"
@@ -39,7 +40,7 @@ _BOOTSTRAP = (
 
 
 class Zygote:
-    """Starts tasks in processes forked from one that has the imports behind it.
+    """Starts tasks in processes forked from one that has done the imports.
 
     A context manager; `run` starts the process if need be, and starts another if it was lost. Not for use by two
     threads at once.
@@ -139,7 +140,7 @@ class Zygote:
         Args:
             task: What to run.
             on_progress: Called at each new heartbeat, and every second. An exception of it ends the task and is
-                raised again here, but for `StopTask`: that gives a report with `Ended.CANCELLED`.
+                raised again here, except `StopTask`: that gives a report with `Ended.CANCELLED`.
 
         Returns:
             How the task ended. Nothing that it started runs any more (see `left_behind`).
@@ -207,10 +208,10 @@ class Zygote:
             if message["kind"] == "ended":
                 return message
             if message["kind"] == "progress" and on_progress is not None:
-                self._tell(on_progress, message)
+                self._call_back(on_progress, message)
 
-    def _tell(self, on_progress: Callable[[Progress], None], message: dict[str, Any]) -> None:
-        """Calls back; an error of the callback must not be taken for one of the connection."""
+    def _call_back(self, on_progress: Callable[[Progress], None], message: dict[str, Any]) -> None:
+        """Calls `on_progress`; an error that it raises must not be taken for one of the connection."""
         progress = Progress(**{name: value for name, value in message.items() if name != "kind"})
         try:
             on_progress(progress)
@@ -247,7 +248,7 @@ class Zygote:
     # -- the process ---------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        ours, theirs = socket.socketpair()
+        planner_end, zygote_end = socket.socketpair()
         identity = ProcessIdentity.current()
         self._marker = f"{identity.boot_id}:{identity.pid}:{identity.start_time}:{uuid.uuid4().hex}"
         environment = {
@@ -256,7 +257,7 @@ class Zygote:
             **self._env,
             _MARKER: self._marker,
         }
-        code = _BOOTSTRAP.format(path=_import_path(), fd=theirs.fileno(), pid=os.getpid(), preload=self._preload)
+        code = _BOOTSTRAP.format(path=_import_path(), fd=zygote_end.fileno(), pid=os.getpid(), preload=self._preload)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -265,14 +266,14 @@ class Zygote:
                 stdout=self._output if self._quiet else 2,  # never the planner's stdout, which carries data
                 stderr=self._output if self._quiet else 2,
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[zygote_end.fileno()],
                 start_new_session=True,  # Ctrl-C is the planner's to handle
             )
         except OSError as error:
             raise ZygoteError(f"{sys.executable} could not be started: {error}") from error
         finally:
-            theirs.close()
-        self._connection, self._reader = ours, FrameReader(ours)
+            zygote_end.close()
+        self._connection, self._reader = planner_end, FrameReader(planner_end)
 
     def _await_ready(self, began_at: float) -> dict[str, Any]:
         assert self._process is not None and self._output is not None
@@ -291,7 +292,7 @@ class Zygote:
         )
 
     def _discard(self) -> int:
-        """Kills the zygote and what carries its mark; returns how many others than the zygote that were."""
+        """Kills the zygote and the processes that carry its mark; returns the number of those."""
         swept = 0
         if self._process is not None:
             self._process.kill()
@@ -317,18 +318,18 @@ class _CallbackError(BaseException):
 
 
 def sweep_abandoned() -> int:
-    """Kills what a planner that is dead left behind: only processes that carry a zygote's mark in their environment.
+    """Kills what a dead planner left behind: only processes that carry a zygote's mark in their environment.
 
-    Needed only where planner and zygote were killed at the same moment: else the one sweeps for the other.
+    Needed only where planner and zygote were killed at the same moment; otherwise the one that lives does it.
 
     Returns:
         How many processes were killed.
     """
     marks = linux.environments(_MARKER)
-    # The pid in a mark means something in its own pid namespace only: leave the processes of containers alone.
-    ours = linux.pid_namespace(os.getpid())
+    # The pid in a mark is valid in its own pid namespace only: processes of containers are left alone.
+    own_namespace = linux.pid_namespace(os.getpid())
     killed = 0
-    for marker in {mark for pid, mark in marks.items() if linux.pid_namespace(pid) == ours}:
+    for marker in {mark for pid, mark in marks.items() if linux.pid_namespace(pid) == own_namespace}:
         parts = marker.split(":")
         if len(parts) == 4 and parts[1].isdigit() and parts[2].isdigit():
             owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))

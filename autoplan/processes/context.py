@@ -1,4 +1,4 @@
-"""What a target knows of the task it runs in, and how it tells the supervisor where it is."""
+"""What a target knows of the task that it runs in, and how it reports its phase, progress and result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.processes.files import rank_file, write_json
-from autoplan.processes.records import FIRST_PHASE
+from autoplan.processes.task import FIRST_PHASE
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ class RankContext:
         self.directory = directory
         self.master_addr = "127.0.0.1"
         self.store_port = self.master_port = store_port
-        """Bound and listening since before the first rank was started, so nobody else can take it."""
+        """Bound and listening since before the first rank was started, so no other process can take it."""
         self._listen_fd = listen_fd
         self._requested_at = requested_at
         self._store: Store | None = None

@@ -1,13 +1,12 @@
-"""What can go wrong with the processes themselves; a failing rank is not an error here but a report."""
+"""What can go wrong with the processes themselves, and how a caller ends a task.
+
+A rank that fails is not an error here: the report says so. `TaskFailedError` (report.py) is for callers that need the
+result of a task.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from autoplan.errors import AutoplanError
-
-if TYPE_CHECKING:
-    pass
 
 
 class ZygoteError(AutoplanError):

@@ -41,7 +41,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """What a JSON file holds; None if it is not there or cannot be read."""
+    """The value in a JSON file; None if it is not there or cannot be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):

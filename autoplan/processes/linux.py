@@ -46,7 +46,7 @@ def raise_oom_score(adjustment: int = 900) -> None:
     try:
         Path("/proc/self/oom_score_adj").write_text(str(adjustment))
     except OSError:
-        pass  # a sandbox without the file: the polled limit still holds
+        pass  # a sandbox without the file: the polled limit still applies
 
 
 def limit_data_bytes(limit_bytes: int) -> None:
@@ -79,7 +79,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third on: the second, the name, may hold blanks and brackets."""
+    """The fields of /proc/PID/stat from the third on: the second, the name, may contain blanks and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -109,7 +109,7 @@ def descendants(root_pid: int) -> set[int]:
 
 
 def pid_namespace(pid: int) -> str | None:
-    """The pid namespace of a process; None if it is gone or not ours to ask about."""
+    """The pid namespace of a process; None if it is gone or belongs to another user."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:

@@ -12,9 +12,9 @@ _LISTING_SHARE = 0.05  # of one core, at most: a walk of /proc takes long where 
 _NEAR_LIMIT = 0.7
 _CONFIRM_S = 0.25  # between exact readings: the kernel walks the page tables for each
 
-# The hard limit behind the polled one counts what is mapped, not what is touched, per process: hence the room.
+# RLIMIT_DATA counts what a process maps, not what it touches, so it has to be larger than the polled limit.
 _DATA_LIMIT_FACTOR = 1.5
-_DATA_LIMIT_ROOM_BYTES = 1 << 30
+_DATA_LIMIT_EXTRA_BYTES = 1 << 30
 
 
 def data_limit_bytes(memory_limit_bytes: int, env: dict[str, str]) -> int | None:
@@ -27,7 +27,7 @@ def data_limit_bytes(memory_limit_bytes: int, env: dict[str, str]) -> int | None
         env: The environment of the ranks.
     """
     uses_cuda = os.path.exists("/dev/nvidiactl") and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    return None if uses_cuda else int(memory_limit_bytes * _DATA_LIMIT_FACTOR) + _DATA_LIMIT_ROOM_BYTES
+    return None if uses_cuda else int(memory_limit_bytes * _DATA_LIMIT_FACTOR) + _DATA_LIMIT_EXTRA_BYTES
 
 
 class MemoryWatch:

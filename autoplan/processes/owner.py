@@ -39,7 +39,7 @@ def is_alive(identity: ProcessIdentity) -> bool:
     """Whether exactly this process still runs here; a zombie does not.
 
     "Here" is this machine and this pid namespace. Of a process on another machine or in another container it
-    says False: what they may share needs a lock, and this only tells who holds it.
+    says False: what they may share needs a lock, and this only says who has it.
     """
     return ProcessIdentity.of(identity.pid) == identity
 

@@ -26,7 +26,7 @@ _COLD_START = "import sys; sys.path[:] = {path!r}; from autoplan.processes.rank 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """All that a rank is told, apart from the payload."""
+    """What a rank gets from the supervisor, apart from the payload."""
 
     rank: int
     world_size: int

@@ -1,7 +1,7 @@
 """Runs one task inside the zygote: starts the ranks, watches them, ends them, sweeps what they left.
 
 Memory: the limit is polled over all descendants (every 20 to 100 ms; anonymous and shared resident pages, and the
-proportional set size before anything is killed for it). Behind it stands RLIMIT_DATA per process, 1.5 times the
+proportional set size before anything is killed for it). In addition each process has RLIMIT_DATA, 1.5 times the
 limit and 1 GiB, where no NVIDIA device can be used (a CUDA context maps far more than it touches).
 """
 
@@ -21,7 +21,8 @@ from autoplan.processes import linux
 from autoplan.processes.files import rank_file, read_json, trim_output
 from autoplan.processes.memory import MemoryWatch, data_limit_bytes
 from autoplan.processes.rank import RankSpec, exec_cold, run_forked
-from autoplan.processes.records import ANY_PHASE, FIRST_PHASE, Ended
+from autoplan.processes.report import Ended
+from autoplan.processes.task import ANY_PHASE, FIRST_PHASE
 
 _FAST_TICK_S = 0.02
 _SLOW_TICK_S = 0.1
@@ -73,8 +74,8 @@ class Supervisor:
     Args:
         request: The header that `Zygote.run` sent.
         payload: The pickled target and arguments.
-        caller: What the planner asks meanwhile: `caller()` is True if the task is to be cancelled.
-        watched_fds: Descriptors whose readiness is a reason to look at `caller` at once.
+        is_cancelled: Asks the planner: True if the task is to be cancelled.
+        watched_fds: Descriptors whose readiness is a reason to call `is_cancelled` at once.
         inherited_fds: Descriptors of the zygote that no rank may keep.
         send_progress: Takes a message for the planner.
     """
@@ -84,14 +85,14 @@ class Supervisor:
         request: dict[str, Any],
         payload: bytes,
         *,
-        caller: Callable[[], bool],
+        is_cancelled: Callable[[], bool],
         watched_fds: list[int],
         inherited_fds: list[int],
         send_progress: Callable[[dict[str, Any]], None],
     ) -> None:
         self._request = request
         self._payload = payload
-        self._caller = caller
+        self._is_cancelled = is_cancelled
         self._watched_fds = watched_fds
         self._inherited_fds = inherited_fds
         self._send_progress = send_progress
@@ -169,7 +170,7 @@ class Supervisor:
             start = exec_cold if self._request["cold"] else run_forked
             start(spec, self._payload, [*self._inherited_fds, *own_fds, listener_fd])
         try:
-            os.setpgid(pid, pid)  # the rank does it too: whoever comes first
+            os.setpgid(pid, pid)  # the rank does it too, and either may be first
         except OSError:
             pass
         return RankState(rank=spec.rank, pid=pid, pidfd=linux.open_pidfd(pid), forked_at=forked_at)
@@ -179,7 +180,7 @@ class Supervisor:
     def _watch(self) -> Verdict:
         while True:
             self._wait(self._tick_s())
-            if self._caller():
+            if self._is_cancelled():
                 return Verdict(ended=Ended.CANCELLED)
             self._reap()
             for state in self._ranks:
@@ -190,7 +191,7 @@ class Supervisor:
                 verdict = Verdict(ended=Ended.MEMORY_LIMIT, failed_rank=self._largest_rank())
             if verdict is not None:
                 return verdict
-            self._tell_progress()
+            self._send_progress_if_due()
             self._trim_output()
 
     def _tick_s(self) -> float:
@@ -283,7 +284,7 @@ class Supervisor:
     def _largest_rank(self) -> int:
         return max(self._ranks, key=lambda state: self._memory.by_pid.get(state.pid, 0)).rank
 
-    def _tell_progress(self) -> None:
+    def _send_progress_if_due(self) -> None:
         now = time.monotonic()
         if now - self._progress_at < _PROGRESS_S:
             return

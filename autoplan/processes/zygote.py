@@ -35,7 +35,7 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
 
     Args:
         connection_fd: Our end of the socket pair; its end is the planner's end.
-        planner_pid: Watched besides, since a fork of the planner may hold a copy of its end.
+        planner_pid: Watched too, since a fork of the planner may have a copy of its end.
         preload: Modules to import before the first fork.
     """
     connection = socket.socket(fileno=connection_fd)
@@ -71,7 +71,7 @@ class ZygoteServer:
             self._fds.append(self._planner_pidfd)
 
     def announce(self, preload_errors: dict[str, str]) -> None:
-        """Tells the planner that the imports are done, and how they went."""
+        """Sends the planner that the imports are done, and how they went."""
         torch = sys.modules.get("torch")
         ready = {
             "kind": "ready",
@@ -91,7 +91,7 @@ class ZygoteServer:
             supervisor = Supervisor(
                 header,
                 payload,
-                caller=self._is_cancelled,
+                is_cancelled=self._is_cancelled,
                 watched_fds=self._fds,
                 inherited_fds=self._fds,
                 send_progress=self._send_progress,

@@ -22,19 +22,22 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     )
     for line in document["assumed"]:
         _say(screen, f"  assumed: {line}")
-    shared = " ".join(f"{knob}={document['best'][0]['layout'][knob]}" for knob in ("precision", "compile", "attention"))
+    best = document["best"][0]
+    shared = " ".join(f"{knob}={best['layout'][knob]}" for knob in ("precision", "compile", "attention", "loss"))
     _say(screen, f"  with {shared} optimizer={document['optimizer']} (--fix changes them)")
+    if best["other_inputs"]:
+        other = " ".join(f"{name}={value}" for name, value in best["other_inputs"].items())
+        _say(screen, f"  not knobs of autoplan, so no search can take them: {other}")
     if document["fixed"]:
         _say(screen, f"  fixed: {' '.join(f'{knob}={value}' for knob, value in document['fixed'].items())}")
     if cluster["input_tokens_per_s"] is not None:
         _say(screen, f"  input: {cluster['input_tokens_per_s']:,.0f} tokens/s from the loaders of a node")
     _say(
         screen,
-        f"  {_count(document['configurations_priced'], 'layout')} priced in {document['pricing_s']:.3f} s, "
+        f"  {_count(document['configurations_estimated'], 'layout')} estimated in {document['estimating_s']:.3f} s, "
         f"{document['configurations_that_fit']:,} fit",
     )
     _layouts(document["best"], screen)
-    best = document["best"][0]
     _parts(best, screen)
     _training(document["training"], cluster, screen)
     smallest = document["smallest_cluster"]
@@ -42,7 +45,7 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
         _say(
             screen,
             f"\nfewest GPUs that hold it: {smallest['num_gpus']}, at {smallest['step_time_s']:.3g} s a step "
-            f"({_layout(smallest['layout'])})",
+            f"({_layout(smallest)})",
         )
     _scaling(document["scaling"], screen)
     if document["why_others_lose"]:
@@ -54,9 +57,15 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
         _say(screen, f"  {', '.join(names)}: {why}")
 
 
-def _layout(layout: dict[str, Any]) -> str:
-    text = f"tp={layout['tp']} pp={layout['pp']} dp={layout['dp_replicate']}x{layout['dp_shard']} {layout['sharding']}"
-    text += f" micro_batch={layout['micro_batch']} accumulation={layout['accumulation']}"
+def _layout(entry: dict[str, Any]) -> str:
+    layout = entry["layout"]
+    text = f"tp={layout['tp']} pp={layout['pp']} dp_replicate={layout['dp_replicate']} dp_shard={layout['dp_shard']}"
+    other = entry.get("other_inputs", {})
+    if "sharding" in other:
+        text += f" sharding={other['sharding']}"
+    elif layout["dp_shard"] > 1:
+        text += f" reshard_after_forward={layout['reshard_after_forward']}"
+    text += f" micro_batch={layout['micro_batch']}"
     if layout["gradient_sync"] == "every":
         text += " gradient_sync=every"
     text += f" checkpointing={layout['checkpointing']}"
@@ -85,7 +94,7 @@ def _layouts(best: list[dict[str, Any]], screen: Console) -> None:
     for number, entry in enumerate(best, start=1):
         _say(
             screen,
-            f"  {number}. {_layout(entry['layout'])}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
+            f"  {number}. {_layout(entry)}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
             f"{entry['step_time_high_s']:.3g}), {entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}, "
             f"HFU {entry['hfu']:.0%}, {entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU",
         )
@@ -120,7 +129,7 @@ def _scaling(entries: list[dict[str, Any]], screen: Console) -> None:
                 screen,
                 f"  {_count(entry['num_gpus'], 'GPU')}: {entry['step_time_s']:.3g} s, "
                 f"{entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}"
-                f"{', input binds' if entry['bound'] == 'input' else ''} ({_layout(entry['layout'])})",
+                f"{', input binds' if entry['bound'] == 'input' else ''} ({_layout(entry)})",
             )
 
 

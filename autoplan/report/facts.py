@@ -1,4 +1,4 @@
-"""What a plan says, as rows of text: the terminal and the HTML page show the same words."""
+"""What a plan says, as rows of text: the terminal and the HTML page show the same text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Baseline(NamedTuple):
 def baseline(plan: Plan) -> Baseline:
     """The plain run as it was measured beside the finalists, where it was; else its one trial at the start.
 
-    The speed-up stands on the runs side by side, so the table shows those.
+    The speed-up is computed from the runs side by side, so the table shows those.
     """
     for alternative in plan.alternatives:
         again = alternative.measurement
@@ -62,7 +62,7 @@ def baseline(plan: Plan) -> Baseline:
 
 
 def baseline_mfu(plan: Plan) -> float | None:
-    """Model FLOPs/s of the baseline over the peak that the plan's own MFU stands on.
+    """Model FLOPs/s of the baseline over the peak that the plan's own MFU is a share of.
 
     The same peak for both, so that the two figures differ by the speed-up alone.
     """
@@ -87,7 +87,7 @@ def comparison(plan: Plan) -> Rows:
 
 
 def method_words(method: str | None) -> str:
-    """How a step was timed, in words."""
+    """How a step was timed, as text."""
     return {"whole_steps": "whole steps", "parts": "parts of a step", None: "not timed"}.get(method, str(method))
 
 

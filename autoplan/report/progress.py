@@ -14,7 +14,7 @@ from rich.text import Text
 from autoplan.planner.records import LeftOutFamily, Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver
 from autoplan.probes.profile import HardwareProfile
-from autoplan.report import facts as words
+from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_clock, format_number, format_seconds
@@ -32,16 +32,16 @@ PHASES = {
 }
 
 
-def phase_words(name: str, detail: str) -> str:
-    """`reading the model: looking at gpt2`; the phase is not said twice."""
-    words = PHASES.get(name, name)
-    if detail.startswith(words):
+def describe_phase(name: str, detail: str) -> str:
+    """`reading the model: looking at gpt2`; a detail that names the phase already stays as it is."""
+    phase = PHASES.get(name, name)
+    if detail.startswith(phase):
         return detail
-    return f"{words}: {detail}" if detail else words
+    return f"{phase}: {detail}" if detail else phase
 
 
-SILENCE_S = 60.0  # in a log, a trial that takes long says so this often
-DETAIL_S = 10.0  # and a phase of many short parts names one of them this often
+SILENCE_S = 60.0  # between two lines of a log on a trial that takes long
+DETAIL_S = 10.0  # between two lines on the parts of a phase that has many
 
 
 class PlainProgress(SearchObserver):
@@ -63,7 +63,7 @@ class PlainProgress(SearchObserver):
         if name == "probe" and name == self._phase and now - self._said < DETAIL_S:
             return
         self._phase, self._said = name, now
-        self.say(phase_words(name, detail))
+        self.say(describe_phase(name, detail))
 
     def on_note(self, text: str) -> None:
         self.say(f"note: {text}")
@@ -75,7 +75,7 @@ class PlainProgress(SearchObserver):
     def on_workload(self, spec: WorkloadSpec) -> None:
         self.unit = spec.unit
         if spec.kind == "function":  # what it decides itself could not be said before it was called
-            self.say(f"workload: {words.workload_line(spec)}")
+            self.say(f"workload: {facts.workload_line(spec)}")
 
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
         ruled_out = sum(family.configurations for family in left_out)
@@ -156,11 +156,11 @@ class LiveProgress(PlainProgress):
         return Group(*lines)
 
     def remember(self, budget: BudgetState) -> None:
-        """Keeps where the budget stands, and when that was."""
+        """Keeps the state of the budget, and when it was that."""
         self.budget, self._seen = budget, time.monotonic()
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        self.doing = phase_words(name, detail)
+        self.doing = describe_phase(name, detail)
         self.running = ""
 
     def on_trial_started(

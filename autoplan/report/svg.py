@@ -24,7 +24,7 @@ def colour(plan: Plan, trial: Trial) -> str:
 
 
 def draw_rates(plan: Plan) -> str:
-    """A bar per trial with its interval; a cross-mark word for those that did not finish. Empty without trials."""
+    """A bar per trial with its interval; the outcome of those that did not finish. Empty without trials."""
     trials = list(plan.evidence)
     highest = max((t.tokens_per_s.high for t in measured_trials(plan) if t.tokens_per_s), default=0.0)
     if not trials or highest <= 0:

@@ -16,7 +16,7 @@ from autoplan.report import facts
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN_FAMILIES = 10  # of those ruled out: a table that a screen holds
+SHOWN_FAMILIES = 10  # of those ruled out: a table that fits on a screen
 
 
 def make_table(content: facts.Rows, *, title: str | None = None, right: Sequence[int] = ()) -> Table:
@@ -25,7 +25,7 @@ def make_table(content: facts.Rows, *, title: str | None = None, right: Sequence
     Args:
         content: Headings and rows.
         title: Above the table.
-        right: The columns that hold numbers.
+        right: The columns of numbers.
     """
     table = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, header_style="bold"
@@ -78,7 +78,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 def show_left_out(
     console: Console, families: Sequence[LeftOutFamily], *, more: str = "autoplan explain or --json"
 ) -> None:
-    """What was never tried by a limit that has a figure first, the largest families of it; and how many more there are.
+    """The largest families that were never tried, those whose limit has a figure first; and how many more there are.
 
     Args:
         console: Where.

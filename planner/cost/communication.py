@@ -10,25 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autoplan.planner.cost.candidates import SHARDINGS, Candidates, Floats
+from autoplan.planner.cost.columns import SHARDINGS, Columns, Floats
+from autoplan.planner.cost.states import ModelSize, StateWidths
 from autoplan.probes.profile import HardwareProfile
 
 # Where no probe measured it. Share of a link's rate that NCCL's rings reach on large messages: 230-240 GB/s of 300 on
-# A100 NVLink, 360-450 of 450 on H100, 80-90 % on InfiniBand (nccl-tests results as NVIDIA publishes them).
+# A100 NVLink, 360-450 of 450 on H100, 80-90 % on InfiniBand (nccl-tests results as NVIDIA publishes them). Not fitted.
 ASSUMED_LINK_EFFICIENCY = 0.8
-# what NCCL takes to come up to its bandwidth and its peers to meet, beyond the ring's steps, for a gather or a scatter
-# (an all-reduce is both): messages of some MB move at half the rate of large ones
+# What NCCL takes to come up to its bandwidth and its peers to meet, beyond the ring's steps, for a gather or a scatter
+# (an all-reduce is both): messages of some MB move at half the rate of large ones. Fitted to the step times of
+# llm-foundry, fms-fsdp and vTrain (docs/accuracy.md).
 RAMP_S = 4e-5
-# per step of a ring: an all-reduce of few bytes over 8 GPUs takes some 30 us in nccl-tests, 14 steps
+# Per step of a ring: an all-reduce of few bytes over 8 GPUs takes some 30 us in nccl-tests, 14 steps. Not fitted.
 ASSUMED_INTRA_LATENCY_S = 2.2e-6
+# Per level of NCCL's trees between nodes, and per step of a ring between nodes (all-gather and reduce-scatter have no
+# trees in NCCL, so every node is a step). Fitted to llm-foundry's and fms-fsdp's step times on 16 to 512 GPUs.
 ASSUMED_INTER_LATENCY_S = 15e-6
-# per step of a ring between nodes; all-gather and reduce-scatter have no trees in NCCL, so every node is a step
 ASSUMED_RING_LATENCY_S = 6e-6
-# gloo on loopback, where its probe did not run
+# gloo on loopback, where its probe did not run. Assumed, of the size that gloo shows on two cores; not fitted.
 ASSUMED_GLOO_BYTES_PER_S = 1.0e9
 ASSUMED_GLOO_LATENCY_S = 2e-4
+# PCIe 4 x16 in one direction, where the driver tells no link.
+ASSUMED_PCIE_BYTES_PER_S = 32e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,23 @@ class Links:
         return np.asarray(payload / bandwidth + latency)
 
 
+def datasheet_links(
+    intra_bytes_per_s: float | Floats,
+    inter_bytes_per_s: float | Floats,
+    ranks_per_node: float | Floats,
+    *,
+    assumed: tuple[str, ...] = (),
+) -> Links:
+    """Links of which only the nominal rates per rank and direction are known: NCCL reaches a share, and ramps up."""
+    return Links(
+        intra_bytes_per_s=ASSUMED_LINK_EFFICIENCY * intra_bytes_per_s,
+        inter_bytes_per_s=ASSUMED_LINK_EFFICIENCY * inter_bytes_per_s,
+        ranks_per_node=ranks_per_node,
+        ramp_s=RAMP_S,
+        assumed=assumed,
+    )
+
+
 def links_of(hardware: HardwareProfile, device: str) -> Links:
     """Links as the probe measured them; where it did not, assumed, and said."""
     readings = [r for r in hardware.collectives if r.operation == "all_reduce" and r.busbw_bytes_per_s.value]
@@ -98,92 +119,117 @@ def links_of(hardware: HardwareProfile, device: str) -> Links:
             assumed=("gloo on loopback: not measured, 1 GB/s",),
         )
     rates = [link.bandwidth_bytes_per_s.value for link in hardware.links if link.bandwidth_bytes_per_s.value]
-    rate = min(rates) if rates else 32e9
+    rate = min(rates) if rates else ASSUMED_PCIE_BYTES_PER_S
     note = "links between GPUs: from the driver's topology" if rates else "links between GPUs: assumed PCIe 4 x16"
-    return Links(
-        intra_bytes_per_s=ASSUMED_LINK_EFFICIENCY * rate,
-        inter_bytes_per_s=ASSUMED_LINK_EFFICIENCY * rate,
-        ranks_per_node=len(hardware.devices),
-        assumed=(note,),
-    )
+    return datasheet_links(rate, rate, len(hardware.devices), assumed=(note,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """Seconds of communication: exposed per micro-step and block (tensor parallel), and per step what may overlap.
+    """Seconds of communication of a rank, by kind, before any of it hides behind compute.
 
     Attributes:
         tensor_s: Per micro-step, of all blocks of a rank; nothing hides it.
+        send_s: Per micro-step and stage boundary, forward and backward together; nothing hides it.
         gather_s: Per micro-step, of gathering sharded parameters; overlaps with the micro-step.
         gradient_s: Per optimizer step, of reducing gradients; overlaps with the backward of each micro-step that does.
         after_s: Per optimizer step, of gathering updated parameters (ZeRO-1 and -2); overlaps with nothing.
-        send_s: Per micro-step and stage boundary, forward and backward together.
     """
 
     tensor_s: Floats
+    send_s: Floats
     gather_s: Floats
     gradient_s: Floats
     after_s: Floats
-    send_s: Floats
 
 
-def exchange(
-    candidates: Candidates,
-    links: Links,
-    *,
-    parameters: Floats,
-    boundary_bytes: Floats,
-    num_blocks: float | Floats,
-    block_all_reduces: Floats,
-    gather_bytes: Floats,
-    gradient_bytes: Floats,
-    reduce_every_micro_step: bool | NDArray[np.bool_],
-    replicas_once: bool = False,
-) -> Exchange:
-    """What a rank exchanges.
+def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidths, boundary_bytes: Floats) -> Exchange:
+    """What a rank exchanges in a step.
 
     Args:
-        candidates: The degrees.
+        columns: The configurations.
         links: What joins the ranks.
-        parameters: Elements that a rank's tensor and pipeline shares hold, before sharding.
-        boundary_bytes: The activation between two blocks, in the dtype that is sent, per micro-step.
-        num_blocks: Blocks in the model.
-        block_all_reduces: All-reduce equivalents per block and micro-step: 4, or 6 with full recomputation
-            (Korthikanti et al. 2022, section 4); sequence parallelism swaps each for a gather and a scatter.
-        gather_bytes, gradient_bytes: Bytes per element, gathered and reduced.
-        reduce_every_micro_step: ZeRO-2 and -3 scatter gradients at each micro-step (no accumulation of whole ones).
-        replicas_once: Replicas of shards then reduce theirs once per step all the same, not at each micro-step.
+        size: The model.
+        widths: Bytes per parameter that are gathered and reduced.
+        boundary_bytes: The activation between two blocks, per micro-step, in the width in which it is kept.
     """
-    c = candidates
-    node = np.asarray(links.ranks_per_node, dtype=np.float64)
-    local_tp = np.minimum(c.tp, node)
-    tensor = block_all_reduces * np.ceil(num_blocks / c.pp) * links.all_reduce_s(boundary_bytes, c.tp, local_tp)
-    ranks = c.dp_shard
-    local = np.clip(node / c.tp, 1, None)
-    local_shard = np.minimum(local, ranks)
-    local_replicas = np.clip(local / ranks, 1, None)
-    zero3 = c.sharding == SHARDINGS.index("zero3")
-    sharded = c.sharding > 0
-    whole = parameters * gather_bytes
-    units = np.ceil(num_blocks / c.pp)
-    waiting = units * links.ring_latency_s(ranks, local_shard)  # FSDP gathers and scatters block by block
-    once = links.gather_s(whole, ranks, local_shard) + np.where(zero3, waiting, 0.0)
-    # forward and backward gather; with parameters kept after the forward once per optimizer step
-    gather = np.where(zero3, 2 * once, 0.0)
-    reduced = parameters * gradient_bytes
-    scatter = links.gather_s(reduced, ranks, local_shard) + np.where(zero3, waiting, 0.0)
-    shards = np.where(sharded, scatter, links.all_reduce_s(reduced, ranks, local_shard))
-    replicas = links.all_reduce_s(reduced / np.where(sharded, ranks, 1.0), c.dp_replicate, local_replicas)
-    scattering = np.isin(c.sharding, (2, 3)) & reduce_every_micro_step
-    times = np.where(scattering, c.accumulation, 1.0)
-    gradient = shards * times + replicas * (1.0 if replicas_once else times)
-    after = np.where(sharded & ~zero3, once, 0.0)
-    crosses = (c.tp * c.dp_shard * c.dp_replicate >= node).astype(np.float64)
-    send = np.where(c.pp > 1, 2 * links.send_s(boundary_bytes / c.tp, crosses), 0.0)
+    held = size.parameters / (columns.tp * columns.pp)
+    blocks = np.ceil(size.num_blocks / columns.pp)
     return Exchange(
-        tensor_s=np.asarray(tensor),
-        gather_s=np.asarray(gather),
-        gradient_s=np.asarray(gradient),
-        after_s=np.asarray(after),
-        send_s=np.asarray(send),
+        tensor_s=_tensor_s(columns, links, blocks, boundary_bytes),
+        send_s=_send_s(columns, links, boundary_bytes),
+        gather_s=_gather_s(columns, links, held * widths.gathered, blocks),
+        gradient_s=_gradient_s(columns, links, held * size.gradient_share * widths.reduced, blocks),
+        after_s=_after_s(columns, links, held * widths.gathered),
     )
+
+
+def boundary_width(columns: Columns) -> Floats:
+    """Bytes of an element of the activation between two blocks.
+
+    Under autocast the residual stream stays in fp32 (strategies/techniques/data_parallel.py, cast_forward_inputs); with
+    16-bit parameters it is in 16 bits.
+    """
+    return np.asarray(np.where((columns.states > 0) & columns.half, 2.0, 4.0))
+
+
+def _local_ranks(columns: Columns, links: Links) -> tuple[Floats, Floats]:
+    """Ranks of one node that are in a group of shards, and in a group of replicas: tensor ranks are neighbours, then
+    come shards, then replicas (strategies/techniques/mesh.py)."""
+    local = np.clip(np.asarray(links.ranks_per_node, dtype=np.float64) / columns.tp, 1, None)
+    return np.minimum(local, columns.dp_shard), np.clip(local / columns.dp_shard, 1, None)
+
+
+def _by_blocks(columns: Columns, links: Links, payload: Floats, blocks: Floats) -> Floats:
+    """Seconds of gathering (or scattering) a rank's parameters over its shards; FSDP does so block by block, and each
+    of them takes at least the latency of a ring."""
+    local, _ = _local_ranks(columns, links)
+    waiting = np.where(columns.shards_parameters, blocks * links.ring_latency_s(columns.dp_shard, local), 0.0)
+    return np.asarray(links.gather_s(payload, columns.dp_shard, local) + waiting)
+
+
+def _tensor_s(columns: Columns, links: Links, blocks: Floats, boundary_bytes: Floats) -> Floats:
+    """4 all-reduces per block and micro-step, forward and backward, and 2 more where the forward is run again
+    (Korthikanti et al. 2022, section 4); sequence parallelism swaps each for a gather and a scatter of equal cost."""
+    local = np.minimum(columns.tp, np.asarray(links.ranks_per_node, dtype=np.float64))
+    return (4.0 + 2.0 * columns.checkpointed) * blocks * links.all_reduce_s(boundary_bytes, columns.tp, local)
+
+
+def _send_s(columns: Columns, links: Links, boundary_bytes: Floats) -> Floats:
+    """One message forward and one backward; stages are outermost, so they are on other nodes where nodes are full."""
+    crosses = (columns.tp * columns.dp >= np.asarray(links.ranks_per_node)).astype(np.float64)
+    return np.asarray(np.where(columns.pp > 1, 2 * links.send_s(boundary_bytes / columns.tp, crosses), 0.0))
+
+
+def _gather_s(columns: Columns, links: Links, whole_bytes: Floats, blocks: Floats) -> Floats:
+    """FSDP gathers a rank's parameters in the forward, and again in the backward where it freed them in between.
+
+    It frees them after each backward in any case (torch 2.13, FSDPParamGroup.reshard_after_backward), so every
+    micro-step gathers.
+    """
+    once = _by_blocks(columns, links, whole_bytes, blocks)
+    times = np.where(columns.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
+    return np.asarray(np.where(columns.shards_parameters, times * once, 0.0))
+
+
+def _gradient_s(columns: Columns, links: Links, reduced_bytes: Floats, blocks: Floats) -> Floats:
+    """Gradients are scattered over the shards, at each micro-step or once, and each share reduced over the replicas
+    once per step (strategies/techniques/data_parallel.py, fsdp_gradient_sync: set_requires_all_reduce at the last)."""
+    local, local_replicas = _local_ranks(columns, links)
+    scattered = _by_blocks(columns, links, reduced_bytes, blocks)
+    shards = np.where(columns.sharding > 0, scattered, links.all_reduce_s(reduced_bytes, columns.dp_shard, local))
+    replicas = links.all_reduce_s(reduced_bytes / columns.shards, columns.dp_replicate, local_replicas)
+    return np.asarray(shards * reductions(columns) + replicas)
+
+
+def _after_s(columns: Columns, links: Links, whole_bytes: Floats) -> Floats:
+    """ZeRO-1 and -2 step shares of whole parameters and then gather the updated ones."""
+    local, _ = _local_ranks(columns, links)
+    updates = (columns.sharding > 0) & ~columns.shards_parameters
+    return np.asarray(np.where(updates, links.gather_s(whole_bytes, columns.dp_shard, local), 0.0))
+
+
+def reductions(columns: Columns) -> Floats:
+    """Micro-steps of an optimizer step whose gradients are scattered over the shards: each, or the last one."""
+    each = columns.shards_gradients & columns.scatters_each
+    return np.asarray(np.where(each, columns.accumulation, 1.0))

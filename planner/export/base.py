@@ -1,4 +1,4 @@
-"""What every export target shares: the files it makes, its own check, the numbers that stand in its comments."""
+"""What all export targets share: the protocol of a target, the files it makes, the comments about the plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Export:
 
     Attributes:
         files: Text by file name; the first is the one that `--out` names.
-        not_carried: What the target cannot say, in sentences; they stand in the files' comments too.
-        notes: What a person should know, such as a check that could not run.
+        not_carried: Sentences on what the target cannot express; they are in the comments of the files too.
+        notes: Sentences for the user, such as on a check that could not run.
     """
 
     files: dict[str, str]
@@ -25,7 +25,7 @@ class Export:
 
 
 class Target(Protocol):
-    """One export target: makes the text, and checks it as its reader would read it."""
+    """One export target: makes the files, and checks them with the reader that the other trainer uses."""
 
     name: str
     suffix: str
@@ -33,15 +33,15 @@ class Target(Protocol):
     def render(self, plan: Plan, stem: str) -> Export: ...
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
-        """Reads the export back as its consumer would; returns notes.
+        """Reads the export back as the other trainer would; returns notes.
 
         Raises:
-            ExportError: a value does not read back as the plan has it.
+            ExportError: a value that was read back is not the plan's.
         """
 
 
 def provenance_lines(plan: Plan) -> list[str]:
-    """Where the plan comes from and what was measured, for the comments of an export."""
+    """The origin of the plan and its measurement, as lines for the comments of an export."""
     measured, unit = plan.measurement, plan.workload.unit
     device = plan.hardware.device(plan.device)
     samples = "sequences" if plan.workload.sequence_length else "samples"
@@ -70,7 +70,7 @@ def comment(lines: list[str] | tuple[str, ...], mark: str = "#") -> str:
 
 
 def same_or_error(what: str, read_back: object, wanted: object) -> None:
-    """One comparison of an export's check.
+    """Compares one value in the check of an export.
 
     Raises:
         ExportError: they differ.
@@ -78,5 +78,5 @@ def same_or_error(what: str, read_back: object, wanted: object) -> None:
     if read_back != wanted:
         raise ExportError(
             f"the export's own check failed: {what} reads back as {read_back!r}, the plan has {wanted!r}",
-            hint="Nothing was written. This is a fault of the exporter or of the tool's version: please report it.",
+            hint="Nothing was written. The exporter or its support for this version is wrong: please report it.",
         )

@@ -1,4 +1,4 @@
-"""The short document of the json and yaml exports: what to set, what was measured, where; no evidence."""
+"""The short document of the json and yaml exports: configuration, workload, measurement, reasons; no trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOCUMENT_VERSION = 1
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan without its trials: the configuration, the workload, the figures."""
+    """The plan without its trials and alternatives, as plain values."""
     measured = plan.measurement
     return {
         "schema_version": DOCUMENT_VERSION,

@@ -1,4 +1,4 @@
-"""Export to JSON: the plan's short document (the plan file itself is JSON too, with all its evidence)."""
+"""The export target json: the short document of the plan. (The plan file itself is JSON too, with all its trials.)"""
 
 from __future__ import annotations
 

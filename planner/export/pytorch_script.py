@@ -1,7 +1,8 @@
-"""Export to a plain PyTorch script that needs no autoplan: the model, the techniques, the step, a loop.
+"""The export target pytorch: a script in plain PyTorch that does not need autoplan.
 
-The loss, the batches and the kernels are taken from autoplan's own sources (source_text.py), so the script runs the
-code that was measured; only the wiring is written here, and a test holds its losses equal to plan.prepare()'s.
+In: a plan. Out: one file with the settings, the model, the techniques, the step and a loop. The loss, the batches and
+the kernels are copied from autoplan's own source files (source_text.py), so the script runs the code that was measured.
+A test compares its losses with those of plan.prepare().
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export import pytorch_parts as parts
+from autoplan.planner.export import pytorch_training, pytorch_workload
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
-from autoplan.planner.export.outline import read_outline, stack_source
+from autoplan.planner.export.model_summary import stack_source, summarize_model
 from autoplan.planner.plan import Plan
 
 
 class PytorchTarget:
-    """A runnable script; its settings stand at its top as constants."""
+    """A runnable script; its settings are constants at its top."""
 
     name = "pytorch"
     suffix = ".py"
@@ -27,21 +28,21 @@ class PytorchTarget:
     def render(self, plan: Plan, stem: str) -> Export:
         _refuse_what_cannot_be_carried(plan)
         config = plan.config
-        outline = read_outline(plan.workload)
-        by_name = config.checkpointing != "none" or config.compile == "block"
-        if by_name and not outline.stacks:
+        model = summarize_model(plan.workload)
+        needs_blocks = config.checkpointing != "none" or config.compile == "block"
+        if needs_blocks and not model.stacks:
             raise ExportError(
                 f"{plan.workload.name} has no repeated blocks, which {plan.config.describe()} needs",
                 hint="The workload's files are no longer those that the plan was made from: search again.",
             )
         function = plan.workload.kind == "function"
         sections = [
-            _head(plan, stem) + "\n\n" + parts.imports(plan, outline.task),
-            _settings(plan, outline.stacks if by_name else []),
-            parts.user_file(plan) if function else parts.language_model(plan, outline.task),
-            parts.techniques(plan),
-            parts.step(plan),
-            parts.main(plan),
+            _head(plan, stem) + "\n\n" + pytorch_workload.imports(plan, model.task),
+            _settings_section(plan, model.stacks if needs_blocks else []),
+            pytorch_workload.user_file(plan) if function else pytorch_workload.language_model(plan, model.task),
+            pytorch_training.techniques(plan),
+            pytorch_training.step(plan),
+            pytorch_training.main(plan),
         ]
         return Export(files={f"{stem}.py": "\n\n\n".join(section.strip("\n") for section in sections) + "\n"})
 
@@ -56,7 +57,7 @@ class PytorchTarget:
             same_or_error(name, constants.get(name), wanted)
         imported = {name for node in ast.walk(tree) for name in _imports(node)}
         if "autoplan" in imported:
-            raise ExportError("the script imports autoplan, which it must not need", hint="Please report it.")
+            raise ExportError("the script imports autoplan, but it must run without it", hint="Please report it.")
         return ()
 
 
@@ -69,37 +70,37 @@ def _refuse_what_cannot_be_carried(plan: Plan) -> None:
         )
     if plan.workload.kind == "object":
         raise ExportError(
-            f"{plan.workload.name} was made of Python objects, of which there is no source to write down",
+            f"{plan.workload.name} was made of Python objects; the script needs their source text",
             hint="Use plan.prepare(model, optimizer, loss) where the objects are, or export to json or yaml.",
         )
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """The constants at the script's top; the check reads them back."""
+    """The constants at the top of the script, by name; the check reads them back."""
     config, spec = plan.config, plan.workload
     options = _options(plan)
-    said: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "DEVICE": plan.device,
         "GLOBAL_BATCH": spec.global_batch,
         "MICRO_BATCH": config.micro_batch,
         "ACCUMULATION": plan.accumulation,
     }
     if spec.sequence_length is not None:
-        said["SEQUENCE_LENGTH"] = spec.sequence_length
+        constants["SEQUENCE_LENGTH"] = spec.sequence_length
     if spec.kind == "folder":
-        said["MODEL_FOLDER"] = spec.reference
+        constants["MODEL_FOLDER"] = spec.reference
     if spec.kind == "function":
         file, _, function = spec.reference.rpartition(":")
-        said |= {"USER_FILE": file, "USER_FUNCTION": function, "USER_OPTIONS": _given_to_function(plan)}
+        constants |= {"USER_FILE": file, "USER_FUNCTION": function, "USER_OPTIONS": _function_options(plan)}
     else:
-        said |= {
+        constants |= {
             "LEARNING_RATE": options["learning_rate"],
             "WEIGHT_DECAY": options["weight_decay"],
             "MAX_GRAD_NORM": options["max_grad_norm"],
             "SEED": options["seed"],
         }
-    said |= parts.knob_settings(config)
-    return said
+    constants |= pytorch_training.knob_settings(config)
+    return constants
 
 
 def _options(plan: Plan) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _options(plan: Plan) -> dict[str, Any]:
     return DEFAULT_OPTIONS | plan.workload.options
 
 
-def _given_to_function(plan: Plan) -> dict[str, Any]:
+def _function_options(plan: Plan) -> dict[str, Any]:
     spec = plan.workload
     given = {key: value for key, value in spec.options.items() if key != "fixed_micro_batch"}
     given["global_batch"] = spec.global_batch
@@ -130,7 +131,7 @@ def _head(plan: Plan, stem: str) -> str:
     )
 
 
-def _settings(plan: Plan, stacks: list[list[str]]) -> str:
+def _settings_section(plan: Plan, stacks: list[list[str]]) -> str:
     lines = [f"{name} = {value!r}" for name, value in settings(plan).items()]
     if stacks:
         lines.append("# The repeated blocks of the model, by name, one list for each run of them.")
@@ -154,7 +155,7 @@ def model_fields(plan: Plan) -> dict[str, Any]:
 
 
 def read_constants(tree: ast.Module) -> dict[str, Any]:
-    """The literal constants at a script's top."""
+    """The constants at the top of a script whose values are literals."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -1,4 +1,7 @@
-"""export_plan: renders a target, checks it as its reader would read it, and only then writes it."""
+"""The entry of the exports: renders a target, checks it with the reader of the other trainer, and then writes it.
+
+In: a plan and the name of a target. Out: files, and what the target cannot express.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from autoplan.errors import UsageError
 from autoplan.planner.export.base import Export, Target
 from autoplan.planner.plan import Plan
 
-# One file per target; a class named by its second part, loaded when it is asked for.
+# Target: its module and class. A module is imported only when its target is used.
 TARGETS: Mapping[str, tuple[str, str]] = {
     "json": ("autoplan.planner.export.json_file", "JsonTarget"),
     "yaml": ("autoplan.planner.export.yaml_file", "YamlTarget"),
@@ -23,7 +26,7 @@ TARGETS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written: the paths, what the target cannot say, and notes."""
+    """The written paths, sentences on what the target cannot express, and notes."""
 
     paths: tuple[Path, ...]
     not_carried: tuple[str, ...]
@@ -34,7 +37,7 @@ def load_target(name: str) -> Target:
     """The target of that name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such target.
     """
     if name not in TARGETS:
         near = difflib.get_close_matches(name, TARGETS, n=2)
@@ -53,11 +56,11 @@ def export_plan(plan: Plan, to: str, out: str | Path | None = None) -> Exported:
     Args:
         plan: The plan.
         to: json, yaml, pytorch or transformers.
-        out: The file to write; companions stand beside it. None: `plan-<target>` in the current folder.
+        out: The file to write; other files are written beside it. None: `plan-<target>` in the current folder.
 
     Raises:
-        UsageError: no such target, or the place cannot be written.
-        ExportError: the target cannot carry the plan, or its own check failed; nothing is written.
+        UsageError: there is no such target, or the file cannot be written.
+        ExportError: the target cannot express the plan, or the check failed; nothing is written.
     """
     target = load_target(to)
     path = Path(out) if out is not None else Path(f"plan-{to}{target.suffix}")
@@ -67,18 +70,18 @@ def export_plan(plan: Plan, to: str, out: str | Path | None = None) -> Exported:
 
 
 def _write(path: Path, export: Export) -> tuple[Path, ...]:
-    """Writes all files, each by a rename, the first under `path`'s own name."""
+    """Writes all files atomically; the first under the name of `path`."""
     written = []
     for number, (name, text) in enumerate(export.files.items()):
-        place = path if number == 0 else path.with_name(name)
-        temporary = place.with_name(place.name + ".tmp")
+        file = path if number == 0 else path.with_name(name)
+        temporary = file.with_name(file.name + ".tmp")
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(text, encoding="utf-8")
-            temporary.replace(place)
+            temporary.replace(file)
         except OSError as error:
             raise UsageError(
-                f"the export cannot be written to {place}: {error.strerror}", hint="Give another place with --out."
+                f"the export cannot be written to {file}: {error.strerror}", hint="Give another path with --out."
             ) from error
-        written.append(place)
+        written.append(file)
     return tuple(written)

@@ -1,4 +1,7 @@
-"""Takes definitions out of autoplan's own source files, so that an exported script runs the very code measured."""
+"""Copies definitions from autoplan's own source files, so that an exported script runs the code that was measured.
+
+In: a file of strategies/ and names. Out: their source text.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _FOLDER = Path(autoplan.strategies.__file__).parent
 
 
 def take(file: str, *names: str) -> str:
-    """The source of top-level definitions of a file of strategies/, in the order named, two blank lines apart.
+    """The source of top-level definitions of a file of strategies/, in the given order, two blank lines apart.
 
     Args:
         file: Its path within strategies/, like `techniques/loss_kernels.py`.
@@ -21,13 +24,13 @@ def take(file: str, *names: str) -> str:
     """
     found = _definitions(file)
     missing = [name for name in names if name not in found]
-    assert not missing, f"strategies/{file} no longer defines {', '.join(missing)}: mend the exporter"
+    assert not missing, f"strategies/{file} no longer defines {', '.join(missing)}: change the exporter too"
     return "\n\n\n".join(found[name] for name in names)
 
 
 @functools.cache
 def _definitions(file: str) -> dict[str, str]:
-    """Every top-level definition of a file: name to source, decorators and comments above included."""
+    """Every top-level definition of a file by name: its source with decorators and the comments above it."""
     text = (_FOLDER / file).read_text()
     lines = text.splitlines()
     found = {}

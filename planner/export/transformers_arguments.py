@@ -1,7 +1,8 @@
-"""Export to transformers: TrainingArguments as JSON, and a companion for what is no training argument.
+"""The export target transformers: TrainingArguments as JSON, and a companion module for the other settings.
 
-Key names come from transformers_keys.json, a table per version of transformers. The check runs the real class in a
-process of its own (it sets environment variables) and reads every value back.
+In: a plan. Out: two files. The names of the keys are in transformers_keys.json, one table per version of transformers.
+The check loads the file with the real class in its own process (the class sets environment variables) and compares
+every value.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from importlib import resources
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.export.base import Export, same_or_error
+from autoplan.planner.export.transformers_companion import companion
+from autoplan.planner.export.transformers_training import TrainedParts, trained_parts
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import PLAIN, TrainingConfig
 
-# mallopt(3), as strategies/techniques/allocator.py sets them
-MALLOPT = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
-
-# parse_json_file is how transformers' own example scripts read such a file. bf16 and fp16 want a GPU or use_cpu;
-# tf32 is refused on every CPU, whatever is written, so this check leaves it out where there is no GPU.
+# The example scripts of transformers read such a file with parse_json_file, too. Without a GPU, the class refuses bf16
+# and fp16 unless use_cpu is set, and refuses tf32 in any case, so tf32 is not checked there.
 _READ_BACK = """
 import json, sys, tempfile, os
 from transformers import HfArgumentParser, TrainingArguments
@@ -41,7 +41,7 @@ print("READ " + json.dumps({key: getattr(arguments, key) for key in given}, defa
 
 
 def key_table(version: str) -> dict[str, Any]:
-    """The newest table that is not newer than the version.
+    """The newest key table for this version: from plan terms to argument names.
 
     Raises:
         ExportError: transformers is older than every table.
@@ -61,46 +61,47 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[str, Any], list[str]]:
-    """The keyword arguments, and what they cannot say.
+def training_arguments(
+    plan: Plan, keys: dict[str, str | None], trained: TrainedParts
+) -> tuple[dict[str, Any], list[str]]:
+    """The keyword arguments, and sentences on what they cannot express.
+
+    Args:
+        plan: The plan.
+        keys: The names of the arguments, by the plan's terms.
+        trained: What the workload trains with.
 
     Raises:
-        ExportError: the plan needs tensor or pipeline parallelism, or replicas of shards.
+        ExportError: the plan uses tensor or pipeline parallelism, or replicas of shards.
     """
-    config, options = plan.config, plan.workload.options
+    config = plan.config
     if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
         raise ExportError(
             f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
             f"dp_shard={config.dp_shard}",
             hint="Use plan.prepare() under torchrun, or search with --fix tp=1 --fix pp=1.",
         )
-    lost: list[str] = []
-    said: dict[str, Any] = {
+    not_carried: list[str] = []
+    values: dict[str, Any] = {
         "micro_batch": config.micro_batch,
         "accumulation": plan.accumulation,
         "bf16": config.precision == "bf16",
         "fp16": config.precision == "fp16",
-        "learning_rate": options.get("learning_rate"),
-        "weight_decay": options.get("weight_decay"),
-        "schedule": "constant",
-        "max_grad_norm": options.get("max_grad_norm") or 0.0,
-        "seed": options.get("seed", 0),
         "drop_last": True,
         "use_cpu": plan.device == "cpu",
     }
     if plan.device == "cuda":
-        said["tf32"] = config.precision == "tf32"
-    said |= _data_parallel(config, keys, lost)
-    said |= _checkpointing(config.checkpointing, keys, lost)
-    said |= _compilation(plan, lost)
-    said |= _optimizer(plan, lost)
+        values["tf32"] = config.precision == "tf32"
+    values |= _data_parallel(config, keys, not_carried)
+    values |= _checkpointing(config.checkpointing, keys, not_carried)
+    values |= _compilation(plan, not_carried)
+    values |= trained.values
+    not_carried += trained.not_carried
     if config.loss == "fused":
-        lost.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
-    if options.get("weight_decay"):
-        lost.append("weight decay on every parameter: the Trainer leaves biases and norms out of it")
+        not_carried.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
     arguments: dict[str, Any] = {"output_dir": "trainer-output"}
-    for what, value in said.items():
-        key = keys.get(what)
+    for term, value in values.items():
+        key = keys.get(term)
         if value is not None and key is not None:
             arguments[key] = value
     if config.dp_shard > 1:
@@ -108,108 +109,44 @@ def training_arguments(plan: Plan, keys: dict[str, str | None]) -> tuple[dict[st
             "fsdp": True,
             "fsdp_config": {"version": 2, "reshard_after_forward": config.reshard_after_forward},
         }
-    return arguments, lost
+    return arguments, not_carried
 
 
-def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], lost: list[str]) -> dict[str, Any]:
-    """DDP's and FSDP2's knobs, where they are off torch's default."""
-    said: dict[str, Any] = {}
-    if config.ddp_bucket_mb != 25:
-        said["ddp_bucket_mb"] = config.ddp_bucket_mb
+def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
+    """The knobs of DDP and FSDP2 that are not at torch's default."""
+    values: dict[str, Any] = {}
+    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
+        values["ddp_bucket_mb"] = config.ddp_bucket_mb
     if config.ddp_static_graph:
-        said["ddp_static_graph"] = True
+        values["ddp_static_graph"] = True
     if config.gradient_sync == "every":
-        said["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    lost += [f"{knob}={value} is no training argument here" for knob, value in said.items() if keys.get(knob) is None]
+        values["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    not_carried += [
+        f"{knob}={value} is no training argument here" for knob, value in values.items() if keys.get(knob) is None
+    ]
     if config.fsdp_prefetch:
-        lost.append(f"fsdp_prefetch={config.fsdp_prefetch}: the Trainer leaves FSDP2 in torch's own order")
-    return said
+        not_carried.append(f"fsdp_prefetch={config.fsdp_prefetch}: the Trainer leaves FSDP2 in torch's own order")
+    return values
 
 
-def _checkpointing(value: str, keys: dict[str, str | None], lost: list[str]) -> dict[str, Any]:
+def _checkpointing(value: str, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
     if value == "none":
         return {"checkpointing": False}
-    said: dict[str, Any] = {"checkpointing": True, "checkpointing_options": {"use_reentrant": False}}
+    values: dict[str, Any] = {"checkpointing": True, "checkpointing_options": {"use_reentrant": False}}
     every = keys.get("checkpointing_every")
     if value.startswith("every_") and every:
-        said["checkpointing_options"] |= {every: int(value.removeprefix("every_"))}
+        values["checkpointing_options"] |= {every: int(value.removeprefix("every_"))}
     elif value != "full":
-        lost.append(f"checkpointing={value}: every block is checkpointed, which is slower and takes less memory")
-    return said
+        not_carried.append(f"checkpointing={value}: every block is checkpointed, which is slower and takes less memory")
+    return values
 
 
-def _compilation(plan: Plan, lost: list[str]) -> dict[str, Any]:
+def _compilation(plan: Plan, not_carried: list[str]) -> dict[str, Any]:
     if plan.config.compile == "block":
-        lost.append("compile=block is no training argument: the companion's prepare_model() compiles each block")
+        not_carried.append("compile=block is no training argument: the companion's prepare_model() compiles each block")
     if plan.config.compile != "model":
         return {"compile": False}
     return {"compile": True, "compile_mode": plan.config.compile_mode}
-
-
-def _optimizer(plan: Plan, lost: list[str]) -> dict[str, Any]:
-    if plan.workload.kind in ("function", "object"):
-        lost.append("the workload's own optimizer: hand it to Trainer(optimizers=(optimizer, schedule))")
-        return {}
-    step = plan.config.optimizer_step
-    if step == "for_loop" and plan.device == "cuda":
-        lost.append("optimizer_step=for_loop: adamw_torch takes torch's default on CUDA, which is foreach")
-    if step == "foreach" and plan.device == "cpu":
-        lost.append("optimizer_step=foreach: adamw_torch takes torch's default on a CPU, which is the for-loop")
-    return {"optimizer": "adamw_torch_fused" if step == "fused" else "adamw_torch"}
-
-
-def companion(plan: Plan, arguments_file: str, lost: list[str], version: str, verified: str | None) -> str:
-    """A module that loads the arguments and prepares the model; comments say what the plan measured."""
-    config = plan.config
-    lines = [
-        *provenance_lines(plan),
-        f"Written for transformers {version}" + (f", verified on {verified}." if verified else ", not verified."),
-        f"Global batch: {config.micro_batch} x {plan.accumulation} accumulation"
-        + (f" x {config.dp} ranks" if config.dp > 1 else "")
-        + f" = {plan.workload.global_batch}. Start {config.world_size} process(es).",
-        "Loss: the Trainer divides the summed loss by the items of the whole global batch, as the plan does, for "
-        "models that take num_items_in_batch (the causal language models do). For other models it takes the mean of "
-        "the micro-batches' means, which is another loss wherever their counts differ: pass compute_loss_func then.",
-        *(f"NOT CARRIED: {text}." for text in lost),
-    ]
-    body = [
-        comment(lines),
-        '"""What the plan sets that is no training argument. Use: '
-        'Trainer(model=prepare_model(model), args=load_arguments(), ...)."""',
-        "",
-        *(["import ctypes"] if config.allocator == "keep" else []),
-        "from pathlib import Path",
-        "",
-        "import torch",
-        "from transformers import HfArgumentParser, TrainingArguments",
-        "",
-        "",
-        "def load_arguments():",
-        '    """The TrainingArguments that stand beside this file."""',
-        f"    path = Path(__file__).with_name({arguments_file!r})",
-        "    (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)",
-        "    return arguments",
-        "",
-        "",
-        "def prepare_model(model):",
-        '    """Applies to a model what the training arguments cannot say; returns it."""',
-    ]
-    if config.attention != "own":
-        body.append(f"    model.set_attn_implementation({config.attention!r})")
-    if config.threads is not None:
-        body.append(f"    torch.set_num_threads({config.threads})")
-    if config.allocator == "keep":
-        body += [
-            "    libc = ctypes.CDLL(None)  # glibc keeps freed memory, for the whole process (mallopt(3))",
-            *(f"    libc.mallopt({option}, {value})  # {name}" for name, (option, value) in MALLOPT.items()),
-        ]
-    if config.compile == "block":
-        body += [
-            "    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]",
-            "    for block in max(lists, key=lambda m: sum(p.numel() for p in m.parameters())):",
-            f"        block.compile(mode={config.compile_mode!r}, dynamic=False)",
-        ]
-    return "\n".join([*body, "    return model", ""])
 
 
 class TransformersTarget:
@@ -221,14 +158,17 @@ class TransformersTarget:
     def render(self, plan: Plan, stem: str) -> Export:
         version = installed_version()
         table = key_table(version or plan.environment.transformers or "5.23")
-        arguments, lost = training_arguments(plan, table["keys"])
+        trained = trained_parts(plan)
+        arguments, not_carried = training_arguments(plan, table["keys"], trained)
         module = stem.replace("-", "_") + "_companion.py"
         return Export(
             files={
                 f"{stem}.json": json.dumps(arguments, indent=2) + "\n",
-                module: companion(plan, f"{stem}.json", lost, table["written_for"], table["verified"]),
+                module: companion(
+                    plan, f"{stem}.json", not_carried, table["written_for"], table["verified"], trained.source
+                ),
             },
-            not_carried=tuple(lost),
+            not_carried=tuple(not_carried),
         )
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
@@ -244,7 +184,7 @@ class TransformersTarget:
 
 
 def read_back_arguments(text: str) -> dict[str, Any]:
-    """The values as the real class holds them, read in a process of its own.
+    """The values that the real class reads, in its own process.
 
     Raises:
         ExportError: the class refuses the arguments.
@@ -276,7 +216,7 @@ def read_back_arguments(text: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, wanted: Any) -> Any:
-    """Enums and adorned dicts as what was written: an enum's text is its class and name, or its value."""
+    """The value as it was written: of a dict only the written keys; of an enum (its text is Class.NAME) the name."""
     if isinstance(wanted, dict) and isinstance(value, dict):
         return {key: value.get(key) for key in wanted}
     if isinstance(wanted, str) and isinstance(value, str) and "." in value and "." not in wanted:

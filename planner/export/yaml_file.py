@@ -1,4 +1,4 @@
-"""Export to YAML: the plan's short document for people, with where it comes from as comments."""
+"""The export target yaml: the short document of the plan, with its origin as comments."""
 
 from __future__ import annotations
 

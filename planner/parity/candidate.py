@@ -12,6 +12,7 @@ import torch
 from autoplan.planner.parity.batches import small_config, small_workload
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import (
+    CHECK_STEPS,
     DROPOUT,
     DROPOUT_SEQUENCE_LENGTH,
     LEAST_CHUNKS,
@@ -20,7 +21,7 @@ from autoplan.planner.parity.records import (
     PassMeasure,
     dropout_accumulation,
 )
-from autoplan.planner.parity.reference import dropout_rates
+from autoplan.planner.parity.reference import dropout_rates, noise_seed
 from autoplan.planner.parity.replay import replay
 from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.config import TrainingConfig
@@ -29,6 +30,7 @@ from autoplan.strategies.run import StepResult, TrainingRun
 from autoplan.strategies.techniques.loss_kernels import limit_chunk_rows
 from autoplan.strategies.techniques.mesh import data_position, rank_seed
 from autoplan.strategies.workloads.batch import Batch, batch_size, slice_batch
+from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.workload import Workload
 
 _SAME_AS_REFERENCE = (
@@ -41,6 +43,7 @@ _SAME_AS_REFERENCE = (
     "labels_masked",
     "has_labels",
     "max_grad_norm",
+    "deterministic",
 )
 _MOST_SKIPPED_STEPS = 20  # the loss scale of fp16 begins at 2**16 and halves
 
@@ -102,11 +105,14 @@ def _steps_and_own_length(
         rows = _rows_for_chunks(config.micro_batch * reference.length)
     watched = _WatchedRun(prepare(small, config, device=device, mesh=recorder.mesh), recorder)
     run = watched.run
+    if reference.deterministic is False:
+        watched.seed_micro_steps()
     recorder.begin(run.model, keep=reference.own_length is not None)
     phase("steps")
     seconds = []
     with limit_chunk_rows(rows):
         for index, step in enumerate(reference.steps):
+            watched.noise_seed = noise_seed(small, index) + data_position(run.mesh)[0] * run.accumulation
             seconds.append(watched.step(small.make_batch(small.global_batch, index), step.gradient_factor))
     measurement = ParityMeasurement(
         steps=tuple(recorder.steps),
@@ -136,8 +142,19 @@ class _WatchedRun:
         self._factor = 1.0
         self._part: str | None = None
         self._norms: dict[str, float] = {}
+        self.noise_seed = 0
+        self._micro_step = 0
         run.observe_gradients(self._before_clipping)
         run.optimizer.register_step_pre_hook(self._before_optimizer)
+
+    def seed_micro_steps(self) -> None:
+        """From now on the generators are set before each micro-step: to `noise_seed`, then counting up."""
+
+        def seed() -> None:
+            seed_generators(self.noise_seed + self._micro_step)
+            self._micro_step += 1
+
+        self.run.before_micro_steps(seed)
 
     def _before_clipping(self) -> None:
         if self._part is None:
@@ -174,7 +191,7 @@ class _WatchedRun:
 
         def micro_step() -> StepResult:
             if seed is not None:
-                torch.manual_seed(seed if self.run.mesh is None else rank_seed(seed, self.run.mesh))
+                seed_generators(seed if self.run.mesh is None else rank_seed(seed, self.run.mesh))
             if size == self.run.local_batch:
                 return self.run.step(own)
             divisor = self.run.loss_divisor(own)
@@ -190,11 +207,13 @@ class _WatchedRun:
 
     def _until_taken(self, step: Callable[[], StepResult]) -> StepResult:
         """Repeats a step that fp16 skipped: its loss scale begins high and halves."""
+        self._micro_step = 0
         result = step()
         for _ in range(_MOST_SKIPPED_STEPS):
             if not result.skipped:
                 break
             self.recorder.forget_step()
+            self._micro_step = 0
             result = step()
         return result
 
@@ -238,6 +257,7 @@ def _own_length(
         left_out += " and the fused loss in several chunks" if fused else ""
         return {"not_checked": (f"{left_out}: there was no time",)}
     rows = _rows_for_chunks(wanted.samples // config.dp * length) if fused else None
+    watched.noise_seed = noise_seed(workload, CHECK_STEPS) + data_position(watched.run.mesh)[0]
     with limit_chunk_rows(rows):
         measured = watched.measure_pass(OWN_LENGTH, workload.make_batch(wanted.samples, 0), length)
     return {"own_length": measured, "chunk_rows": rows}

@@ -124,13 +124,12 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
 def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) -> list[str]:
     """Why the plain run alone says that nothing can be compared."""
     problems = []
-    if measurement.additive is False and measurement.fixed_micro_batch != config.micro_batch:
+    noisy = measurement.deterministic is False
+    if measurement.additive is False and not noisy and measurement.fixed_micro_batch != config.micro_batch:
         problems.append(
             "the loss of two samples is not the sum of their losses, so the micro-batch is part of what is trained; "
             "fix it with --fix micro_batch=N"
         )
-    if measurement.deterministic is False:
-        problems.append("the loss is not the same twice with dropout off, so nothing could be compared")
     if all(measurement.changes.get(name, 0.0) == 0.0 for name in measurement.parameters):
         problems.append("no parameter changed within three plain steps, so nothing could be compared")
     return problems

@@ -256,8 +256,9 @@ def _noise(samples: Samples, passes: int) -> float:
     parts = [samples.part(f"{DROPOUT}{number}") for number in range(passes)]
     sizes = samples.measurement.parameters
     apart = whole = 0.0
-    for name in parts[0]:
-        values = np.stack([part[name].astype(np.float64) for part in parts])
+    shapes = {name: sample for part in parts for name, sample in part.items()}
+    for name, sample in shapes.items():  # a layer that a seed dropped has no gradient there
+        values = np.stack([part.get(name, np.zeros_like(sample)).astype(np.float64) for part in parts])
         weight = sizes[name].elements / max(1, values.shape[1]) if name in sizes else 1.0
         apart += weight * float(values.var(axis=0, ddof=1).sum())
         whole += weight * float(np.square(values.mean(axis=0)).sum())

@@ -145,7 +145,10 @@ class ParityMeasurement(Record):
     has_labels: bool = False
     max_grad_norm: float | None = None
     additive: bool | None = Field(default=None, description="the loss of two samples is the sum of each one's")
-    deterministic: bool | None = Field(default=None, description="the same loss twice, with dropout off")
+    deterministic: bool | None = Field(
+        default=None,
+        description="the same loss with any seed, dropout off; False: each micro-batch is seeded in the check",
+    )
 
     @property
     def dtypes(self) -> set[str]:

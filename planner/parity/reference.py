@@ -39,6 +39,7 @@ from autoplan.strategies.analysis.structure import clean_name, disable_dropout
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
+from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.training_mode import enter_training_mode
 from autoplan.strategies.workloads.workload import Workload
 
@@ -80,8 +81,13 @@ def run_reference(
     disable_dropout(model)
     recorder.restore()
 
-    phase("steps")
     small = small_workload(workload, config, length=length, masked=masked, accumulation=check_accumulation(config))
+    phase("additivity")
+    additive, deterministic = check_additivity(small, model, device)
+    if not deterministic:  # noise in the loss: the same draws, in micro-batches of the same size
+        reference.noisy_micro_batch = config.micro_batch
+    recorder.restore()
+    phase("steps")
     began = time.monotonic()
     schedule, optimizer = reference.steps(small)
     step_s = (time.monotonic() - began) / CHECK_STEPS
@@ -106,8 +112,6 @@ def run_reference(
         max_grad_norm=workload.max_grad_norm,
     )
     recorder.restore()
-    phase("additivity")
-    additive, deterministic = check_additivity(small, model, device)
     phase("own length")
     own, left_out = reference.own_length(config, length, step_s / small.global_batch, limit)
     return measurement.model_copy(
@@ -131,17 +135,25 @@ class _Reference:
         self.parameters = parameters
         self.device = device
         self.recorder = recorder
+        self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
 
-    def backward(self, batch: Batch, micro_batch: int) -> float:
+    def backward(self, batch: Batch, micro_batch: int, seed: int | None = None) -> float:
         """Adds the gradient of the batch's mean loss to the parameters'; gives that loss.
 
         A gradient may be there already: of a parameter that the user's optimizer does not hold, nobody clears it.
+
+        Args:
+            batch: The samples.
+            micro_batch: How many go through at once.
+            seed: Where the loss draws noise, the generators are set to it, and one higher for each micro-batch.
         """
         total, count = 0.0, 0.0
         earlier = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        for micro in split_batch(move_batch(batch, self.device), micro_batch):
+        for number, micro in enumerate(split_batch(move_batch(batch, self.device), micro_batch)):
+            if seed is not None and self.noisy_micro_batch is not None:
+                seed_generators(seed + number)
             summed, items = self.workload.loss(self.model, micro)
             summed.backward()
             total, count = total + float(summed.detach()), count + float(items)
@@ -164,7 +176,8 @@ class _Reference:
         limit, bound = small.max_grad_norm, False
         for index in range(CHECK_STEPS):
             batch = small.make_batch(small.global_batch, index)
-            loss = self.backward(batch, small.fixed_micro_batch or small.global_batch)
+            whole = self.noisy_micro_batch or small.fixed_micro_batch or small.global_batch
+            loss = self.backward(batch, whole, noise_seed(small, index))
             factor, norm = 1.0, None
             if limit is not None and index == CHECK_STEPS - 1 and not bound:
                 norm_now = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
@@ -201,7 +214,10 @@ class _Reference:
         if not limit.allows(sample_s * samples * whole / length):
             return None, (f"a forward and backward at its own {whole} tokens: there was no time",)
         batch = self.workload.make_batch(samples, 0)
-        loss = self.backward(batch, self.workload.fixed_micro_batch or samples)
+        micro_batch = samples if self.noisy_micro_batch is None else samples // config.dp
+        loss = self.backward(
+            batch, self.workload.fixed_micro_batch or micro_batch, noise_seed(self.workload, CHECK_STEPS)
+        )
         return self._measured(OWN_LENGTH, loss, samples, whole), ()
 
     def dropout_passes(self, config: TrainingConfig) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
@@ -213,7 +229,7 @@ class _Reference:
             return (), rates
         passes = []
         for seed in range(DROPOUT_SEEDS):
-            torch.manual_seed(self.workload.seed + 1 + seed)
+            seed_generators(self.workload.seed + 1 + seed)
             loss = self.backward(batch, config.micro_batch)
             passes.append(self._measured(f"{DROPOUT}{seed}", loss, samples, DROPOUT_SEQUENCE_LENGTH))
         return tuple(passes), rates
@@ -231,9 +247,14 @@ class _Reference:
         losses = []
         with torch.no_grad():
             for seed in range(2):
-                torch.manual_seed(self.workload.seed + 1 + seed)
+                seed_generators(self.workload.seed + 1 + seed)
                 losses.append(float(self.workload.loss(self.model, micro).total))
         return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
+
+
+def noise_seed(workload: Workload, index: int) -> int:
+    """The seed of the first micro-batch of a step, where the loss draws noise; the next ones count up from it."""
+    return workload.seed + 1_000 * (index + 1)
 
 
 def dropout_rates(model: nn.Module) -> dict[str, float]:

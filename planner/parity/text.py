@@ -32,6 +32,8 @@ def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> st
         f"{len(ours.steps)} steps, dropout off",
         "compared for each parameter: gradients, clipping, optimizer groups and what the optimizer did",
     ]
+    if ours.deterministic is False:
+        phrases.append("the loss draws noise of its own: every micro-batch was seeded alike in both runs")
     if ours.has_labels and not ours.labels_masked:
         phrases.append("all micro-batches counting the same: the loss does not leave masked labels out")
     phrases += [*_clipping(ours), *_optimizer(ours)]

@@ -10,8 +10,9 @@ from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest
 from autoplan.planner.parity.reference import run_reference
 from autoplan.planner.parity.time_limit import TimeLimit
-from autoplan.planner.trials.worker import MEETING_TIMEOUT_S, pick_device
+from autoplan.planner.trials.worker import RENDEZVOUS_TIMEOUT_S, pick_device
 from autoplan.strategies.techniques.mesh import build_mesh
+from autoplan.strategies.workloads.randomness import with_seeded_batches
 from autoplan.strategies.workloads.sources import load_workload
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
     device = pick_device(context, request.device)
     mesh = None
     if context.world_size > 1:
-        context.init_process_group("cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo", MEETING_TIMEOUT_S)
+        context.init_process_group("cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo", RENDEZVOUS_TIMEOUT_S)
         mesh = build_mesh(request.config, request.device)
     limit = TimeLimit(request.time_s, mesh)
-    workload = load_workload(request.spec)
+    workload = with_seeded_batches(load_workload(request.spec))
     recorder = Recorder(mesh)
     if request.reference is None:
         measurement = run_reference(workload, request.config, device, recorder, context.phase, limit)

@@ -1,4 +1,8 @@
-"""Makes the Plan out of a finished search's record: measurement, speed-up, why each knob has its value, what lost."""
+"""Makes the Plan of a finished search.
+
+In: a `Session` and its verified winner. Out: a `Plan` with the measurement, the speed-up, the reason for each knob's
+value, and the alternatives.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from importlib import metadata
 from autoplan.planner.plan import Alternative, Environment, Measurement, Plan
 from autoplan.planner.records import Parity, Trial
 from autoplan.planner.search.reasons import explain_choices, tie_reason
-from autoplan.planner.search.selection import CandidateRuns, enter, match_rounds, rank, speed_ratio
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, rank, speed_ratio
 from autoplan.planner.search.session import Session
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import invert
@@ -25,9 +29,9 @@ MAX_ALTERNATIVES = 5
 def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline: Trial) -> Plan:
     """The plan for a verified winner."""
     context = session.context
-    entries = enter(session.store.trials)
-    base = next((entry for entry in entries if entry.config == baseline.config), None)
-    base = base or CandidateRuns(config=baseline.config, first=baseline)  # a run of it as a finalist may have failed
+    candidates = collect_runs(session.store.trials)
+    base = next((candidate for candidate in candidates if candidate.config == baseline.config), None)
+    base = base or CandidateRuns(config=baseline.config, first=baseline)  # not there if one of its repeats failed
     winner, base = match_rounds(winner, base)
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -41,48 +45,49 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         measurement=measurement_of(session, winner),
         baseline=with_all_runs(session, base),
         speedup=speed_ratio(winner, base),
-        alternatives=tuple(_alternatives(session, winner, entries)),
+        alternatives=tuple(_alternatives(session, winner, candidates)),
         parity=parity,
-        choices=tuple(explain_choices(session, winner, entries)),
+        choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
         notes=(*session.notes, *_input_notes(session, winner)),
         environment=read_environment(),
+        training=context.facts.training,
     )
 
 
-def measurement_of(session: Session, entry: CandidateRuns) -> Measurement:
-    """What was measured of a configuration, all runs that count together."""
+def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
+    """The measurement of a configuration, over all runs that count."""
     spec = session.context.spec
     items = spec.global_batch * (spec.sequence_length or 1)
-    flops = session.predict(entry.config).model_flops
-    peak, source = peak_rate(session.context.hardware.device(session.context.device), entry.config.precision)
-    step = entry.step_time
+    flops = session.predict(candidate.config).model_flops
+    peak, source = peak_rate(session.context.hardware.device(session.context.device), candidate.config.precision)
+    step = candidate.step_time
     mfu = None
     if flops and peak:
-        mfu = flops / step.median / (peak * entry.config.world_size if session.context.device == "cuda" else peak)
-    runs = entry.runs
+        mfu = flops / step.median / (peak * candidate.config.world_size if session.context.device == "cuda" else peak)
+    runs = candidate.runs
     return Measurement(
         step_time_s=step,
         tokens_per_s=invert(step, items),
-        peak_memory_bytes=entry.peak_memory_bytes or None,
+        peak_memory_bytes=candidate.peak_memory_bytes or None,
         mfu=mfu,
         mfu_peak_source=source if mfu is not None else None,
-        method=entry.first.method or "whole_steps",
+        method=candidate.first.method or "whole_steps",
         trials=tuple(run.number for run in runs),
     )
 
 
 def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:
-    """What making the data does to the measured step, where it matters; trials time steps without it."""
+    """What the time of making batches means for the step, if it is long enough to matter; trials do not time it."""
     load_s = session.predict(winner.config).time_parts_s.get("input", 0.0)
     ranks = winner.config.dp
-    told = describe_input(load_s, winner.step_time.median, session.context.spec.global_batch // ranks, ranks)
-    return [] if told is None else [told]
+    sentence = describe_input(load_s, winner.step_time.median, session.context.spec.global_batch // ranks, ranks)
+    return [] if sentence is None else [sentence]
 
 
 def peak_rate(device: Device, precision: str) -> tuple[float | None, str | None]:
-    """The dense peak in FLOP/s that MFU is held against, and where it comes from: datasheet, else measured."""
+    """The dense peak in FLOP/s that MFU is a share of, and its source: the datasheet, else measured here."""
     dtype = PEAK_DTYPES[precision]
     sheet = device.datasheet_peak_flops_per_s.get(dtype)
     if sheet is not None and sheet.value:
@@ -93,34 +98,35 @@ def peak_rate(device: Device, precision: str) -> tuple[float | None, str | None]
     return None, None
 
 
-def with_all_runs(session: Session, entry: CandidateRuns) -> Trial:
-    """An entry's first trial with the figures of all its runs that count: what the speed-up stands on."""
-    measured = measurement_of(session, entry)
-    return entry.first.model_copy(update={"step_time_s": measured.step_time_s, "tokens_per_s": measured.tokens_per_s})
+def with_all_runs(session: Session, candidate: CandidateRuns) -> Trial:
+    """A candidate's first trial with the figures of all its runs that count, which the speed-up is calculated from."""
+    measured = measurement_of(session, candidate)
+    return candidate.first.model_copy(
+        update={"step_time_s": measured.step_time_s, "tokens_per_s": measured.tokens_per_s}
+    )
 
 
-def _alternatives(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns]) -> list[Alternative]:
-    """The next best, with how they compare and why they are not the plan."""
+def _alternatives(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> list[Alternative]:
+    """The next best configurations, how they compare with the plan, and why they are not the plan."""
     found = []
-    for entry in rank(entries):
-        if entry.config == winner.config:
+    for candidate in rank(candidates):
+        if candidate.config == winner.config:
             continue
-        ratio = speed_ratio(entry, winner)
-        entry, _ = match_rounds(entry, winner)
-        parity = session.store.parity_of(entry.config)
+        ratio = speed_ratio(candidate, winner)
+        candidate, _ = match_rounds(candidate, winner)
+        parity = session.store.parity_of(candidate.config)
         if parity is not None and not parity.passed:
             why = "it fails parity: it would not train the same thing"
-        elif not session.options.allows(entry.config):
+        elif not session.options.allows(candidate.config):
             why = "the plain baseline; it does not keep what was fixed or bounded"
         elif ratio.low > 1.0:
             why = "measured faster in a single run, but not among the finalists"
         elif ratio.high >= 1.0:
-            why = tie_reason(winner, entry)
+            why = tie_reason(winner, candidate)
         else:
             why = f"{_percent_slower(ratio.median)} slower"
-        found.append(
-            Alternative(config=entry.config, measurement=measurement_of(session, entry), speed_ratio=ratio, why=why)
-        )
+        measurement = measurement_of(session, candidate)
+        found.append(Alternative(config=candidate.config, measurement=measurement, speed_ratio=ratio, why=why))
     return found[:MAX_ALTERNATIVES]
 
 
@@ -129,7 +135,7 @@ def _percent_slower(ratio: float) -> str:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """What is installed and set here."""
+    """The installed versions and the environment variables that change how training runs."""
     source = os.environ if variables is None else variables
     return Environment(
         autoplan=_version("autoplan") or "source",

@@ -1,4 +1,8 @@
-"""Why each knob of a plan has its value: fixed, the only one, measured, or expected, and then why it was not tried."""
+"""Explains why each knob of a plan has its value.
+
+In: a `Session`, the winner, all configurations that ran. Out: a `Choice` per knob: the value was fixed by the user, is
+the only one, was measured against others, or is predicted to be better, and then why the others were not tried.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.techniques.data_parallel_knobs import DATA_PARALLEL_KNOBS, reason_against_data_parallel
+from autoplan.strategies.techniques.rules import incompatible
 
-ABOUT = 0.01
-"""Expected differences below this share are "as fast"."""
+SAME_SPEED = 0.01
+"""A predicted difference below this share is called "as fast"."""
 
 NOT_TRIED = {
     "time": "not tried: there was no time left for it",
@@ -21,34 +25,34 @@ NOT_TRIED = {
 }
 
 
-def explain_choices(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns]) -> list[Choice]:
-    """Each knob that is off its default, or that could have been, with the reason for its value."""
+def explain_choices(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> list[Choice]:
+    """Each knob that is not at its default, or has other legal values, with the reason for its value."""
     return [
-        Choice(knob=knob, value=getattr(winner.config, knob), reason=_reason(session, winner, entries, knob))
+        Choice(knob=knob, value=getattr(winner.config, knob), reason=_reason(session, winner, candidates, knob))
         for knob in KNOBS
         if knob in winner.config.knobs_off_default() or len(session.context.space.values.get(knob, ())) > 1
     ]
 
 
-def _reason(session: Session, winner: CandidateRuns, entries: Sequence[CandidateRuns], knob: str) -> str:
-    """Fixed, the only one, measured against the trial that differs least, or the cost model's word."""
+def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns], knob: str) -> str:
+    """The reason for one knob: against the measured configuration that differs least, else by the cost model."""
     value = getattr(winner.config, knob)
-    if knob in session.options.fixed:
+    if knob in session.options.fix:
         return "fixed by you"
     if len(session.context.space.values.get(knob, ())) <= 1:
         return _only_reason(session, knob)
     predicted = _reason_one_by_one(session, winner, knob)
-    others = [entry for entry in entries if getattr(entry.config, knob) != value]
+    others = [candidate for candidate in candidates if getattr(candidate.config, knob) != value]
     if not others:
         return predicted
-    other = min(others, key=lambda entry: (len(_differences(entry.config, winner.config)), entry.step_time.median))
+    other = min(others, key=lambda runs: (len(_differences(runs.config, winner.config)), runs.step_time.median))
     rest = [name for name in _differences(other.config, winner.config) if name != knob]
     ratio = winner.step_time.median / other.step_time.median
     rival = f"{knob}={getattr(other.config, knob)} (trial {other.first.number})"
     if rest:
         return f"{_compare(ratio)} {rival}, which differs in {', '.join(rest)} too; taken alone, {predicted}"
     if ratio > 1.02:
-        return f"{rival} was faster in its single run, but did not hold as a finalist or failed parity"
+        return f"{rival} was faster in its single run, but not as a finalist, or it failed parity"
     if ratio >= 0.98:
         return f"as fast as {rival}; " + tie_reason(winner, other).partition("; ")[2]
     return f"measured: {_compare(ratio)} {rival}"
@@ -77,38 +81,33 @@ def _left_out_reason(session: Session, knob: str) -> str | None:
 
 
 def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str | None:
-    """Which rule of data parallelism forbids each other value of a knob beside the rest of the plan, if one does."""
-    if knob not in DATA_PARALLEL_KNOBS:
-        return None
+    """Which rules forbid the other values of a knob with the rest of the plan; None if one of them is allowed."""
     others = (value for value in session.context.space.values.get(knob, ()) if value != getattr(config, knob))
     batch = session.context.spec.global_batch
-    found = [reason_against_data_parallel(config.model_dump() | {knob: value}, batch) for value in others]
+    found = [incompatible(config.model_copy(update={knob: value}), batch) for value in others]
     return "; ".join(reason for reason in found if reason) if all(found) else None
 
 
 def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> str:
-    """What was measured of the knob's other values, all else equal, or is expected of them and why they were not tried.
-
-    What is expected is the calibrated cost model's word.
-    """
+    """How the plan compares with each other value of the knob, all else equal: as measured, else as predicted."""
     config = winner.config
     tried = {trial.config: trial for trial in session.store.trials if trial.purpose != "finalist"}
-    told: list[str] = []
+    sentences: list[str] = []
     values = list(session.context.space.values.get(knob, ()))
-    place = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
-    for value in sorted(values, key=lambda value: abs(values.index(value) - place)):
+    chosen = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
+    for value in sorted(values, key=lambda value: abs(values.index(value) - chosen)):
         other = config.model_copy(update={knob: value})
-        if other == config or (other not in session.picker.legal and other not in tried):
+        if other == config or (other not in session.model.legal and other not in tried):
             continue
-        told.append(f"{knob}={value} " + _word_on(session, winner, other, tried.get(other)))
-    if told:
-        return ", ".join(told[:4])
+        sentences.append(f"{knob}={value} " + _compare_with(session, winner, other, tried.get(other)))
+    if sentences:
+        return ", ".join(sentences[:4])
     why = _illegal_reason(session, config, knob) or _left_out_reason(session, knob)
     return why or "no other value is legal with the rest of the plan and predicted to fit"
 
 
-def _word_on(session: Session, winner: CandidateRuns, other: TrainingConfig, trial: Trial | None) -> str:
-    """Of one other configuration: how it ended, how fast it was, or what is expected of it."""
+def _compare_with(session: Session, winner: CandidateRuns, other: TrainingConfig, trial: Trial | None) -> str:
+    """What is known of one other configuration: how its trial ended, how fast it was, or what is predicted."""
     if trial is not None and trial.step_time_s is None:
         return f"ended as {trial.outcome.value} (trial {trial.number})"
     if trial is not None and trial.step_time_s is not None:
@@ -116,15 +115,15 @@ def _word_on(session: Session, winner: CandidateRuns, other: TrainingConfig, tri
         early = ", stopped early" if trial.outcome is Outcome.PRUNED else ""
         return f"was measured in one run, the plan being {_compare(ratio)} it (trial {trial.number}{early})"
     change = session.predict(other).step_time_s / session.predict(winner.config).step_time_s - 1
-    if change > ABOUT:
+    if change > SAME_SPEED:
         return f"is expected to be {change:.0%} slower (cost model)"
-    expected = f"{-change:.0%} faster" if change < -ABOUT else "as fast"
+    expected = f"{-change:.0%} faster" if change < -SAME_SPEED else "as fast"
     return f"is expected to be {expected} (cost model; {NOT_TRIED[session.ended_by]})"
 
 
 def tie_reason(winner: CandidateRuns, other: CandidateRuns) -> str:
-    """Why the winner of a tie won it."""
-    text = "cannot be told apart in speed; "
+    """Why the winner was chosen in a tie."""
+    text = "no measurable difference in speed; "
     difference = other.peak_memory_bytes - winner.peak_memory_bytes
     if difference > 0.05 * winner.peak_memory_bytes:
         return text + f"the plan takes {difference / 2**30:.2f} GiB less memory"

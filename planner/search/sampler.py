@@ -1,25 +1,42 @@
-"""Which candidate is measured next. Only legal candidates are ever picked, whoever picks."""
+"""Samplers of the Optuna study: ours, and any other of Optuna's with its illegal points drawn again.
+
+    candidates = [TrainingConfig(micro_batch=m, precision=p) for m in (1, 2, 4) for p in ("fp32", "bf16")]
+    sampler = AutoplanSampler(candidates)
+    study = optuna.create_study(sampler=sampler)         # minimises: the value of a trial is its step time
+    while sampler.reason_to_stop(study) is None:
+        trial = study.ask(sampler.distributions)
+        study.tell(trial, seconds_of(TrainingConfig.model_validate(trial.params)))
+
+A search does the same with a cost model behind the candidates. Both samplers follow the contract of
+`optuna.samplers.BaseSampler`: what they know of other trials they read from the study.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import random
-import warnings
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import optuna
 from numpy.typing import NDArray
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import ValidationError
 
-from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.options import Sampler
-from autoplan.planner.search.surrogate import Array, Posterior, Prior, Surrogate, expected_improvement
-from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.store.optuna_study import to_params
-from autoplan.strategies.config import KNOBS, TrainingConfig
+from autoplan.errors import UsageError
+from autoplan.planner.search.candidate_model import Assessment, CandidateModel
+from autoplan.planner.search.surrogate import Array, expected_improvement
+from autoplan.planner.store.optuna_study import choices_of, make_distributions, read_trial, to_params
+from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.traced.estimator import Estimator
+    from optuna.distributions import BaseDistribution
 
 LEAST_GAIN = 0.003
 """Expected improvement (in log step time, about a share of it) below which no further trial is worth its time."""
@@ -27,172 +44,316 @@ LEAST_GAIN = 0.003
 LEAST_CHANCE = 0.05
 """Candidates that are less likely than this to fit and to run do not keep the search going."""
 
+LEAST_LEAD = 0.01
+"""How far below the best log step time a candidate's optimistic end must be, for it to be able to win."""
+
 OPTIMISM_Z = 1.645
 
 MAX_REDRAWS = 200
+MAX_REPEATS = 5
+"""A sampler that draws the same illegal point so often in a row follows a rule, and would go on with it."""
 
 
-class NoCandidateError(Exception):
-    """There is nothing left to try; the text says why: nothing can win any more, or nothing fits in the time left."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Why no further trial is worth making: nothing can win any more, or nothing fits in the time left."""
 
-    def __init__(self, text: str, *, out_of_time: bool) -> None:
-        super().__init__(text)
-        self.out_of_time = out_of_time
+    text: str
+    out_of_time: bool = False
 
 
-class Picker:
-    """Chooses among the candidates that were not tried.
+class CandidateSampler(optuna.samplers.BaseSampler):
+    """A sampler that gives legal candidates only, each once.
 
     Args:
-        candidates: The legal configurations that may fit.
-        estimator: The cost model, calibrated by the trials.
-        cost: What trials cost in seconds.
-        memory_limit_bytes: Of one trial.
-        device: cuda or cpu.
-        kind: Ours, or Optuna's TPE or random sampler restricted to legal candidates.
-        seed: Of all drawing.
+        candidates: The legal configurations, or a model of them.
+        distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
+        seed: Of what is drawn.
+
+    `time_left_s` is how long the next trial may take, by its expected cost; a search sets it before it asks.
     """
 
     def __init__(
         self,
-        candidates: Sequence[TrainingConfig],
-        estimator: Estimator,
-        cost: TrialCost,
+        candidates: Sequence[TrainingConfig] | CandidateModel,
         *,
-        memory_limit_bytes: float,
-        device: str,
-        kind: Sampler,
-        seed: int,
-        allows: Callable[[TrainingConfig], bool] = lambda config: True,
+        distributions: Mapping[str, BaseDistribution] | None = None,
+        seed: int | None = None,
     ) -> None:
-        self.surrogate = Surrogate(candidates, memory_limit_bytes, device)
-        self.estimator = estimator
-        self.cost = cost
-        self.kind = kind
-        self.seed = seed
-        self.trials: list[Trial] = []
+        self.model = candidates if isinstance(candidates, CandidateModel) else CandidateModel(candidates)
+        if not self.model.candidates:
+            raise UsageError("the sampler was given no candidates", hint="Give it at least one TrainingConfig.")
+        self.distributions: dict[str, BaseDistribution] = dict(
+            make_distributions(choices_of(self.model.candidates)) if distributions is None else distributions
+        )
         self.time_left_s = math.inf
-        self._random = random.Random(seed)
-        self.legal = frozenset(candidates)
-        self.allows = allows
-        self._mirror: Any = None
+        self._other_parameters = optuna.samplers.RandomSampler(seed)
 
-    def told(self, trial: Trial) -> None:
-        """Takes in a finished trial."""
-        self.trials.append(trial)
-        self.estimator.observe(trial)
-        self.cost.told(trial)
-        if self._mirror is not None:
-            self._add_to_mirror(trial)
+    @abstractmethod
+    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
+        """The configuration of a trial, among the candidates that are free; there is at least one."""
 
-    def pick(self) -> TrainingConfig:
-        """The next configuration.
+    @abstractmethod
+    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
+        """Why no further trial is worth making, None while one is. With a study: after the trials that it has now."""
 
-        Raises:
-            NoCandidateError: nothing left that could win, or that fits in the time left.
-        """
-        tried = {trial.config for trial in self.trials if trial.outcome is not Outcome.INTERRUPTED}
-        candidates = self.surrogate.candidates
-        open_ = np.array([config not in tried for config in candidates])
-        if not open_.any():
-            raise NoCandidateError("every candidate was tried", out_of_time=False)
-        prior = Prior.of(self.estimator.table(candidates))
-        trial_prior = Prior.of(self.estimator.table([trial.config for trial in self.trials])) if self.trials else prior
-        belief = self.surrogate.believe(prior, self.trials, trial_prior)
-        costs = self.cost.all_s(np.exp(belief.log_time))
-        if self.kind == "ours":
-            return candidates[self._pick_ours(belief, open_, costs)]
-        affordable = open_ & (costs <= self.time_left_s)
-        if not affordable.any():
-            raise NoCandidateError("no untried candidate fits in the time left", out_of_time=True)
-        legal = [candidates[i] for i in np.flatnonzero(affordable)]
-        return self._random.choice(legal) if self.kind == "random" else self._pick_tpe(legal)
+    # Optuna's contract.
 
-    def _pick_ours(self, belief: Posterior, open_: NDArray[np.bool_], costs: Array) -> int:
-        """The most expected improvement per square root of its cost: the dear ones wait, but are not starved."""
-        chance = belief.fits * belief.works
-        best = self.best_log_time()
-        if best is None:  # nothing measured yet: the fastest prediction that fits for sure
-            gain = chance * np.exp(belief.log_time.min() - belief.log_time)
-            hopeful = open_
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """Every knob: a configuration is sampled as a whole."""
+        self._raise_error_if_multi_objective(study)
+        if study.direction is not optuna.study.StudyDirection.MINIMIZE:
+            raise ValueError(f"{self} minimises the step time: create the study with direction='minimize'")
+        return dict(self.distributions)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """A candidate that no trial has or had; where all were tried, the best one again."""
+        self.learn(study)
+        free = self.model.assess().untried & ~self._running(study)
+        best = self.model.best_trial()
+        if free.any():
+            config = self.choose(study, trial, free)
         else:
-            gain = expected_improvement(belief, best)
-            optimistic = belief.log_time - OPTIMISM_Z * belief.log_time_sd
-            hopeful = open_ & (optimistic < best - 0.01) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
+            config = self.model.candidates[0] if best is None else best.config
+        return {knob: value for knob, value in to_params(config).items() if knob in search_space}
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A parameter that is no knob: at random."""
+        return self._other_parameters.sample_independent(study, trial, param_name, param_distribution)
+
+    def reseed_rng(self) -> None:
+        """Gives what is drawn another seed."""
+        self._other_parameters.reseed_rng()
+
+    # The trials of the study.
+
+    def learn(self, study: optuna.Study) -> None:
+        """Takes in the study's finished trials that were not taken in yet."""
+        for frozen in study.get_trials(deepcopy=False):
+            if frozen.state.is_finished():
+                self._take_in(frozen)
+
+    def _take_in(self, frozen: FrozenTrial) -> None:
+        trial = read_trial(frozen, self.model.memory_limit_bytes)
+        if trial is not None:
+            self.model.observe(trial)
+
+    def _running(self, study: optuna.Study) -> NDArray[np.bool_]:
+        """The candidates that other trials are measuring now."""
+        frozen = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        configs = {config for config in map(_config_of, frozen) if config is not None}
+        return np.array([config in configs for config in self.model.candidates])
+
+
+class AutoplanSampler(CandidateSampler):
+    """The candidate with the most expected improvement per square root of its cost: expensive ones wait, not starve.
+
+    Args:
+        candidates: The legal configurations; a search gives a model of them, with its cost model.
+        distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
+        seed: Of parameters that are no knobs. The choice of a candidate draws nothing.
+
+    `distributions` is what to ask a study with: `study.ask(sampler.distributions)`.
+    """
+
+    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
+        """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
+        now = self.model.assess()
+        gain, hopeful = self._gain(now)
+        for wanted in (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free):
+            if wanted.any():
+                score = np.where(wanted, gain / np.sqrt(np.maximum(now.cost_s, 1.0)), -1.0)
+                return self.model.candidates[int(np.argmax(score))]
+        raise AssertionError("choose() was called with no free candidate")
+
+    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
+        """Nothing untried could still win, or what could does not fit in the time left."""
+        if study is not None:
+            self.learn(study)
+        now = self.model.assess()
+        if not now.untried.any():
+            return Stop(text="every candidate was tried")
+        _, hopeful = self._gain(now)
         if not hopeful.any():
-            raise NoCandidateError(
-                "no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
-                "than the best",
-                out_of_time=False,
+            return Stop(
+                text="no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
+                "than the best"
             )
-        affordable = hopeful & (costs <= self.time_left_s)
-        if not affordable.any():
-            raise NoCandidateError("no candidate that could win fits in the time left", out_of_time=True)
-        score = np.where(affordable, gain / np.sqrt(np.maximum(costs, 1.0)), -1.0)
-        return int(np.argmax(score))
+        if not (hopeful & (now.cost_s <= self.time_left_s)).any():
+            return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
+        return None
 
-    def cost_s(self, config: TrainingConfig) -> float:
-        """Expected seconds of a trial of this configuration."""
-        return self.cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """Ends `study.optimize` once nothing could win any more, as Optuna's GridSampler does."""
+        ended = copy.copy(trial)  # Optuna stores the state after this call
+        ended.state, ended.values = state, values
+        self._take_in(ended)
+        if self.reason_to_stop() is not None:
+            with contextlib.suppress(RuntimeError):  # asked and told by the caller: there is no loop to end
+                study.stop()
 
-    def best_log_time(self) -> float | None:
-        """The logarithm of the best measured step time that may be the plan's; None: nothing was measured."""
-        times = [
-            t.step_time_s.median
-            for t in self.trials
-            if t.outcome is Outcome.OK and t.step_time_s is not None and self.allows(t.config)
-        ]
-        return math.log(min(times)) if times else None
+    def _gain(self, now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
+        """The expected improvement of each candidate, and which of the untried ones can still win."""
+        posterior = now.posterior
+        chance = posterior.fits * posterior.works
+        best = now.best_log_time
+        if best is None:  # nothing measured yet: the fastest prediction that fits for sure
+            return chance * np.exp(posterior.log_time.min() - posterior.log_time), now.untried
+        gain = expected_improvement(posterior, best)
+        optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
+        can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
+        return gain, now.untried & can_win
 
-    # Optuna's own samplers: they draw in a study in memory, and illegal points are drawn again at no trial's cost.
 
-    def _pick_tpe(self, legal: Sequence[TrainingConfig]) -> TrainingConfig:
-        import optuna
+class RedrawingSampler(CandidateSampler):
+    """Another sampler of Optuna, whose illegal and already tried points are drawn again at no trial's cost.
 
+    It draws in a study of its own, in memory: there each knob has the candidates' values alone, each trial of the real
+    study is told as it ended, and a point that is drawn again is told as failed, which Optuna's samplers ignore. After
+    MAX_REDRAWS points, MAX_REPEATS times the same one in a row, or the last point of a grid, a legal candidate is drawn
+    at random.
+
+    Args:
+        candidates: The legal configurations, or a model of them.
+        inner: The sampler that draws.
+        distributions: The real study's distribution of each knob; None: one categorical of the candidates' own values.
+        seed: Of the candidate that is drawn at random in the end.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[TrainingConfig] | CandidateModel,
+        inner: optuna.samplers.BaseSampler,
+        *,
+        distributions: Mapping[str, BaseDistribution] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(candidates, distributions=distributions, seed=seed)
+        self.inner = inner
+        self._random = random.Random(seed)
+        self._mirror = optuna.create_study(direction="minimize", sampler=inner)
+        self._mirrored: set[int] = set()
+        self._asked: dict[int, optuna.Trial] = {}
+        self._ended = False
+        self._choices = choices_of(self.model.candidates)
+        self._narrow: dict[str, BaseDistribution] = {
+            knob: CategoricalDistribution(choices) for knob, choices in self._choices.items()
+        }
+
+    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
+        """What the other sampler draws, once it is legal, untried, and fits in the time left where anything does."""
+        self._tell_mirror(study)
+        affordable = free & (self.model.assess().cost_s <= self.time_left_s)
+        wanted = affordable if affordable.any() else free
+        legal = [self.model.candidates[i] for i in np.flatnonzero(wanted)]
         allowed = frozenset(legal)
-
-        if self._mirror is None:
-            self._start_mirror()
+        last: Mapping[str, Any] | None = None
+        repeats = 0
         for _ in range(MAX_REDRAWS):
-            asked = self._mirror.ask(self._distributions)
-            config = TrainingConfig.model_validate(asked.params)
-            self._mirror.tell(asked, state=optuna.trial.TrialState.FAIL)
+            if self._ended:
+                break
+            asked = self._mirror.ask(self._narrow)
+            config = _config_of(asked)
             if config in allowed:
+                self._asked[trial.number] = asked
                 return config
+            self._tell(asked, TrialState.FAIL)
+            repeats = repeats + 1 if asked.params == last else 1
+            last = asked.params
+            if repeats >= MAX_REPEATS:
+                break
         return self._random.choice(legal)
 
-    def _start_mirror(self) -> None:
-        import optuna
+    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
+        """Every candidate was tried, or none that was not fits in the time left."""
+        if study is not None:
+            self.learn(study)
+        now = self.model.assess()
+        if not now.untried.any():
+            return Stop(text="every candidate was tried")
+        if not (now.untried & (now.cost_s <= self.time_left_s)).any():
+            return Stop(text="no untried candidate fits in the time left", out_of_time=True)
+        return None
 
-        values = {
-            knob: tuple(dict.fromkeys(getattr(config, knob) for config in self.surrogate.candidates)) for knob in KNOBS
-        }
-        self._distributions: dict[str, Any] = {
-            knob: optuna.distributions.CategoricalDistribution(choices) for knob, choices in values.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True, n_startup_trials=5)
-        self._mirror = optuna.create_study(direction="minimize", sampler=sampler)
-        for trial in self.trials:
-            self._add_to_mirror(trial)
+    def reseed_rng(self) -> None:
+        """Gives what is drawn another seed, in the other sampler too."""
+        super().reseed_rng()
+        self.inner.reseed_rng()
 
-    def _add_to_mirror(self, trial: Trial) -> None:
-        import optuna
+    def _tell_mirror(self, study: optuna.Study) -> None:
+        """Tells the study in memory what became of the real study's trials; never a NaN or a missing value."""
+        for trial in study.get_trials(deepcopy=False):
+            if not trial.state.is_finished() or trial.number in self._mirrored:
+                continue
+            self._mirrored.add(trial.number)
+            asked = self._asked.pop(trial.number, None)
+            if asked is not None:
+                for name, violation in trial.constraints.items():
+                    asked.set_constraint(name, violation)
+                self._tell(asked, trial.state, trial.value if trial.state is TrialState.COMPLETE else None)
+            elif trial.state is not TrialState.FAIL and self._is_within(trial.params):
+                self._mirror.add_trial(
+                    optuna.trial.create_trial(
+                        state=trial.state,
+                        value=trial.value,
+                        params={knob: trial.params[knob] for knob in self._narrow},
+                        distributions=dict(self._narrow),
+                        constraints=trial.constraints,
+                    )
+                )
 
-        params = to_params(trial.config)
-        if any(params[knob] not in d.choices for knob, d in self._distributions.items()):
-            return
-        timed = trial.outcome in (Outcome.OK, Outcome.PRUNED) and trial.step_time_s is not None
-        over = trial.outcome is Outcome.OUT_OF_MEMORY
-        if not timed and not over:
-            return
-        self._mirror.add_trial(
-            optuna.trial.create_trial(
-                state=optuna.trial.TrialState.COMPLETE if timed else optuna.trial.TrialState.PRUNED,
-                value=trial.step_time_s.median if timed and trial.step_time_s else None,
-                params=params,
-                distributions=self._distributions,
-                constraints={"memory": 0.05 if over else -0.05},
-            )
+    def _tell(self, asked: optuna.Trial, state: TrialState, value: float | None = None) -> None:
+        """Tells one trial of the study in memory, and notes whether the sampler has no further points."""
+        try:
+            self._mirror.tell(asked, value, state=state)
+        except RuntimeError as error:
+            if "Study.stop" not in str(error):  # what a GridSampler or a BruteForceSampler does after its last point
+                raise
+            self._ended = True
+
+    def _is_within(self, params: Mapping[str, Any]) -> bool:
+        return all(knob in params and params[knob] in choices for knob, choices in self._choices.items())
+
+
+def make_sampler(
+    wanted: str | optuna.samplers.BaseSampler,
+    model: CandidateModel,
+    distributions: Mapping[str, BaseDistribution],
+    *,
+    seed: int,
+) -> CandidateSampler:
+    """The sampler of a search: ours, or one of Optuna's by its name or as an object.
+
+    Raises:
+        UsageError: an AutoplanSampler as an object: it would not have the search's cost model.
+    """
+    if isinstance(wanted, CandidateSampler):
+        raise UsageError(
+            f"--sampler is {type(wanted).__name__} with candidates of its own",
+            hint='Leave it out: a search uses it by itself ("autoplan"), with its own candidates and cost model.',
         )
+    if wanted == "autoplan":
+        return AutoplanSampler(model, distributions=distributions, seed=seed)
+    inner = _named_sampler(wanted, seed) if isinstance(wanted, str) else wanted
+    return RedrawingSampler(model, inner, distributions=distributions, seed=seed)
+
+
+def _named_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
+    """Optuna's samplers that have a name of their own on the command line."""
+    if name == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=5)
+    assert name == "random", name
+    return optuna.samplers.RandomSampler(seed=seed)
+
+
+def _config_of(trial: FrozenTrial | optuna.Trial) -> TrainingConfig | None:
+    try:
+        return TrainingConfig.model_validate(trial.params)
+    except ValidationError:
+        return None  # a combination that is no configuration, or a trial that has no parameters yet

@@ -1,4 +1,8 @@
-"""Which configuration won, by the recorded trials alone: the same record always gives the same answer."""
+"""Decides which configuration won.
+
+In: the recorded trials. Out: configurations with their runs, and their rank. The same record always gives the same
+answer.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,29 @@ from autoplan.planner.trials.measure import pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 TIE = 0.02
-"""Configurations whose medians differ by less than this share, and whose ratio's interval holds 1, are a tie."""
+"""Two configurations tie if their medians differ by less than this share and the interval of their ratio contains 1."""
 
 MEMORY_MATTERS = 0.05
-"""A tie goes to the one with less peak memory if the difference is more than this share."""
+"""Of a tie, the configuration with less peak memory wins if the difference is more than this share."""
 
-CONTENDER_MARGIN = 0.05
-"""Measured again are those whose low bound is within this share of the best one's high bound."""
+FINALIST_MARGIN = 0.05
+"""A configuration is measured again if its low bound is at most this share above the high bound of the best one."""
 
-MAX_CONTENDERS = 3
+MAX_FINALISTS = 3
 
-ROUNDS_ALONE = 2
-"""Interleaved runs stand alone from this many on; a single one may be hit by anything, and counts beside the first."""
+ENOUGH_ROUNDS = 2
+"""With this many interleaved runs the first trial no longer counts. A single run may have been disturbed: it and the
+first trial count together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRuns:
-    """A configuration with all that was measured of it.
+    """A configuration and all good runs of it.
 
     Attributes:
         config: The configuration.
         first: Its first good trial.
-        finalist_runs: Its interleaved runs, in order of the rounds.
+        finalist_runs: Its interleaved runs, in the order of the rounds.
     """
 
     config: TrainingConfig
@@ -40,8 +45,8 @@ class CandidateRuns:
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        """The runs that count: the interleaved ones where there are two or more, else the first trial and the one."""
-        return self.finalist_runs if len(self.finalist_runs) >= ROUNDS_ALONE else (self.first, *self.finalist_runs)
+        """The runs that count: the interleaved ones if there are ENOUGH_ROUNDS, else the first trial too."""
+        return self.finalist_runs if len(self.finalist_runs) >= ENOUGH_ROUNDS else (self.first, *self.finalist_runs)
 
     @property
     def step_times(self) -> list[Interval]:
@@ -50,7 +55,7 @@ class CandidateRuns:
 
     @property
     def step_time(self) -> Interval:
-        """All runs that count together."""
+        """The runs that count, pooled."""
         return pool_runs(self.step_times)
 
     @property
@@ -59,79 +64,86 @@ class CandidateRuns:
         return max(run.peak_memory_bytes or 0 for run in (self.first, *self.finalist_runs))
 
 
-def enter(trials: Iterable[Trial]) -> list[CandidateRuns]:
+def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     """The configurations that ran, with their runs, fastest first.
 
-    One whose finalist run failed is out: what failed once in a fresh process is no plan.
+    A configuration of which a finalist run failed is left out: it failed once in a fresh process, so it may fail again.
     """
     firsts: dict[TrainingConfig, Trial] = {}
     repeats: dict[TrainingConfig, list[Trial]] = {}
-    out: set[TrainingConfig] = set()
+    failed: set[TrainingConfig] = set()
     for trial in trials:
         if trial.purpose == "finalist":
             if trial.outcome is Outcome.OK:
                 repeats.setdefault(trial.config, []).append(trial)
             elif trial.outcome is not Outcome.INTERRUPTED:
-                out.add(trial.config)
+                failed.add(trial.config)
         elif trial.outcome is Outcome.OK and trial.step_time_s is not None:
             firsts.setdefault(trial.config, trial)
-    entries = [
+    candidates = [
         CandidateRuns(config=config, first=first, finalist_runs=tuple(repeats.get(config, ())))
         for config, first in firsts.items()
-        if config not in out
+        if config not in failed
     ]
-    return sorted(entries, key=lambda entry: (entry.step_time.median, entry.first.number))
+    return sorted(candidates, key=lambda candidate: (candidate.step_time.median, candidate.first.number))
 
 
 def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, CandidateRuns]:
-    """Both entries with as many interleaved runs as both have, so that their i-th runs were made side by side."""
+    """Both with the interleaved runs of the rounds that both have, so that their i-th runs were made side by side."""
     rounds = min(len(a.finalist_runs), len(b.finalist_runs))
     return replace(a, finalist_runs=a.finalist_runs[:rounds]), replace(b, finalist_runs=b.finalist_runs[:rounds])
 
 
-def speed_ratio(entry: CandidateRuns, reference: CandidateRuns) -> Interval:
-    """How many times faster an entry is than the reference, by the runs that count of both."""
-    entry, reference = match_rounds(entry, reference)
-    return ratio_interval(entry.step_times, reference.step_times)
+def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns) -> Interval:
+    """How many times faster a candidate is than the reference, by the runs that count of both."""
+    candidate, reference = match_rounds(candidate, reference)
+    return ratio_interval(candidate.step_times, reference.step_times)
 
 
-def contenders(entries: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """Those that may be the fastest: the best by median, and whoever's interval comes near enough."""
-    if not entries:
-        return []
-    best = entries[0].step_time
-    near = [e for e in entries if e.step_time.low <= best.high * (1 + CONTENDER_MARGIN)]
-    return near[:MAX_CONTENDERS]
+def pick_finalists(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+    """The candidates that may be the fastest.
 
+    Args:
+        candidates: Fastest first.
 
-def rank(entries: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """Entries in the order in which they are the plan: the fastest, but a tie goes to less memory, then to fewer knobs.
-
-    Those that were measured again come first: an interleaved run decides over a single one.
+    Returns:
+        The best by median, and those whose interval is near enough to its interval.
     """
-    pool = [entry for entry in entries if entry.finalist_runs] or list(entries)
-    rest = [entry for entry in entries if entry not in pool]
+    if not candidates:
+        return []
+    best = candidates[0].step_time
+    near = [candidate for candidate in candidates if candidate.step_time.low <= best.high * (1 + FINALIST_MARGIN)]
+    return near[:MAX_FINALISTS]
+
+
+def rank(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+    """The candidates, best first: the fastest; of a tie, the one with less memory, then the one with fewer knobs set.
+
+    Candidates with interleaved runs come before the others, because a single trial may have been disturbed.
+    """
+    pool = [candidate for candidate in candidates if candidate.finalist_runs] or list(candidates)
+    rest = [candidate for candidate in candidates if candidate not in pool]
     ordered: list[CandidateRuns] = []
     while pool:
-        fastest = min(pool, key=lambda entry: entry.step_time.median)
-        tied = [entry for entry in pool if entry is fastest or is_tie(entry, fastest)]
-        least = min(entry.peak_memory_bytes for entry in tied)
-        light = [entry for entry in tied if entry.peak_memory_bytes <= least * (1 + MEMORY_MATTERS)]
-        chosen = min(light, key=lambda e: (len(e.config.knobs_off_default()), e.step_time.median, e.first.number))
+        fastest = min(pool, key=lambda candidate: candidate.step_time.median)
+        tied = [candidate for candidate in pool if candidate is fastest or is_tie(candidate, fastest)]
+        least_bytes = min(candidate.peak_memory_bytes for candidate in tied)
+        small = [c for c in tied if c.peak_memory_bytes <= least_bytes * (1 + MEMORY_MATTERS)]
+        chosen = min(small, key=lambda c: (len(c.config.knobs_off_default()), c.step_time.median, c.first.number))
         ordered.append(chosen)
         pool.remove(chosen)
-    return ordered + sorted(rest, key=lambda entry: entry.step_time.median)
+    return ordered + sorted(rest, key=lambda candidate: candidate.step_time.median)
 
 
-def is_tie(entry: CandidateRuns, fastest: CandidateRuns) -> bool:
-    """Whether two configurations cannot be told apart."""
-    if entry.step_time.median > fastest.step_time.median * (1 + TIE):
+def is_tie(candidate: CandidateRuns, fastest: CandidateRuns) -> bool:
+    """Whether the measurements do not show which of the two is faster."""
+    if candidate.step_time.median > fastest.step_time.median * (1 + TIE):
         return False
-    ratio = speed_ratio(entry, fastest)
+    ratio = speed_ratio(candidate, fastest)
     return ratio.low <= 1.0 <= ratio.high
 
 
 def best_trial(trials: Iterable[Trial]) -> Trial | None:
-    """The fastest good trial so far, repeats not counted."""
+    """The fastest good trial so far; the repeated runs of the finalists do not count."""
     good = [t for t in trials if t.outcome is Outcome.OK and t.step_time_s is not None and t.purpose != "finalist"]
     return min(good, key=lambda t: t.step_time_s.median, default=None)  # type: ignore[union-attr]

@@ -1,14 +1,18 @@
-"""One search while it runs: its clock, its trials, and what is believed so far."""
+"""The state of a running search: its clock, its trials, and the objects that the stages share.
+
+In: what `run.py` opened (options, store, zygote, context, picker, runner). Out: trials in the store.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.planner.records import Outcome, Prediction, Trial
+from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
-from autoplan.planner.search.sampler import Picker
+from autoplan.planner.search.sampler import CandidateSampler
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.store.optuna_study import SearchStudy
@@ -18,20 +22,36 @@ from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
 from autoplan.processes import Progress, Zygote
 from autoplan.strategies.config import TrainingConfig
 
+if TYPE_CHECKING:
+    import optuna
+
 OVERRUN = 0.05
-"""How far past the budget a running trial may go before it is ended; the whole search stays within 10 %."""
+"""A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
 PARITY_SHARE, PARITY_LEAST_S, PARITY_MOST_S = 0.12, 5.0, 45.0
+"""Time kept for the parity check: a share of the budget, within these seconds."""
+
 PARITY_MICRO_STEPS, PARITY_MOST_SHARE = 6.0, 0.3
-"""The check costs about as much as this many micro-steps of the plain run beside its start (GPT-2 on two cores: 44
-CPU-seconds, where a micro-step of 1 x 1024 takes 8 to 10); on a loaded machine both grow together."""
+"""The check takes about as long as this many micro-steps of the plain run, besides its start (GPT-2 on two cores: 44
+CPU-seconds, where a micro-step of 1 x 1024 takes 8 to 10); on a loaded machine both grow together. At most this share
+of the budget is kept."""
+
 FINALIST_SHARE = 0.3
+"""At most this share of the budget is kept for the finalists."""
+
 TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
+"""The time box of a trial: a share of the budget, within these seconds."""
+
 MAX_ROUNDS = 3
+"""How often each finalist is measured."""
 
 
 class BudgetOver(Exception):
-    """There is no time left for what comes next; the text says what."""
+    """There is no time left for the next stage, which the text names; `needed_s` is a budget that should do."""
+
+    def __init__(self, stage: str, *, needed_s: float | None = None) -> None:
+        super().__init__(stage)
+        self.needed_s = needed_s
 
 
 @dataclass(kw_only=True)
@@ -39,9 +59,10 @@ class Session:
     """The state of one run of a search.
 
     Attributes:
-        options, observer, store, zygote, context: What it was given.
+        options, observer, store, zygote, context: As given to the search.
         budget_s: Seconds over all runs.
-        picker: Chooses the next candidate.
+        model: What is known of the candidates.
+        sampler: Says which candidate is next, and when no further trial is worth making.
         study: Optuna's study.
         runner: Runs trials.
         notes: Sentences for the plan.
@@ -54,7 +75,8 @@ class Session:
     zygote: Zygote
     context: SearchContext
     budget_s: float
-    picker: Picker
+    model: CandidateModel
+    sampler: CandidateSampler
     study: SearchStudy
     runner: TrialRunner
     notes: list[str] = field(default_factory=list)
@@ -74,7 +96,7 @@ class Session:
 
     @property
     def parity_reserve_s(self) -> float:
-        """Seconds kept for the parity check; more where the baseline has shown that this machine is slow now."""
+        """Seconds kept for the parity check; more if the baseline has shown that this machine is slow."""
         reserve_s = min(max(PARITY_SHARE * self.budget_s, PARITY_LEAST_S), PARITY_MOST_S)
         base = self.baseline
         if base is not None and base.step_time_s is not None:
@@ -95,11 +117,11 @@ class Session:
 
     @property
     def search_left_s(self) -> float:
-        """Seconds left for trials of the search, with what the finalists and the parity check need kept back."""
+        """Seconds left for the trials of the search, without those kept for the finalists and the parity check."""
         return self.left_s - self.parity_reserve_s - self.finalist_reserve_s
 
     def budget(self) -> BudgetState:
-        """Where the search stands, for the observer."""
+        """How much of the budget is used, for the observer."""
         return BudgetState(
             budget_s=self.budget_s,
             spent_s=self.store.spent_s,
@@ -112,7 +134,7 @@ class Session:
 
     @property
     def trials_done(self) -> int:
-        """Trials that count towards --max-trials: all but the finalists' repeats."""
+        """Trials that count towards --max-trials: all except the repeated runs of the finalists."""
         return sum(trial.purpose != "finalist" for trial in self.store.trials)
 
     @property
@@ -129,7 +151,7 @@ class Session:
         return best_trial(trial for trial in self.store.trials if self.options.allows(trial.config))
 
     def predict(self, config: TrainingConfig) -> Prediction:
-        """What the cost model says now."""
+        """The cost model's prediction, as it is calibrated now."""
         return self.context.estimator.estimate([config])[0]
 
     def measure(
@@ -140,10 +162,12 @@ class Session:
         deadline_s: float,
         best_high_s: float | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
+        asked: optuna.trial.Trial | None = None,
     ) -> Trial:
-        """Runs one trial and puts it on disk before anything else happens.
+        """Runs one trial and writes it to disk before anything else happens.
 
-        A Ctrl-C passes through; the trial it hit is closed in the study and not kept in the record.
+        `asked` is the study's own trial, where the study chose the configuration. A Ctrl-C passes through; the trial
+        that it ended is closed in the study and not kept in the record.
         """
         number = self.store.next_number
         prediction = self.predict(config)
@@ -158,7 +182,8 @@ class Session:
             best_high_s=best_high_s,
             method=method,
         )
-        asked = None if purpose == "finalist" else self.study.ask(number, config)
+        if asked is None and purpose != "finalist":
+            asked = self.study.ask(number, config)
         try:
             trial = self.runner.run(order, on_progress=self.on_progress)
         except BaseException:
@@ -168,8 +193,8 @@ class Session:
         trial = with_first_loss_compared(trial, self.baseline)
         self.store.add_trial(trial)
         if asked is not None:
+            self.model.observe(trial)
             self.study.tell(asked, trial)
-            self.picker.told(trial)
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial

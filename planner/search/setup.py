@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoplan.errors import ConfigError, DeviceError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
+from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.journal import write_atomically
@@ -20,7 +21,8 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.strategies.analysis.facts import WorkloadFacts
+    from autoplan.planner.trace.model_profile import ModelProfile
+    from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
 
 MEMORY_SHARE = 0.8
 """Share of the available memory that a trial may take unless --memory-limit says otherwise."""
@@ -38,10 +40,28 @@ PRELOAD = (
 TIMING_SHARE = 0.05
 """Of the budget, for timing the model's operations on the device: one trial or less, and it spares several."""
 
+TRACE_SHARE = 0.1
+"""Of the budget, for tracing the variants; what there is no time for is predicted roughly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Where a search runs, by its options and this machine.
+
+    Attributes:
+        device: cuda or cpu.
+        nproc: The largest number of ranks.
+        given_limit_bytes: The memory limit that the options give; None: they give none.
+    """
+
+    device: Literal["cuda", "cpu"]
+    nproc: int
+    given_limit_bytes: int | None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchContext:
-    """What the search stands on.
+    """What the search knows before its first trial.
 
     Attributes:
         spec: The workload's spec, complete.
@@ -82,50 +102,84 @@ def pick_device(hardware: HardwareProfile, wanted: str | None) -> Literal["cuda"
     return "cuda" if kind == "cuda" else "cpu"
 
 
+def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
+    """Where the search runs: the device, up to how many ranks (by default all visible GPUs; 1 on CPU), the limit.
+
+    Raises:
+        DeviceError: CUDA was asked for and there is none.
+        UsageError: the memory limit is a share, and the memory of the device is not known.
+    """
+    device = pick_device(hardware, options.device)
+    gpus = sum(found.type == "cuda" for found in hardware.devices) if device == "cuda" else 0
+    return Target(
+        device=device,
+        nproc=max(1, gpus) if options.nproc is None else options.nproc,
+        given_limit_bytes=options.memory_limit_bytes(hardware.device(device).memory_total_bytes.value),
+    )
+
+
 def prepare_search(
     options: SearchOptions, zygote: Zygote, observer: SearchObserver, *, saved: Path | None = None
 ) -> SearchContext:
-    """Probes, inspects, traces, generates and prices.
+    """Probes, inspects, traces, generates the space and predicts each candidate.
 
     Args:
         options: What the search is asked for.
         zygote: Where ranks are started.
-        observer: Is told what happens.
-        saved: Where the study keeps its hardware profile: every run of a search stands on the same one.
+        observer: Its methods are called with what happens.
+        saved: Where the study keeps its hardware profile: every run of a search uses the same one.
 
     Raises:
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
     from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.planner.trace.trace import TIMING_BUDGET_S, trace_profile
+    from autoplan.planner.trace.trace import TIMING_BUDGET_S, TraceLimits, trace_profile
+    from autoplan.planner.trace.variants import variants_to_trace
     from autoplan.probes.run import read_host_profile
 
     now = read_host_profile()
-    device = pick_device(now, options.device)
-    hardware = _probe(now, device, zygote, observer, saved, ranks=max(1, options.nproc))
-    memory_limit, host_limit = limits(now, device, options.memory_limit_bytes)
+    target = find_target(options, now)
+    device = target.device
+    hardware = _probe(now, device, zygote, observer, saved, ranks=target.nproc)
+    memory_limit, host_limit = limits(now, device, target.given_limit_bytes)
     observer.on_hardware(hardware, memory_limit)
 
     observer.on_phase("inspect", f"looking at {options.spec.name}")
-    spec = _with_fixed_micro_batch(options.spec, options.fixed)
-    facts = inspect(zygote, spec, hardware, device)
-    spec = facts.spec.model_copy(update={"payload": spec.payload})
+    facts = inspect(zygote, options.spec, hardware, device)
+    spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
-    degrees, degrees_left_out = degree_combinations(options, facts, device)
+    degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
     space = generate(
         facts.choices,
         global_batch=spec.global_batch,
         device=hardware.device(device),
-        fixed=options.fixed,
-        bounds=options.bounds,
+        fixed=options.fix,
+        bounds=options.bound,
         degrees=degrees,
         degrees_left_out=degrees_left_out,
     )
 
     observer.on_phase("trace", f"counting the operations of {spec.name}")
-    timing_s = min(TIMING_BUDGET_S, TIMING_SHARE * (options.budget_s or DEFAULT_BUDGET_S))
-    profile = trace_profile(spec, device=device, zygote=zygote, hardware=hardware, timing_budget_s=timing_s)
-    observer.on_phase("space", f"pricing {len(space.candidates)} legal configurations")
+    budget_s = options.budget_s or DEFAULT_BUDGET_S
+    profile = trace_profile(
+        spec,
+        device=device,
+        zygote=zygote,
+        hardware=hardware,
+        facts=facts,
+        variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
+        limits=TraceLimits(
+            time_limit_s=TRACE_SHARE * budget_s,
+            timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
+            memory_limit_bytes=host_limit,
+        ),
+    )
+    for note in profile.notes:
+        observer.on_note(note)
+    if profile.rough_variants:
+        observer.on_note(_rough_note(profile, TRACE_SHARE * budget_s))
+    space = without_failed_variants(space, profile.failed_variants)
+    observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
     )
@@ -144,6 +198,14 @@ def prepare_search(
         estimator=estimator,
         candidates=tuple(space.candidates[index] for index in kept),
         left_out=left_out,
+    )
+
+
+def _rough_note(profile: ModelProfile, limit_s: float) -> str:
+    """Says how much of the space is predicted without a trace."""
+    return (
+        f"{len(profile.rough_variants)} of {len(profile.variants)} variants were not traced within {limit_s:.0f} s, a "
+        "tenth of the budget: their predictions are rough until trials correct them"
     )
 
 
@@ -221,17 +283,9 @@ def inspect(zygote: Zygote, spec: WorkloadSpec, hardware: HardwareProfile, devic
     return read_inspection(rank.result)
 
 
-def _with_fixed_micro_batch(spec: WorkloadSpec, fixed: Mapping[str, Any]) -> WorkloadSpec:
-    """--fix micro_batch also tells the workload that this micro-batch is what its training is meant to have."""
-    if "micro_batch" not in fixed:
-        return spec
-    options = dict(spec.options) | {"fixed_micro_batch": int(fixed["micro_batch"])}
-    return spec.model_copy(update={"options": options})
-
-
 def degree_combinations(
-    options: SearchOptions, facts: WorkloadFacts, device: str
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOutFamily]]:
+    fix: Mapping[str, Any], facts: WorkloadFacts, target: Target
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOut]]:
     """The legal degrees for up to --nproc ranks, and what was left out.
 
     Raises:
@@ -239,11 +293,11 @@ def degree_combinations(
     """
     from autoplan.strategies.techniques.degrees import explain_degree, legal_degrees
 
-    for knob, value in options.fixed.items():
-        reason = explain_degree(facts, knob, value, options.nproc)
+    for knob, value in fix.items():
+        reason = explain_degree(facts, knob, value, target.nproc)
         if reason is not None:
             raise ConfigError(reason, hint=f"Leave {knob} to the search, or fix it to a legal degree.")
-    if options.nproc <= 1:
+    if target.nproc <= 1:
         return ({},), ()
-    ways, dropped = legal_degrees(facts, options.nproc, device=device)
-    return [{}, *ways], [LeftOutFamily.model_validate(family) for family in dropped]
+    combinations, dropped = legal_degrees(facts, target.nproc, device=target.device)
+    return [{}, *combinations], dropped

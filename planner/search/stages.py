@@ -1,4 +1,7 @@
-"""The stages of a search in order: baseline, the careful hand setting, trials, finalists, parity."""
+"""The stages of a search, in order: baseline, manual setting, trials, finalists, parity check.
+
+In: a `Session`. Out: trials and parity verdicts in its store; at the end the verified winner.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,28 @@ from typing import Literal
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
-from autoplan.planner.search.sampler import NoCandidateError
-from autoplan.planner.search.selection import CandidateRuns, contenders, enter, rank
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 
 CHEAP_MICRO_STEP_SHARE = 0.25
-"""The baseline's micro-step should take less than this share of a trial's time box: it is run half a dozen times."""
+"""The micro-step of the baseline should take less than this share of a trial's time box: it runs about six times."""
 
 MAX_HALVINGS = 4
+
+BASELINE_RESERVE_SHARE = 0.3
+"""Of the time that is left, what the baseline leaves for the parity check and the rest."""
+
+BASELINE_DONE_SHARE = 0.5
+"""The share of a budget by which the baseline should be measured: a budget that ended before it is scaled by this."""
 
 # Baseline.
 
 
 def run_baseline(session: Session) -> Trial | None:
-    """Measures the plain fp32 run; with smaller micro-batches where it runs out of memory. None: it does not run.
+    """Measures the plain fp32 run, with smaller micro-batches if it runs out of memory. None: it does not run.
 
     Raises:
         WorkloadError: the workload itself cannot be used.
@@ -37,14 +45,17 @@ def run_baseline(session: Session) -> Trial | None:
     for config in plain_configs(session):
         if config in failed:
             continue
-        deadline_s = session.hard_deadline_s(0.3 * session.budget_s)
+        deadline_s = session.hard_deadline_s(BASELINE_RESERVE_SHARE * session.left_s)
         if deadline_s <= 0:
-            raise BudgetOver("the baseline")
+            needed_s = (session.store.spent_s + session.model.cost_s(config)) / BASELINE_DONE_SHARE
+            raise BudgetOver("the baseline", needed_s=needed_s)
         trial = session.measure("baseline", config, deadline_s=deadline_s)
         if trial.outcome is Outcome.OK:
             return trial
         if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD:
-            raise WorkloadError(trial.reason or "the workload cannot be used", hint="Mend the workload, then search.")
+            raise WorkloadError(
+                trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
+            )
         if trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT):
             break
     last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
@@ -69,11 +80,11 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     return chosen[: MAX_HALVINGS + 1]
 
 
-# The careful hand setting, on CUDA.
+# The setting that an expert would choose without a search, on CUDA.
 
 
-def run_hand_setting(session: Session) -> Trial | None:
-    """Measures what a careful person sets: bf16, fused optimizer, sdpa, compile, the largest 2^n micro-batch."""
+def run_manual_setting(session: Session) -> Trial | None:
+    """Measures an expert's usual setting: bf16, fused optimizer, sdpa, compile, the largest 2^n micro-batch."""
     if session.context.device != "cuda":
         return None
     done = [trial for trial in session.store.trials if trial.purpose == "reference"]
@@ -81,10 +92,10 @@ def run_hand_setting(session: Session) -> Trial | None:
     if good is not None:
         return good
     tried = {trial.config for trial in done}
-    for config in hand_settings(session):
+    for config in manual_settings(session):
         if config in tried:
             continue
-        if session.picker.cost_s(config) > session.search_left_s:
+        if session.model.cost_s(config) > session.search_left_s:
             return None
         trial = session.measure("reference", config, deadline_s=session.hard_deadline_s(session.parity_reserve_s))
         if trial.outcome is Outcome.OK:
@@ -94,8 +105,8 @@ def run_hand_setting(session: Session) -> Trial | None:
     return None
 
 
-def hand_settings(session: Session) -> list[TrainingConfig]:
-    """The hand setting at the largest power-of-two micro-batch that should fit, then at smaller ones."""
+def manual_settings(session: Session) -> list[TrainingConfig]:
+    """The manual setting at the largest power-of-two micro-batch that should fit, then at smaller ones."""
     values = session.context.space.values
 
     def pick(knob: str, *wanted: object) -> object:
@@ -122,7 +133,7 @@ def hand_settings(session: Session) -> list[TrainingConfig]:
 
 
 def run_trials(session: Session) -> str:
-    """Runs trials until nothing can win any more, or the time or the number of trials is used up; says which."""
+    """Runs trials until no candidate can win, or the time or the number of trials is used up; returns which of them."""
     session.ended_by = _run_trials(session)
     return session.ended_by
 
@@ -135,20 +146,22 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
             return "max_trials"
         if session.search_left_s <= 0:
             return "time"
-        session.picker.time_left_s = session.search_left_s
-        try:
-            config = session.picker.pick()
-        except NoCandidateError as end:
-            session.note(str(end))
-            return "time" if end.out_of_time else "nothing_left"
+        session.sampler.time_left_s = session.search_left_s
+        stop = session.sampler.reason_to_stop()
+        if stop is not None:
+            session.note(stop.text)
+            return "time" if stop.out_of_time else "nothing_left"
+        asked = session.study.ask(session.store.next_number)
+        config = TrainingConfig.model_validate(asked.params)
         best = session.best
-        expected_s = session.picker.cost_s(config)
+        expected_s = session.model.cost_s(config)
         reserve_s = session.parity_reserve_s + 0.5 * session.finalist_reserve_s
         session.measure(
             "search",
             config,
             deadline_s=min(session.hard_deadline_s(reserve_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)),
             best_high_s=best.step_time_s.high if best is not None and best.step_time_s is not None else None,
+            asked=asked,
         )
 
 
@@ -156,85 +169,92 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
 
 
 def run_finalists(session: Session) -> None:
-    """Measures the top few and the baseline again, interleaved, in fresh processes, in the rounds that time allows."""
-    field = contenders(eligible(session))
-    if not field:
+    """Measures the best few and the baseline again, in turn, in fresh processes, in as many rounds as time allows."""
+    finalists = pick_finalists(eligible(session))
+    if not finalists:
         return
-    session.observer.on_phase("finalists", f"{len(field)} configuration(s) against the baseline")
+    session.observer.on_phase("finalists", f"{len(finalists)} configuration(s) against the baseline")
     while True:
-        field = contenders_now(session, field)
-        if not field:
+        finalists = _with_new_runs(session, finalists)
+        if not finalists:
             return
-        line_up = _line_up(session, field)
-        rounds_done = min(len(entry.finalist_runs) for entry in line_up)
+        compared = _with_baseline(session, finalists)
+        rounds_done = min(len(candidate.finalist_runs) for candidate in compared)
         if rounds_done >= MAX_ROUNDS:
             return
-        todo = [entry for entry in line_up if len(entry.finalist_runs) == rounds_done]
-        while len(field) > 1 and not _affordable(session, todo):
-            dearest = max(field, key=repeat_cost_s)  # they are about equally fast: what is left is better known
-            field.remove(dearest)
-            todo = [entry for entry in todo if entry.config != dearest.config]
+        todo = [candidate for candidate in compared if len(candidate.finalist_runs) == rounds_done]
+        while len(finalists) > 1 and not _affordable(session, todo):
+            # They are about equally fast: to measure the others more often is worth more.
+            most_expensive = max(finalists, key=repeat_cost_s)
+            finalists.remove(most_expensive)
+            todo = [candidate for candidate in todo if candidate.config != most_expensive.config]
         if not _affordable(session, todo):
             session.note(
-                f"the finalists were measured in {rounds_done} round(s); the budget had no room for another"
+                f"the finalists were measured in {rounds_done} round(s); the budget had no time for another round"
                 if rounds_done
-                else "the budget had no room to measure the finalists again: the plan stands on single trials"
+                else "the budget had no time to measure the finalists again: the plan is based on single trials"
             )
             return
-        for entry in todo:
+        for candidate in todo:
             deadline_s = session.hard_deadline_s(session.parity_reserve_s)
-            session.measure("finalist", entry.config, deadline_s=deadline_s, method=entry.first.method)
+            session.measure("finalist", candidate.config, deadline_s=deadline_s, method=candidate.first.method)
 
 
 def eligible(session: Session) -> list[CandidateRuns]:
-    """What may be the plan, fastest first: all that ran and keeps what the user fixed."""
-    return [entry for entry in enter(session.store.trials) if session.options.allows(entry.config)]
+    """The configurations that may become the plan, fastest first: those that ran and keep what the user fixed."""
+    return [runs for runs in collect_runs(session.store.trials) if session.options.allows(runs.config)]
 
 
-def contenders_now(session: Session, field: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """The field with its runs up to now; those that failed in a round are out."""
-    entries = {entry.config: entry for entry in enter(session.store.trials)}
-    return [entries[entry.config] for entry in field if entry.config in entries]
+def _with_new_runs(session: Session, finalists: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+    """The finalists with all their runs up to now, without those that failed in a round."""
+    by_config = {runs.config: runs for runs in collect_runs(session.store.trials)}
+    return [by_config[finalist.config] for finalist in finalists if finalist.config in by_config]
 
 
-def _line_up(session: Session, field: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """The field and the baseline, each once."""
-    base = session.baseline
-    line_up = {entry.config: entry for entry in field}
-    if base is not None:
-        for entry in enter(session.store.trials):
-            if entry.config == base.config:
-                line_up.setdefault(entry.config, entry)
-    return list(line_up.values())
+def _with_baseline(session: Session, finalists: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+    """The finalists and the baseline, each once."""
+    compared = {finalist.config: finalist for finalist in finalists}
+    if session.baseline is not None:
+        for runs in collect_runs(session.store.trials):
+            if runs.config == session.baseline.config:
+                compared.setdefault(runs.config, runs)
+    return list(compared.values())
 
 
-def _affordable(session: Session, entries: Sequence[CandidateRuns]) -> bool:
-    return sum(map(repeat_cost_s, entries)) <= session.left_s - session.parity_reserve_s
+def _affordable(session: Session, candidates: Sequence[CandidateRuns]) -> bool:
+    return sum(map(repeat_cost_s, candidates)) <= session.left_s - session.parity_reserve_s
 
 
-def repeat_cost_s(entry: CandidateRuns) -> float:
-    """Expected seconds of measuring a configuration again: compiling is quicker with a warm cache (half is assumed)."""
-    return entry.first.seconds_spent - 0.5 * entry.first.phase_seconds.get("compile", 0.0)
+def repeat_cost_s(candidate: CandidateRuns) -> float:
+    """Expected seconds of measuring a configuration again: with a warm cache, half the compile time is assumed."""
+    return candidate.first.seconds_spent - 0.5 * candidate.first.phase_seconds.get("compile", 0.0)
 
 
 # Parity.
 
 
 def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Parity] | None:
-    """The best configuration that still trains the same thing; None if none of the first few does.
+    """The best configuration that passes the parity check, and the verdict; None if none of those checked does.
+
+    Checked are the `tried` fastest, and after them the fastest one of each precision that was not among them: where
+    bf16 fails, the fastest in fp32 may well pass.
 
     Raises:
         BudgetOver: the budget ended before the check.
     """
     order = rank(eligible(session))
-    for entry in order[:tried]:
-        parity = session.store.parity_of(entry.config)
+    chosen = order[:tried]
+    for candidate in order[tried:]:
+        if candidate.config.precision not in {one.config.precision for one in chosen}:
+            chosen.append(candidate)
+    for candidate in chosen:
+        parity = session.store.parity_of(candidate.config)
         if parity is None:
-            parity = _check(session, entry.config)
+            parity = _check(session, candidate.config)
         if parity.passed:
-            return entry, parity
+            return candidate, parity
         why = "; ".join(parity.failures) or parity.note  # a check of an earlier version has the note alone
-        session.note(f"{entry.config.describe()} was the fastest left, but fails parity: {why}")
+        session.note(f"{candidate.config.describe()} was the fastest left, but fails parity: {why}")
     return None
 
 
@@ -259,7 +279,7 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             cache_dir=session.store.folder / "parity",
             ranks=config.world_size,
         )
-    except TaskFailedError as error:  # out of time: that says nothing about the configuration
+    except TaskFailedError as error:  # out of time, which says nothing about the configuration
         raise BudgetOver(f"the parity check of {config.describe()} ({error.message})") from error
     except AutoplanError as error:
         parity = Parity(
@@ -272,7 +292,7 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             global_batch=session.context.spec.global_batch,
             sequence_length=session.context.spec.sequence_length,
             changes_numerics=config.precision != "fp32",
-            note=f"The check did not run to its end: {error.message}",
+            note=f"The check did not finish: {error.message}",
         )
     session.store.add_parity(config, parity)
     return parity

@@ -1,9 +1,11 @@
-"""What is believed of every candidate: the cost model's prediction, corrected by the trials nearby.
+"""The surrogate model: predicts step time and memory of every candidate from the cost model and the trials so far.
 
-A Gaussian process over the logarithms of step time and peak memory. The prior mean and width are the cost model's
-prediction and its interval; candidates that share knobs share what a trial shows (Rasmussen and Williams, Gaussian
-Processes for Machine Learning, 2006, equations 2.25-2.26). A few dozen trials and some ten thousand candidates: plain
-linear algebra, milliseconds.
+In: the cost model's predictions (the prior) and the finished trials. Out: a `Posterior` over the candidates.
+
+It is a Gaussian process over the logarithms of step time and peak memory (Rasmussen and Williams, Gaussian Processes
+for Machine Learning, 2006, equations 2.25-2.26). The prior mean and width are the cost model's prediction and its
+interval. A trial changes the posterior of a candidate more, the more knobs the two share. With a few dozen trials and
+some ten thousand candidates it takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.space.prune import memory_share_bytes
-from autoplan.strategies.config import KNOBS, TrainingConfig
+from autoplan.strategies.config import KNOBS, NUMBERS, TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import CostTable
@@ -26,17 +28,11 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 KNOB_DISTANCE = 0.3
-"""Two configurations that differ in one knob correlate by exp(-0.3) = 0.74, in two by 0.55, and so on."""
-
-NUMBERS = (
-    *("micro_batch", "threads", "dp_replicate", "dp_shard", "tp", "pp", "pp_microbatches", "virtual_stages"),
-    *("ddp_bucket_mb", "fsdp_prefetch"),
-)
-"""Knobs whose distance is the logarithm of the ratio (one per doubling), not equal or not."""
+"""Two configurations that differ in one knob correlate by exp(-0.3) = 0.74, in two by exp(-0.6) = 0.55, and so on."""
 
 MIN_TIME_WIDTH, MIN_MEMORY_WIDTH = 0.08, 0.03
-"""Least prior standard deviations of the logarithms: however well calibrated, a prediction of the time of a
-configuration that was not tried is off by some 8 %, so that the near ones are tried while there is time."""
+"""Lower limits of the prior standard deviations of the logarithms. Assumed: even a calibrated prediction of the time of
+an untried configuration is off by some 8 %; so candidates near the best are tried while there is time."""
 
 NOISE = 0.02
 """Standard deviation of a measured logarithm: the width at which a trial stops measuring."""
@@ -46,12 +42,12 @@ Z_90 = 1.645
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Posterior:
-    """What is believed of each candidate; arrays over the candidates.
+    """What the model predicts of each candidate after the trials; arrays over the candidates.
 
     Attributes:
         log_time, log_time_sd: Natural logarithm of the step time in seconds: mean and standard deviation.
         fits: Probability that the peak stays within the limit.
-        works: Probability that it runs at all, by what became of its neighbours.
+        works: Probability that it runs at all, by how the trials of similar configurations ended.
     """
 
     log_time: Array
@@ -62,9 +58,9 @@ class Posterior:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """The cost model's word on some configurations: means and standard deviations of natural logarithms.
+    """The cost model's predictions of some configurations: means and standard deviations of natural logarithms.
 
-    Time in seconds, memory in bytes.
+    Time is in seconds, memory in bytes.
     """
 
     log_time: Array
@@ -74,7 +70,7 @@ class Prior:
 
     @classmethod
     def of(cls, table: CostTable) -> Prior:
-        """From the estimator's columns, whose bounds hold 90 %."""
+        """From the estimator's columns; their bounds are 90 % intervals."""
         time, time_sd = _log_normal(table.step_time_s, table.step_time_low_s, table.step_time_high_s, MIN_TIME_WIDTH)
         memory, memory_sd = _log_normal(
             table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes, MIN_MEMORY_WIDTH
@@ -83,7 +79,7 @@ class Prior:
 
 
 class Surrogate:
-    """Beliefs over a fixed list of candidates.
+    """The Gaussian process over a fixed list of candidates.
 
     Args:
         candidates: The legal configurations that may fit.
@@ -99,34 +95,34 @@ class Surrogate:
         self._log_shares = np.log(np.maximum(np.array(shares), 1.0))
         self._codes = encode(self.candidates)
 
-    def believe(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Posterior:
-        """What is believed now.
+    def posterior(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Posterior:
+        """The posterior of all candidates.
 
         Args:
-            prior: The cost model's word on the candidates, as it is calibrated now.
+            prior: The cost model's predictions of the candidates, as it is calibrated now.
             trials: The finished trials.
-            trial_prior: The same model's word on the trials' configurations.
+            trial_prior: The same model's predictions of the configurations of the trials.
         """
         timed = [i for i, trial in enumerate(trials) if trial.step_time_s is not None]
-        weighed = [i for i, trial in enumerate(trials) if self._seen_memory(trial) is not None]
+        with_peak = [i for i, trial in enumerate(trials) if self._observed_peak_bytes(trial) is not None]
         codes = encode([trial.config for trial in trials])
         times = np.array([math.log(trials[i].step_time_s.median) for i in timed])  # type: ignore[union-attr]
         log_time, log_time_sd = self._condition(
             prior.log_time, prior.log_time_sd, codes[timed], times, trial_prior.log_time[timed],
             trial_prior.log_time_sd[timed],
         )  # fmt: skip
-        peaks = np.array([math.log(self._seen_memory(trials[i]) or 1.0) for i in weighed])
+        peaks = np.array([math.log(self._observed_peak_bytes(trials[i]) or 1.0) for i in with_peak])
         log_memory, log_memory_sd = self._condition(
-            prior.log_memory, prior.log_memory_sd, codes[weighed], peaks, trial_prior.log_memory[weighed],
-            trial_prior.log_memory_sd[weighed],
+            prior.log_memory, prior.log_memory_sd, codes[with_peak], peaks, trial_prior.log_memory[with_peak],
+            trial_prior.log_memory_sd[with_peak],
         )  # fmt: skip
-        room = (self._log_shares - log_memory) / log_memory_sd
+        margin = (self._log_shares - log_memory) / log_memory_sd
         return Posterior(
-            log_time=log_time, log_time_sd=log_time_sd, fits=normal_cdf(room), works=self._works(trials, codes)
+            log_time=log_time, log_time_sd=log_time_sd, fits=normal_cdf(margin), works=self._works(trials, codes)
         )
 
-    def _seen_memory(self, trial: Trial) -> float | None:
-        """The peak a trial showed; where it ran out of memory, a little above the limit."""
+    def _observed_peak_bytes(self, trial: Trial) -> float | None:
+        """The peak of a trial; 5 % above the limit if it ran out of memory (assumed); None if it has none."""
         if trial.outcome is Outcome.OUT_OF_MEMORY:
             share = memory_share_bytes(trial.config, self.memory_limit_bytes, self.device)
             return max(1.05 * share, float(trial.peak_memory_bytes or 0))
@@ -135,27 +131,30 @@ class Surrogate:
         return None
 
     def _condition(
-        self, mean: Array, sd: Array, codes: Array, seen: Array, seen_mean: Array, seen_sd: Array
+        self, mean: Array, sd: Array, codes: Array, observed: Array, observed_mean: Array, observed_sd: Array
     ) -> tuple[Array, Array]:
-        """The posterior mean and standard deviation of each candidate, given what was seen at some configurations."""
+        """The posterior mean and standard deviation of each candidate, given observations at some configurations."""
         if not len(codes):
             return mean, sd
-        among = similarity(codes, codes) * np.outer(seen_sd, seen_sd)
-        among[np.diag_indices_from(among)] += NOISE**2
-        across = similarity(self._codes, codes) * np.outer(sd, seen_sd)
-        solved = np.linalg.solve(among, across.T)
-        new_mean = mean + solved.T @ (seen - seen_mean)
-        variance = sd**2 - np.einsum("ij,ji->i", across, solved)
+        covariance = similarity(codes, codes) * np.outer(observed_sd, observed_sd)
+        covariance[np.diag_indices_from(covariance)] += NOISE**2
+        cross = similarity(self._codes, codes) * np.outer(sd, observed_sd)
+        gain = np.linalg.solve(covariance, cross.T)
+        new_mean = mean + gain.T @ (observed - observed_mean)
+        variance = sd**2 - np.einsum("ij,ji->i", cross, gain)
         return new_mean, np.sqrt(np.maximum(variance, (0.5 * NOISE) ** 2))
 
     def _works(self, trials: Sequence[Trial], codes: Array) -> Array:
-        """By neighbours: one success is assumed beforehand; memory and time are judged elsewhere."""
+        """The probability that each candidate runs: the weighted share of similar trials that did, plus one success.
+
+        A failure counts as three. Trials that ran out of memory do not count: `fits` is about them.
+        """
         failed = (Outcome.CRASHED, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.TIMEOUT)
-        told = [i for i, trial in enumerate(trials) if trial.outcome in (Outcome.OK, Outcome.PRUNED, *failed)]
-        if not told:
+        judged = [i for i, trial in enumerate(trials) if trial.outcome in (Outcome.OK, Outcome.PRUNED, *failed)]
+        if not judged:
             return np.ones(len(self.candidates))
-        near = similarity(self._codes, codes[told]) ** 3
-        bad = np.array([float(trials[i].outcome in failed) for i in told])
+        near = similarity(self._codes, codes[judged]) ** 3
+        bad = np.array([float(trials[i].outcome in failed) for i in judged])
         good_weight = 1.0 + near @ (1 - bad)
         return good_weight / (good_weight + 3.0 * (near @ bad))
 
@@ -176,7 +175,7 @@ _CODES: dict[tuple[str, object], float] = {}
 
 
 def similarity(a: Array, b: Array) -> Array:
-    """exp(-KNOB_DISTANCE x distance): the distance counts knobs that differ, doublings for numbers (at most 3)."""
+    """exp(-KNOB_DISTANCE x distance). The distance counts knobs that differ; for numbers, doublings (at most 3)."""
     distance = np.zeros((len(a), len(b)))
     for column, knob in enumerate(KNOBS):
         if np.ptp(np.concatenate([a[:, column], b[:, column]])) == 0:
@@ -186,12 +185,12 @@ def similarity(a: Array, b: Array) -> Array:
     return np.exp(-KNOB_DISTANCE * distance)
 
 
-def expected_improvement(belief: Posterior, best_log_time: float) -> Array:
+def expected_improvement(posterior: Posterior, best_log_time: float) -> Array:
     """Expected gain in log step time over the best (Jones et al. 1998, equation 15), times the chance to run at all."""
-    z = (best_log_time - belief.log_time) / belief.log_time_sd
+    z = (best_log_time - posterior.log_time) / posterior.log_time_sd
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    gain = (best_log_time - belief.log_time) * normal_cdf(z) + belief.log_time_sd * density
-    return np.maximum(gain, 0.0) * belief.fits * belief.works
+    gain = (best_log_time - posterior.log_time) * normal_cdf(z) + posterior.log_time_sd * density
+    return np.maximum(gain, 0.0) * posterior.fits * posterior.works
 
 
 def normal_cdf(z: Array) -> Array:
@@ -203,6 +202,6 @@ _erf = np.vectorize(math.erf, otypes=[float])
 
 
 def _log_normal(middle: Array, low: Array, high: Array, least_sd: float) -> tuple[Array, Array]:
-    """Mean and standard deviation (at least `least_sd`) of the logarithm from a middle and bounds that hold 90 %."""
+    """Mean and standard deviation (at least `least_sd`) of the logarithm, from a median and a 90 % interval."""
     width = np.log(np.maximum(high, 1e-12)) - np.log(np.maximum(low, 1e-12))
     return np.log(np.maximum(middle, 1e-12)), np.maximum(width / (2 * Z_90), least_sd)

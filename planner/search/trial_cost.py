@@ -1,4 +1,7 @@
-"""How long a trial will take, all told: what the budget is planned with. Learns from the trials that finished."""
+"""Predicts how many seconds a trial will take in total, so that the search can plan its budget.
+
+In: step times and finished trials. Out: expected seconds of each candidate's trial.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,22 @@ from autoplan.strategies.config import TrainingConfig
 Array = NDArray[np.float64]
 
 FIXED_S = 1.0
-"""Starting, building and ending a trial, until trials have shown it."""
+"""Seconds to start, build and end a trial; assumed until a trial has finished."""
 
 COMPILE_S = {"cpu": (25.0, 1.6), "cuda": (20.0, 1.2)}
-"""Seconds to compile one distinct block, and more per block where the whole model is compiled, until trials have
-shown it (seen on a 2-core CPU and reported for recent GPUs; they only order the first compiled trials)."""
+"""Seconds to compile one distinct block, and further seconds per block if the whole model is compiled; used until a
+compiled trial has finished (measured on a 2-core CPU, reported for recent GPUs). They only order the first compiled
+trials."""
 
 
 class TrialCost:
     """Expected seconds of trials.
 
     Args:
-        configs: The candidates; costs come in their order.
-        global_batch, num_blocks, device: Of the workload, and where it runs.
-        time_box_s: Of each trial.
+        configs: The candidates; arrays are in their order.
+        global_batch, num_blocks: Of the workload.
+        device: cpu or cuda.
+        time_box_s: Seconds of warm-up and measuring per trial.
     """
 
     def __init__(
@@ -42,8 +47,8 @@ class TrialCost:
         self._accumulation = np.array([float(config.accumulation(global_batch)) for config in configs])
         self._scopes = np.array([config.compile for config in configs])
 
-    def told(self, trial: Trial) -> None:
-        """Takes in a finished trial."""
+    def observe(self, trial: Trial) -> None:
+        """Learns from a finished trial."""
         if trial.outcome is not Outcome.OK or trial.step_time_s is None:
             return
         phases = trial.phase_seconds
@@ -51,7 +56,7 @@ class TrialCost:
         scope = trial.config.compile
         if scope != "off" and phases.get("compile"):
             self._compile_s[scope] = phases["compile"]
-        expected = self._stepping(
+        expected = self._measuring_s(
             np.array([trial.step_time_s.median]), np.array([float(trial.config.accumulation(self.global_batch))])
         )
         spent = phases.get("warmup", 0.0) + phases.get("measure", 0.0)
@@ -70,14 +75,19 @@ class TrialCost:
     def _total(self, step_time_s: Array, accumulation: Array, compiling: Array | float) -> Array:
         fixed = float(np.median(self._fixed)) if self._fixed else FIXED_S
         ratio = float(np.median(self._ratios)) if self._ratios else 1.0
-        return fixed + compiling + ratio * self._stepping(step_time_s, accumulation)
+        return fixed + compiling + ratio * self._measuring_s(step_time_s, accumulation)
 
-    def _stepping(self, step_time_s: Array, accumulation: Array) -> Array:
-        """Two short steps, then some ten whole steps or the rest of the time box by parts (`trials/stepping.py`)."""
-        micro = step_time_s / accumulation
+    def _measuring_s(self, step_time_s: Array, accumulation: Array) -> Array:
+        """Seconds of warm-up and measuring: two short steps, then whole steps or parts (`trials/step_timer.py`).
+
+        Some ten whole steps; or parts, for 60 % of what is left of the time box.
+        """
+        micro_step_s = step_time_s / accumulation
         most = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
-        share = micro / self.time_box_s
-        short = np.minimum(most, np.where(share > VERY_EXPENSIVE, 3, np.where(share > EXPENSIVE, 4, most))) * micro
-        whole = np.minimum(self.time_box_s, 0.3 + 10 * step_time_s)
-        parts = np.maximum(0.6 * (self.time_box_s - short), 0.0)
-        return np.asarray(short + np.where(step_time_s < WHOLE_STEP_SHARE * self.time_box_s, whole, parts))
+        share = micro_step_s / self.time_box_s
+        micro_steps = np.minimum(most, np.where(share > VERY_EXPENSIVE, 3, np.where(share > EXPENSIVE, 4, most)))
+        short_steps_s = micro_steps * micro_step_s
+        whole_steps_s = np.minimum(self.time_box_s, 0.3 + 10 * step_time_s)
+        parts_s = np.maximum(0.6 * (self.time_box_s - short_steps_s), 0.0)
+        by_whole_steps = step_time_s < WHOLE_STEP_SHARE * self.time_box_s
+        return np.asarray(short_steps_s + np.where(by_whole_steps, whole_steps_s, parts_s))

@@ -6,17 +6,14 @@ What may go with what is `autoplan.planner.space.generate`'s business. Loads no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
 from autoplan.probes.profile import Device
-from autoplan.record import Record
+from autoplan.strategies.analysis.facts import Choices, LeftOut
 from autoplan.strategies.config import check_knob, micro_batches
-
-if TYPE_CHECKING:
-    from autoplan.strategies.analysis.facts import KnobChoices
 
 LOSING_RATE_SHARE = 0.6
 """A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
@@ -26,18 +23,9 @@ bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen:
 PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
 
 
-class Dropped(Record):
-    """A value a knob does not take here."""
-
-    knob: str
-    value: Any
-    reason: str
-    by: str = ""
-
-
 def offered_values(
-    choices: Sequence[KnobChoices], global_batch: int, *, but: Sequence[str]
-) -> tuple[dict[str, list[Any]], list[Dropped]]:
+    choices: Sequence[Choices], global_batch: int, *, but: Sequence[str]
+) -> tuple[dict[str, list[Any]], list[LeftOut]]:
     """The values that the techniques offer, micro-batches among them, and those that they leave out.
 
     Args:
@@ -46,17 +34,17 @@ def offered_values(
         but: Knobs that are not taken one by one.
     """
     values: dict[str, list[Any]] = {"micro_batch": list(micro_batches(global_batch))}
-    dropped: list[Dropped] = []
+    dropped: list[LeftOut] = []
     for choice in choices:
         if choice.knob in but:
             continue
         values[choice.knob] = list(choice.values)
-        dropped += [Dropped(knob=choice.knob, value=out.value, reason=out.reason) for out in choice.left_out]
+        dropped += choice.left_out
     return values, dropped
 
 
 def drop_losing_precisions(
-    values: dict[str, list[Any]], dropped: list[Dropped], device: Device, fixed: Mapping[str, Any]
+    values: dict[str, list[Any]], dropped: list[LeftOut], device: Device, fixed: Mapping[str, Any]
 ) -> None:
     """Leaves out precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
     if "fp32" not in values.get("precision", ()) or "precision" in fixed:
@@ -69,7 +57,7 @@ def drop_losing_precisions(
         if rate < LOSING_RATE_SHARE * plain:
             values["precision"].remove(precision)
             dropped.append(
-                Dropped(
+                LeftOut(
                     knob="precision",
                     value=precision,
                     reason="measured: a linear layer's forward and backward is slower than in fp32 on this device",
@@ -93,7 +81,7 @@ def _paired_rates(device: Device, dtype: str) -> tuple[float, float] | None:
 
 
 def narrow(
-    knob: str, offered: list[Any], dropped: list[Dropped], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]
+    knob: str, offered: list[Any], dropped: list[LeftOut], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]
 ) -> list[Any]:
     """The values of a knob that the user allows.
 
@@ -122,7 +110,7 @@ def narrow(
     return allowed
 
 
-def _why_not(knob: str, value: Any, dropped: Sequence[Dropped]) -> str:
+def _why_not(knob: str, value: Any, dropped: Sequence[LeftOut]) -> str:
     reasons = [drop.reason for drop in dropped if drop.knob == knob and (value is None or drop.value == value)]
     if reasons:
         return reasons[0]
@@ -135,11 +123,11 @@ def _hint(offered: Sequence[Any]) -> str:
     return "Possible here: " + ", ".join(map(str, offered)) + "."
 
 
-def family_of(drop: Dropped, candidates: int, values: Mapping[str, Sequence[Any]]) -> LeftOutFamily:
-    """A value that a knob does not take, as a family: about as many configurations as each value taken has."""
-    return LeftOutFamily(
-        family=f"{drop.knob}={drop.value}",
-        limit=drop.reason,
-        by=drop.by,
-        configurations=candidates // max(1, len(values.get(drop.knob, ()))),
-    )
+def family_of(left_out: LeftOut, configurations: int) -> LeftOutFamily:
+    """What was left out, as the plan keeps it.
+
+    Args:
+        left_out: A value, or a combination of degrees.
+        configurations: How many configurations it stands for.
+    """
+    return LeftOutFamily(family=left_out.family, limit=left_out.reason, by=left_out.by, configurations=configurations)

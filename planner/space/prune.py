@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.records import LeftOutFamily
-from autoplan.strategies.config import (
-    TrainingConfig,
-)
+from autoplan.strategies.config import MEMORY_ONLY, PLAIN, RANK_COUNTS, TrainingConfig, knobs
 from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import CostTable
-
-
-RANK_COUNTS = ("dp_replicate", "dp_shard", "tp", "pp")
 
 
 MAX_CANDIDATES = 20_000
@@ -39,39 +34,12 @@ def keep_what_may_win(
     """
     shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
     too_big = table.peak_memory_low_bytes > shares
-    families: dict[str, list[int]] = {}
-    for index in np.flatnonzero(too_big).tolist():
-        families.setdefault(_memory_family(candidates[index]), []).append(index)
-    left_out = []
-    for family, members in families.items():
-        least = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
-        peak, low, high = (
-            float(column[least])
-            for column in (table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes)
-        )
-        share = float(shares[least])
-        left_out.append(
-            LeftOutFamily(
-                family=family,
-                limit=f"memory: {format_bytes(share)} for one rank",
-                by=f"at the least predicted {format_bytes(peak)} ({format_bytes(low)} to {format_bytes(high)}), "
-                f"{format_bytes(peak - share)} too much",
-                configurations=len(members),
-            )
-        )
-    needless = _needless(candidates, table, shares)
-    if needless:
-        slower = table.step_time_s[list(needless)] / table.step_time_s[list(needless.values())] - 1
-        left_out.append(
-            LeftOutFamily(
-                family="gradient_sync=every",
-                limit="gradient_sync=last fits with all else the same, and sends less",
-                by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
-                configurations=len(needless),
-            )
-        )
+    left_out = _memory_families(candidates, table, shares, np.flatnonzero(too_big).tolist())
     worth = ~too_big
-    worth[list(needless)] = False
+    for knob in MEMORY_ONLY:
+        needless = _needless(knob, candidates, table, shares)
+        worth[list(needless)] = False
+        left_out += _needless_families(knob, candidates, table, needless)
     kept = np.flatnonzero(worth)
     if len(kept) > MAX_CANDIDATES:
         order = kept[np.argsort(table.step_time_low_s[kept], kind="stable")]
@@ -89,27 +57,80 @@ def keep_what_may_win(
     return [int(index) for index in kept], left_out
 
 
-def _needless(candidates: Sequence[TrainingConfig], table: CostTable, shares: NDArray[np.float64]) -> dict[int, int]:
-    """Where gradient_sync=every is not worth a trial, to where the same with gradient_sync=last is.
-
-    The latter fits at the high end of its predicted peak, and is predicted to be no slower.
-    """
-    every = [index for index, config in enumerate(candidates) if config.gradient_sync == "every"]
-    if not every:
-        return {}
-    last = {config: i for i, config in enumerate(candidates) if config.dp_shard > 1 and config.gradient_sync == "last"}
-    found = {}
-    for index in every:
-        twin = last.get(candidates[index].model_copy(update={"gradient_sync": "last"}))
-        if twin is None or table.peak_memory_high_bytes[twin] > shares[twin]:
-            continue
-        if table.step_time_s[twin] <= table.step_time_s[index]:
-            found[index] = twin
-    return found
+def _memory_families(
+    candidates: Sequence[TrainingConfig], table: CostTable, shares: NDArray[np.float64], too_big: Sequence[int]
+) -> list[LeftOutFamily]:
+    """What cannot fit, by the knobs that decide memory; of each family the one that comes nearest to fitting."""
+    families: dict[str, list[int]] = {}
+    for index in too_big:
+        families.setdefault(_memory_family(candidates[index]), []).append(index)
+    left_out = []
+    for family, members in families.items():
+        nearest = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
+        peak, low, high = (
+            float(column[nearest])
+            for column in (table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes)
+        )
+        share = float(shares[nearest])
+        left_out.append(
+            LeftOutFamily(
+                family=family,
+                limit=f"memory: {format_bytes(share)} for one rank",
+                by=f"at the least predicted {format_bytes(peak)} ({format_bytes(low)} to {format_bytes(high)}), "
+                f"{format_bytes(peak - share)} too much",
+                configurations=len(members),
+            )
+        )
+    return left_out
 
 
 def _memory_family(config: TrainingConfig) -> str:
     names = [f"micro_batch={config.micro_batch}", f"checkpointing={config.checkpointing}", f"loss={config.loss}"]
-    names += [f"{knob}={getattr(config, knob)}" for knob in RANK_COUNTS if getattr(config, knob) > 1]
-    names += ["gradient_sync=every"] if config.gradient_sync == "every" else []
-    return " ".join(names)
+    off_plain = (knob for knob in (*RANK_COUNTS, *MEMORY_ONLY) if getattr(config, knob) != getattr(PLAIN, knob))
+    return " ".join([*names, *(f"{knob}={getattr(config, knob)}" for knob in off_plain)])
+
+
+def _needless(
+    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, shares: NDArray[np.float64]
+) -> dict[int, int]:
+    """Where a value that only saves memory is not worth a trial, to where the same with the plain value is.
+
+    The latter fits at the high end of its predicted peak, and is predicted to be no slower.
+    """
+    plain, needs = getattr(PLAIN, knob), knobs()[knob].needs
+    saving = [index for index, config in enumerate(candidates) if getattr(config, knob) != plain]
+    if not saving:
+        return {}
+    plain_configs = {
+        config: index
+        for index, config in enumerate(candidates)
+        if getattr(config, knob) == plain and all(need.is_met(getattr(config, need.knob)) for need in needs)
+    }
+    found = {}
+    for index in saving:
+        other = plain_configs.get(candidates[index].model_copy(update={knob: plain}))
+        if other is None or table.peak_memory_high_bytes[other] > shares[other]:
+            continue
+        if table.step_time_s[other] <= table.step_time_s[index]:
+            found[index] = other
+    return found
+
+
+def _needless_families(
+    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, needless: Mapping[int, int]
+) -> list[LeftOutFamily]:
+    by_value: dict[str, list[int]] = {}
+    for index in needless:
+        by_value.setdefault(f"{knob}={getattr(candidates[index], knob)}", []).append(index)
+    left_out = []
+    for family, members in by_value.items():
+        slower = table.step_time_s[members] / table.step_time_s[[needless[index] for index in members]] - 1
+        left_out.append(
+            LeftOutFamily(
+                family=family,
+                limit=f"{knob}={getattr(PLAIN, knob)} fits with all else the same, and {knobs()[knob].memory_only}",
+                by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
+                configurations=len(members),
+            )
+        )
+    return left_out

@@ -1,7 +1,7 @@
 """The append-only record of a search: one JSON document per line, on disk before append() returns.
 
-A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. What stands
-before it is untouched.
+A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. The lines
+before it are untouched.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _read_whole_lines(path: Path, fd: int) -> tuple[list[dict[str, Any]], int]:
                 raise StoreError(
                     f"line {len(documents) + 1} of {path} is damaged, and whole lines follow it",
                     hint="The file was changed by something else. Start over with --fresh (the old folder is kept), "
-                    "or mend that line by hand.",
+                    "or repair that line with an editor.",
                 )
             break
         documents.append(document)

@@ -2,26 +2,32 @@
 
 Each knob is one parameter with one fixed distribution, so that Optuna's importance, plots and dashboard work on the
 file. The record (planner/store/store.py) is the truth; a study that is damaged or lags behind is made again from it.
+Which configuration is next is the business of the study's sampler, any `optuna.samplers.BaseSampler`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from autoplan.errors import StoreError
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.store.journal import ROOM_HINT
 from autoplan.processes import ProcessIdentity, is_alive
 from autoplan.strategies.config import KNOBS, TrainingConfig, knob_values
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution
+    from optuna.trial import FrozenTrial
 
 SQLITE_TIMEOUT_S = 30
 NUMBER = "autoplan_trial"
@@ -38,11 +44,12 @@ class SearchStudy:
     """The study of one search.
 
     Args:
-        path: The SQLite file.
-        values: The values each knob takes over the space.
+        path: The SQLite file; None: in memory.
+        distributions: The distribution of each knob (`make_distributions`).
         trials: The finished trials of the record.
+        sampler: Says which configuration is next, where none is given; None: Optuna's own default.
 
-    `notes` says what had to be mended.
+    `notes` says what had to be repaired.
 
     Raises:
         StoreError: the file cannot be written, for example on a full disk; asking and telling raise it too.
@@ -50,22 +57,26 @@ class SearchStudy:
 
     def __init__(
         self,
-        path: Path,
-        values: Mapping[str, Sequence[Any]],
+        path: Path | None,
+        distributions: Mapping[str, CategoricalDistribution],
         trials: Sequence[Trial],
+        sampler: optuna.samplers.BaseSampler | None = None,
     ) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.path = path
         self.notes: list[str] = []
-        self.distributions = make_distributions(values)
-        self._sampler = _make_sampler(self.distributions)
+        self.distributions = dict(distributions)
+        self._spaces: dict[str, BaseDistribution] = dict(distributions)
+        self._sampler = sampler
         try:
             self._study = self._open()
             self._close_dead_trials()
             self._catch_up(trials)
         except _storage_errors() as error:
+            if path is None:
+                raise
             if "disk is full" in str(error):  # nothing is damaged, and a new file would not fit either
                 raise _unwritable(path, error) from error
             aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
@@ -83,11 +94,17 @@ class SearchStudy:
         """Optuna's own object."""
         return self._study
 
-    def ask(self, number: int, config: TrainingConfig) -> optuna.trial.Trial:
-        """A RUNNING trial of the study for the configuration that was picked."""
-        self._sampler.params = to_params(config)
+    def ask(self, number: int, config: TrainingConfig | None = None) -> optuna.trial.Trial:
+        """A RUNNING trial of the study: of the configuration that is given, else of the one that the sampler gives.
+
+        Args:
+            number: The trial's number in the record.
+            config: What is measured whatever the sampler says: the baseline, the careful hand setting.
+        """
         with _writing(self.path):
-            trial = self._study.ask(self.distributions)
+            if config is not None:
+                self._study.enqueue_trial(to_params(config))
+            trial = self._study.ask(self._spaces)
             trial.set_user_attr(NUMBER, number)
             trial.set_user_attr(OWNER, ProcessIdentity.current().model_dump())
         return trial
@@ -111,13 +128,15 @@ class SearchStudy:
     def _open(self) -> optuna.Study:
         import optuna
 
-        with sqlite3.connect(self.path, timeout=SQLITE_TIMEOUT_S) as connection:
-            mode = "DELETE" if is_on_network(self.path) else "WAL"
-            connection.execute(f"PRAGMA journal_mode={mode}")
-        connection.close()
-        storage = optuna.storages.RDBStorage(
-            f"sqlite:///{self.path}", engine_kwargs={"connect_args": {"timeout": SQLITE_TIMEOUT_S}}
-        )
+        storage = None
+        if self.path is not None:
+            with sqlite3.connect(self.path, timeout=SQLITE_TIMEOUT_S) as connection:
+                mode = "DELETE" if is_on_network(self.path) else "WAL"
+                connection.execute(f"PRAGMA journal_mode={mode}")
+            connection.close()
+            storage = optuna.storages.RDBStorage(
+                f"sqlite:///{self.path}", engine_kwargs={"connect_args": {"timeout": SQLITE_TIMEOUT_S}}
+            )
         return optuna.create_study(
             storage=storage, study_name="autoplan", direction="minimize", sampler=self._sampler, load_if_exists=True
         )
@@ -131,6 +150,9 @@ class SearchStudy:
             if owner is None or not is_alive(ProcessIdentity.model_validate(owner)):
                 self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
                 self.notes.append(f"trial {trial.number} of the study was left running by a dead process; closed")
+        while self._study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)):
+            # Killed between giving a configuration and asking for it: the next ask would be answered with it.
+            self._study.tell(self._study.ask(), state=optuna.trial.TrialState.FAIL)
 
     def _catch_up(self, trials: Sequence[Trial]) -> None:
         """Adds what the record has and the study lacks; checks that the distributions are the same."""
@@ -161,7 +183,7 @@ class SearchStudy:
             )
 
 
-def make_distributions(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def make_distributions(values: Mapping[str, Sequence[Any]]) -> dict[str, CategoricalDistribution]:
     """One categorical per knob: the closed list where the knob has one (so that it never varies), else the space's.
 
     The plain run's value is always among them, since the baseline is in the study too.
@@ -169,7 +191,7 @@ def make_distributions(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     from optuna.distributions import CategoricalDistribution
 
     plain = TrainingConfig(micro_batch=1)
-    distributions = {}
+    distributions: dict[str, CategoricalDistribution] = {}
     for knob in KNOBS:
         choices = knob_values(knob)
         if choices is None:
@@ -179,28 +201,61 @@ def make_distributions(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     return distributions
 
 
-def _make_sampler(distributions: Mapping[str, Any]) -> Any:
-    """An Optuna sampler that gives what was put into its `params`, all knobs at once."""
-    import optuna
-
-    class GivenSampler(optuna.samplers.BaseSampler):  # here, since importing this module loads no optuna
-        params: Mapping[str, Any] = {}
-
-        def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
-            return dict(distributions)
-
-        def sample_relative(self, study: Any, trial: Any, search_space: dict[str, Any]) -> dict[str, Any]:
-            return dict(self.params)
-
-        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
-            raise AssertionError(f"the sampler gives every knob at once; {param_name} was asked for by itself")
-
-    return GivenSampler()
+def choices_of(configs: Iterable[TrainingConfig]) -> dict[str, tuple[Any, ...]]:
+    """For each knob, the values that it takes among some configurations, in the order in which they come."""
+    listed = tuple(configs)
+    return {knob: tuple(dict.fromkeys(getattr(config, knob) for config in listed)) for knob in KNOBS}
 
 
 def to_params(config: TrainingConfig) -> dict[str, Any]:
     """A configuration as Optuna's parameters."""
     return {knob: getattr(config, knob) for knob in KNOBS}
+
+
+def read_trial(frozen: FrozenTrial, memory_limit_bytes: float) -> Trial | None:
+    """A finished trial of any study over the knobs as a record; None: it was never run, or it is no configuration.
+
+    The value is the step time in seconds. Where the study was not a search's own, a trial with a constraint above zero
+    ran out of memory, one that failed crashed, and one that was pruned ran but has no time. Without a memory limit, out
+    of memory counts as crashed: nothing says how far above the limit it was.
+
+    Raises:
+        ValueError: the value is no step time.
+    """
+    attributes = frozen.user_attrs
+    if NUMBER in attributes and "outcome" not in attributes:
+        return None  # asked for and dropped
+    try:
+        config = TrainingConfig.model_validate({k: v for k, v in frozen.params.items() if k in KNOBS})
+    except ValidationError:
+        return None
+    outcome = Outcome(attributes["outcome"]) if "outcome" in attributes else _outcome(frozen)
+    if outcome is Outcome.OUT_OF_MEMORY and not math.isfinite(memory_limit_bytes):
+        outcome = Outcome.CRASHED
+    step_time = None
+    if frozen.value is not None and outcome in (Outcome.OK, Outcome.PRUNED):
+        if not (math.isfinite(frozen.value) and frozen.value > 0):
+            raise ValueError(f"trial {frozen.number} has the value {frozen.value}; a step time is above zero seconds")
+        step_time = Interval(median=frozen.value, low=frozen.value, high=frozen.value, samples=1)
+    peak = attributes.get("peak_memory_bytes")
+    limit = int(memory_limit_bytes) if math.isfinite(memory_limit_bytes) else None
+    return Trial(
+        number=attributes.get(NUMBER, frozen.number),
+        purpose=attributes.get("purpose", "search"),
+        config=config,
+        outcome=outcome,
+        phase=attributes.get("phase", "done"),
+        step_time_s=step_time,
+        peak_memory=PeakMemory(resident_bytes=peak, limit_bytes=limit),
+        seconds_spent=attributes.get("seconds_spent", 0.0),
+    )
+
+
+def _outcome(frozen: FrozenTrial) -> Outcome:
+    """How a trial of a study that is no search's own ended."""
+    if any(violation > 0 for violation in frozen.constraints.values()):
+        return Outcome.OUT_OF_MEMORY
+    return {"COMPLETE": Outcome.OK, "PRUNED": Outcome.PRUNED}.get(frozen.state.name, Outcome.CRASHED)
 
 
 def _state(trial: Trial) -> tuple[Any, float | None]:
@@ -231,7 +286,7 @@ def _attributes(trial: Trial) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path | None) -> Iterator[None]:
     """What goes wrong in the database is the store's trouble, which the user can do something about."""
     import optuna
     import sqlalchemy.exc
@@ -242,10 +297,10 @@ def _writing(path: Path) -> Iterator[None]:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: BaseException) -> StoreError:
+def _unwritable(path: Path | None, error: BaseException) -> StoreError:
     cause = getattr(error, "orig", None) or error.__cause__ or error
     text = str(getattr(cause, "orig", None) or cause).splitlines()[0]
-    return StoreError(f"{path} cannot be written: {text}", hint=ROOM_HINT)
+    return StoreError(f"{path or 'the study'} cannot be written: {text}", hint=ROOM_HINT)
 
 
 def _storage_errors() -> tuple[type[Exception], ...]:

@@ -1,11 +1,14 @@
 """The store of one study: its folder, its owner, its record, and what an earlier run of the same search left.
 
+A store has many studies, one folder each, named by the study's identity (planner/store/folders.py).
+
 FOLDER/record.jsonl   the record: study, budget, trials, parity checks, the end; append-only, the truth
        study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
        clock.json     seconds spent, between two lines of the record
-       owner.json     who holds the lock
+       lock           the lock;  owner.json: the process that holds it
        trials/0007/   output of the trial's processes
-       hardware.json  the hardware profile that every run of the search stands on
+       parity/        the reference of the parity check
+       hardware.json  the hardware profile that every run of the search uses
        plan.json      the plan
        best.json      the fastest trial so far, not verified, where a search ended without a plan
 """
@@ -15,7 +18,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ from pydantic import ValidationError
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.planner.records import Parity, Trial
 from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store.folders import RECORD, move_aside
 from autoplan.planner.store.journal import RecordFile, store_error, write_atomically
 from autoplan.processes import ProcessIdentity, is_alive
 from autoplan.strategies.config import TrainingConfig
@@ -40,8 +43,8 @@ def study_identity(
     hardware_fingerprint: str,
     *,
     device: str,
-    fixed: Mapping[str, Any],
-    bounds: Mapping[str, Bound],
+    fix: Mapping[str, Any],
+    bound: Mapping[str, Bound],
     nproc: int,
     memory_limit_bytes: int | None,
 ) -> str:
@@ -54,19 +57,12 @@ def study_identity(
         "workload": spec.identity,
         "hardware": hardware_fingerprint,
         "device": device,
-        "fixed": dict(sorted(fixed.items())),
-        "bounds": {knob: bound.describe() for knob, bound in sorted(bounds.items())},
+        "fixed": dict(sorted(fix.items())),  # these keys are hashed: other names would be other studies
+        "bounds": {knob: allowed.describe() for knob, allowed in sorted(bound.items())},
         "nproc": nproc,
         "memory_limit_bytes": memory_limit_bytes,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def default_folder(identity: str) -> Path:
-    """Where a study lives unless --store says otherwise: the user's state folder."""
-    import platformdirs
-
-    return Path(platformdirs.user_state_dir("autoplan")) / "studies" / identity
 
 
 class Store:
@@ -76,11 +72,13 @@ class Store:
         folder: The study's folder.
         identity: The study's identity.
         summary: What the study is, for people; kept in the record's first line.
-        fresh: Rename what is there aside and begin anew.
+        fresh: Move what is there of this study aside and begin anew.
+
+    `renamed_to` is where an earlier record was moved; None: it was not. `folder` is where the study is now.
 
     Raises:
         StoreBusyError: another search owns it.
-        StoreError: not writable, full, damaged, or the folder holds another study.
+        StoreError: not writable, full, damaged, or the folder is of another study.
     """
 
     def __init__(self, folder: Path, identity: str, *, summary: Mapping[str, Any], fresh: bool = False) -> None:
@@ -95,14 +93,12 @@ class Store:
         self._clock_written = 0.0
         self._lock = _take(folder)
         try:
-            if fresh and (folder / "record.jsonl").exists():
-                aside = _rename_aside(folder)
+            self.renamed_to: Path | None = None
+            if fresh and (folder / RECORD).exists():
+                self.folder, self.renamed_to = move_aside(folder, identity)
                 self._lock.release()
-                self.renamed_to: Path | None = aside
-                self._lock = _take(folder)
-            else:
-                self.renamed_to = None
-            self._record = RecordFile(folder / "record.jsonl")
+                self._lock = _take(self.folder)
+            self._record = RecordFile(self.folder / RECORD)
             self._load(summary)
         except BaseException:
             self._lock.release()
@@ -203,7 +199,7 @@ class Store:
                 self._load_one(document)
             except (ValidationError, KeyError, TypeError) as error:
                 raise StoreError(
-                    f"{self._record.path} holds a {document.get('kind', 'line')} that this version does not read: "
+                    f"{self._record.path} has a {document.get('kind', 'line')} that this version does not read: "
                     f"{str(error).splitlines()[0]}",
                     hint="Another version of autoplan wrote it. Start over with --fresh; the old folder is kept.",
                 ) from None
@@ -277,18 +273,3 @@ def _owner(folder: Path) -> str:
     except (OSError, ValidationError):
         return "process unknown"
     return f"process {identity.pid}" + ("" if is_alive(identity) else " (not on this machine)")
-
-
-def _rename_aside(folder: Path) -> Path:
-    """Renames the folder, never deletes it."""
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    aside = folder.with_name(f"{folder.name}.old-{stamp}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f"{folder.name}.old-{stamp}-{number}")
-    try:
-        os.rename(folder, aside)
-    except OSError as error:
-        raise store_error(folder, error) from error
-    return aside

@@ -1,10 +1,16 @@
-"""Traces every variant of a workload, under fake tensors or for real, and puts the profile together."""
+"""Builds the profile of a model: traces every variant, times the operations, adds what only the model knows.
+
+In: a `Workload`. Out: a `ModelProfile`. The variants run under fake tensors; a program that needs real values is run
+for real.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -17,52 +23,87 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import ConfigError, WorkloadError
+from autoplan.errors import AutoplanError, ConfigError, WorkloadError
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
-from autoplan.planner.trace.op_benchmark import time_recipes
+from autoplan.planner.trace.op_benchmark import time_operations
+from autoplan.planner.trace.record_step import make_batch
+from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
-from autoplan.planner.trace.variant_tracer import DEPTHS, Tracer
+from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
+from autoplan.planner.trace.variants import PLAIN
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.workloads.workload import Workload
 
-_ADAM_LIKE_BYTES = 8.0
+_ADAM_STATE_BYTES = 8.0
+"""Bytes of Adam's two fp32 moments per parameter; assumed where the optimizer cannot be asked."""
 
 
-def profile_workload(workload: Workload, device: str, *, identity: str, timing_budget_s: float = 0.0) -> ModelProfile:
-    """Traces every variant of a workload; where fake tensors cannot stand in, runs the real thing instead.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRequest:
+    """What is traced, and for how long.
+
+    Attributes:
+        variants: The variants to trace; None: all that the model has. The plain one is always traced, and first.
+        time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
+            plain variant has no limit.
+        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+    """
+
+    variants: tuple[VariantKey, ...] | None = None
+    time_limit_s: float | None = None
+    timing_budget_s: float = 0.0
+
+
+def profile_workload(
+    workload: Workload, device: str, *, identity: str, request: TraceRequest | None = None
+) -> ModelProfile:
+    """Traces the variants of a workload under fake tensors; if the plain one fails there, runs micro-steps for real.
+
+    The plain variant alone decides whether the workload runs. Another variant that fails, with any error, is left out:
+    `failed_variants` of the profile has the reason.
 
     Args:
         workload: What is trained.
-        device: cpu or cuda. Fake tensors stand in for either.
+        device: cpu or cuda.
         identity: Kept in the profile.
-        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+        request: What is traced; None: every variant, without a limit.
 
     Raises:
-        WorkloadError: the program runs neither on fake tensors nor on real ones: which operation stood in the way.
+        WorkloadError: the plain program runs neither on fake tensors nor on real ones. The text begins with the error
+            of the program itself.
     """
+    request = request or TraceRequest()
     try:
-        tracer = Tracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
-        with _frozen():
-            return _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
+        tracer = VariantTracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
+        with _without_garbage_collection():
+            return _profile(tracer, identity=identity, request=request)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        why = f"{error.func} asks for the values of a tensor"
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = f"{error.func} needs the values of a tensor"
+    except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
+        why = _one_line(error)
     notes = (f"not traced on fake tensors ({why}): micro-steps were run for real instead",)
-    tracer = Tracer(workload, device, contextlib.nullcontext())
+    tracer = VariantTracer(workload, device, contextlib.nullcontext())
     try:
-        profile = _profile(tracer, identity=identity, timing_budget_s=timing_budget_s)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+        profile = _profile(tracer, identity=identity, request=request)
+    except AutoplanError:
+        raise
+    except Exception as error:
         raise WorkloadError(
-            f"{workload.name} can neither be traced ({why}) nor be run on {device}: {error}",
-            hint="Run one forward and backward of the workload by itself on that device; it should pass.",
+            f"{_one_line(error)}: one forward and backward of {workload.name} on {device} raised this, in plain fp32 "
+            "without any technique",
+            hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
         ) from error
     return profile.model_copy(update={"method": "measured_block", "notes": notes + profile.notes})
 
 
+def _one_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
 @contextlib.contextmanager
-def _frozen() -> Iterator[None]:
-    """Keeps the garbage collector off what torch and the model library hold: a tenth of a trace goes into it."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Excludes all objects that exist now from garbage collection, which takes a tenth of a trace otherwise."""
     gc.freeze()
     try:
         yield
@@ -70,35 +111,80 @@ def _frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _profile(tracer: Tracer, *, identity: str, timing_budget_s: float) -> ModelProfile:
-    model = tracer.models.built()
-    structure = find_structure(model)
+def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> ModelProfile:
+    structure = find_structure(tracer.models.built())
     notes: list[str] = []
+    _choose_depth(tracer, structure, notes)
+    found = _trace_variants(tracer, structure, request)
+    variants = found.variants
+    if request.timing_budget_s > 0:
+        device = torch.device(tracer.device)
+        tracer.timings = time_operations(tracer.timing_requests(), device, request.timing_budget_s)
+        variants = {
+            name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
+            for name, variant in variants.items()
+        }
+    profile = _assemble(tracer, structure, variants, identity, notes)
+    profile = profile.model_copy(update={"failed_variants": found.failed, "time_limit_s": request.time_limit_s})
+    return with_rough_variants(profile, found.untraced)
+
+
+def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str]) -> None:
+    """Sets whether the tracer may use truncated models, and one run for both micro-batches."""
     depth = uniform_depth(structure)
-    tracer.try_one_run(DEPTHS[0] if depth is not None and depth > DEPTHS[1] else None)
-    if depth is not None and depth > DEPTHS[1] and not tracer.depth_law_holds(depth):
+    deep = depth is not None and depth > DEPTHS[1]
+    tracer.try_prime_batch(DEPTHS[0] if deep else None)
+    if depth is not None and deep and not tracer.depth_fit_is_accurate(depth):
         notes.append("the blocks differ: every variant was traced at whole depth")
         depth = None
     tracer.num_blocks = depth
     if depth:
         tracer.block_gradient_bytes = gradient_bytes(structure) / depth
-    variants: dict[str, VariantProfile] = {}
-    for key in _variant_keys(structure):
-        same = tracer.same_as_own(key)
-        if same is not None and same.text() in variants:
-            variants[key.text()] = variants[same.text()].model_copy(update={"key": key})
+
+
+@dataclass(kw_only=True, slots=True)
+class _Traced:
+    """What became of the variants.
+
+    Attributes:
+        variants: The profiles of those that were traced, by the text of their key.
+        failed: Why the others do not run, by the text of their key.
+        untraced: Those for which there was no time.
+    """
+
+    variants: dict[str, VariantProfile] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    untraced: list[VariantKey] = field(default_factory=list)
+
+
+def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceRequest) -> _Traced:
+    """Traces the plain variant, then the others while there is time; one that fails does not stop the rest."""
+    found = _Traced()
+    began = time.perf_counter()
+    found.variants[PLAIN.text()] = tracer.profile_variant(PLAIN)
+    longest_s = time.perf_counter() - began
+    wanted = [key for key in request.variants or _variant_keys(structure) if key != PLAIN]
+    for key in sorted(wanted, key=lambda key: key.attention != "own"):
+        started = time.perf_counter()
+        if request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
+            found.untraced.append(key)
             continue
         try:
-            variants[key.text()] = tracer.variant(key)
+            found.variants[key.text()] = _trace_one(tracer, key, found.variants)
         except ConfigError as error:
-            notes.append(f"{key.text()}: not offered: {error.message}")
-    if timing_budget_s > 0:
-        tracer.timed = time_recipes(tracer.recipes(), torch.device(tracer.device), timing_budget_s)
-        variants = {
-            name: variant.model_copy(update={"groups": tuple(tracer.with_time(g) for g in variant.groups)})
-            for name, variant in variants.items()
-        }
-    return _assemble(tracer, model, structure, depth, variants, identity, notes)
+            found.failed[key.text()] = error.message
+        except Exception as error:  # a technique that does not go with this model, whatever the library raises
+            found.failed[key.text()] = _one_line(error)
+        longest_s = max(longest_s, time.perf_counter() - started)
+    return found
+
+
+def _trace_one(tracer: VariantTracer, key: VariantKey, known: dict[str, VariantProfile]) -> VariantProfile:
+    """A variant's profile: that of the model's own attention where the wanted one is the same."""
+    same = tracer.same_with_own_attention(key)
+    if same is not None and same.text() in known:
+        return known[same.text()].model_copy(update={"key": key})
+    return tracer.profile_variant(key)
 
 
 def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
@@ -114,65 +200,78 @@ def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
 
 
 def _optimizer_state(workload: Workload, count: int) -> tuple[str, float, str | None]:
-    """Name, state bytes per fp32 element, and a note where the latter had to be assumed; one tiny real step tells."""
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(max(1, count))]  # as many as the model trains
+    """Name of the optimizer, its state bytes per fp32 element, and a note if the latter had to be assumed.
+
+    Found by one real step on `count` tiny parameters, as many as the model trains.
+    """
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(max(1, count))]
     try:
         optimizer = workload.build_optimizer(parameters)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     except Exception as error:  # a user's function may do anything with what it is given
-        return "unknown", _ADAM_LIKE_BYTES, f"optimizer state assumed as Adam's 8 bytes per parameter ({error})"
+        return "unknown", _ADAM_STATE_BYTES, f"optimizer state assumed as Adam's 8 bytes per parameter ({error})"
     state = optimizer.state.get(parameters[0], {})
-    held = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor) and v.numel() >= 4)
-    return type(optimizer).__name__, held / parameters[0].numel(), None
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() >= 4]
+    state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return type(optimizer).__name__, state_bytes / parameters[0].numel(), None
 
 
 def _assemble(
-    tracer: Tracer,
-    model: nn.Module,
+    tracer: VariantTracer,
     structure: Structure,
-    depth: int | None,
     variants: dict[str, VariantProfile],
     identity: str,
     notes: list[str],
 ) -> ModelProfile:
-    workload, device = tracer.workload, tracer.device
+    """Adds the sizes of the model, the optimizer and the batch to the variants."""
+    workload, model, depth = tracer.workload, tracer.models.built(), tracer.num_blocks
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     optimizer_name, state_bytes, note = _optimizer_state(workload, len(trainable))
     if note is not None:
         notes.append(note)
     block_sizes = [sum(p.numel() for p in block.parameters()) for _, block in structure.blocks]
-    outside = sum(p.numel() for p in parameters) - sum(block_sizes)
-    per_depth = len(structure.stacks) if depth is not None else 1
-    with tracer.mode:
-        leaves = [t for t in pytree.tree_leaves(workload.make_batch(2, 0)) if isinstance(t, torch.Tensor)]
+    outside_blocks = sum(p.numel() for p in parameters) - sum(block_sizes)
+    stacks = len(structure.stacks) if depth is not None else 1
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-    length = workload.sequence_length
     return ModelProfile(
         identity=identity,
         method="traced",
-        device=device,
+        device=tracer.device,
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in trainable),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        block_parameters=per_depth * sum(block_sizes) / len(block_sizes) if block_sizes else 0.0,
-        largest_unit_parameters=float(max([outside, *block_sizes])),
+        block_parameters=stacks * sum(block_sizes) / len(block_sizes) if block_sizes else 0.0,
+        largest_unit_parameters=float(max([outside_blocks, *block_sizes])),
         num_blocks=depth or 0,
-        sequence_length=length,
+        sequence_length=workload.sequence_length,
         hidden=hidden if isinstance(hidden, int) else None,
         optimizer_name=optimizer_name,
         optimizer_state_bytes_per_parameter=state_bytes,
         parameter_tensors=len(trainable),
         largest_parameter=max((p.numel() for p in trainable), default=0),
         clips_gradients=workload.max_grad_norm is not None,
-        boundary_bytes=LinearFit(per_sample=4.0 * length * hidden)
-        if length and isinstance(hidden, int)
-        else LinearFit(),
-        batch_bytes=LinearFit(per_sample=sum(t.numel() * t.element_size() for t in leaves) / 2),
+        boundary_bytes=_boundary_bytes(workload.sequence_length, hidden),
+        batch_bytes=_batch_bytes(tracer),
         fewest_samples=float(tracer.samples[0]),
         tokens_per_sample=workload.tokens_per_sample,
         variants=variants,
         notes=tuple(notes),
     )
+
+
+def _boundary_bytes(sequence_length: int | None, hidden: object) -> LinearFit:
+    """The activation between two blocks in fp32: (samples, sequence length, hidden); zero where a size is unknown."""
+    if not sequence_length or not isinstance(hidden, int):
+        return LinearFit()
+    return LinearFit(per_sample=4.0 * sequence_length * hidden)
+
+
+def _batch_bytes(tracer: VariantTracer) -> LinearFit:
+    """The tensors of a batch, by a small batch."""
+    samples = tracer.samples[0]
+    batch = make_batch(tracer.workload, samples, tracer.mode)
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return LinearFit(per_sample=sum(t.numel() * t.element_size() for t in tensors) / samples)

@@ -1,4 +1,8 @@
-"""The laws of a traced model: recordings at two micro-batches and two depths made into groups and straight lines."""
+"""Straight lines in the samples, from recordings of the same variant at two micro-batches.
+
+In: recordings (`fit_variant`), or the fits of models with two and with three blocks (`split_by_depth`). Out: operations
+grouped by what they do, with a `LinearFit` for each figure, and at the end a `VariantProfile`.
+"""
 
 from __future__ import annotations
 
@@ -13,154 +17,223 @@ from autoplan.planner.trace.model_profile import (
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.trace.op_benchmark import Timing
+from autoplan.planner.trace.op_benchmark import TimingRequest
 from autoplan.planner.trace.op_recorder import Operation, Recording
 
 GroupKey = tuple[Any, ...]
+"""What makes operations alike: name, kind, phase, dtype, then (fixed, per_sample) of FLOPs, bytes moved, output bytes
+and the sizes m, n, k, batch."""
+
+GroupCounts = Counter[GroupKey]
+"""How many operations there are of each group."""
+
+Split = tuple[GroupCounts, GroupCounts]
+"""The operations of one block (of each stack), and the operations outside the blocks."""
 
 
 @dataclass(kw_only=True, slots=True)
 class VariantFits:
-    groups: Counter[GroupKey]
+    """The fits of one variant at one depth.
+
+    Attributes:
+        groups: All operations of the micro-step.
+        peaks: For each part the live bytes, with and without gradients.
+        saved_bytes: Alive at the end of the forward.
+        block_saved_bytes: Of that, what the forward of all blocks left.
+    """
+
+    groups: GroupCounts
     peaks: dict[str, tuple[LinearFit, LinearFit]]
-    saved: LinearFit
-    block_saved: LinearFit
+    saved_bytes: LinearFit
+    block_saved_bytes: LinearFit
 
 
 def total_flops(recording: Recording) -> float:
+    """FLOPs of all operations."""
     return sum(operation.flops for operation in recording.operations)
 
 
-def total_moved(recording: Recording) -> float:
+def total_bytes_moved(recording: Recording) -> float:
+    """Bytes that all operations read and write."""
     return sum(operation.bytes_moved for operation in recording.operations)
 
 
-def line(few: float, many: float, samples: tuple[int, int]) -> LinearFit:
-    slope = (many - few) / (samples[1] - samples[0])
-    return LinearFit(fixed=few - slope * samples[0], per_sample=slope)
+# Arithmetic on fits and counts.
 
 
-def scale(law: LinearFit, factor: float) -> LinearFit:
-    return LinearFit(fixed=law.fixed * factor, per_sample=law.per_sample * factor)
+def fit_line(small: float, large: float, samples: tuple[int, int]) -> LinearFit:
+    """The straight line through a figure at the small and at the large micro-batch."""
+    slope = (large - small) / (samples[1] - samples[0])
+    return LinearFit(fixed=small - slope * samples[0], per_sample=slope)
 
 
-def add(law: LinearFit, block: LinearFit, more: int) -> LinearFit:
-    return LinearFit(fixed=law.fixed + more * block.fixed, per_sample=law.per_sample + more * block.per_sample)
+def scale_fit(fit: LinearFit, factor: float) -> LinearFit:
+    """factor x fit."""
+    return LinearFit(fixed=fit.fixed * factor, per_sample=fit.per_sample * factor)
 
 
-def blocks_apart(two: Counter[GroupKey], three: Counter[GroupKey]) -> tuple[Counter[GroupKey], Counter[GroupKey]]:
-    """What one block does and what the rest does, from models of two and of three blocks."""
-    block = minus(three, two, 1)
-    return block, minus(two, block, 2)
+def add_blocks(fit: LinearFit, block: LinearFit, count: int) -> LinearFit:
+    """fit + count x block."""
+    return LinearFit(fixed=fit.fixed + count * block.fixed, per_sample=fit.per_sample + count * block.per_sample)
 
 
-def minus(a: Counter[GroupKey], b: Counter[GroupKey], times: int) -> Counter[GroupKey]:
-    """a - times x b, negative counts kept, zeros left out."""
+def subtract(a: GroupCounts, b: GroupCounts, times: int) -> GroupCounts:
+    """a - times x b; negative counts are kept, zeros are left out."""
     out = Counter(a)
     for group, count in b.items():
         out[group] -= times * count
     return Counter({group: count for group, count in out.items() if count})
 
 
-def group_key(group: OperationGroup) -> GroupKey:
-    """The key that a group was made from."""
-    laws = (group.flops, group.bytes_moved, group.output_bytes, group.m, group.n, group.k, group.batch)
-    return (group.name, group.kind, group.phase, group.dtype, *((law.fixed, law.per_sample) for law in laws))
+# Operations of the blocks, and of the rest.
+
+
+def split_by_depth(two_blocks: GroupCounts, three_blocks: GroupCounts) -> Split:
+    """The split of a variant, from models with two and with three blocks per stack: one block is the difference."""
+    block = subtract(three_blocks, two_blocks, 1)
+    return block, subtract(two_blocks, block, 2)
+
+
+def split_by_block(whole: GroupCounts, block: GroupCounts, depth: int) -> Split | None:
+    """The split of a variant whose block is known; None if the whole does not contain `depth` such blocks."""
+    rest = subtract(whole, block, depth)
+    return (block, rest) if all(count >= 0 for count in rest.values()) else None
+
+
+def split_by_rest(whole: GroupCounts, rest: GroupCounts, depth: int) -> Split | None:
+    """The split of a variant whose rest is known; None if what remains is not `depth` equal blocks."""
+    in_blocks = subtract(whole, rest, 1)
+    if any(count < 0 or count % depth for count in in_blocks.values()):
+        return None
+    return Counter({group: count // depth for group, count in in_blocks.items()}), rest
+
+
+# Fitting.
 
 
 def fit_variant(
-    few: Recording,
-    many: Recording,
+    small_batch: Recording,
+    large_batch: Recording,
     samples: tuple[int, int],
-    recipes: dict[GroupKey, Timing],
+    requests: dict[GroupKey, TimingRequest],
 ) -> VariantFits:
-    groups: Counter[GroupKey] = Counter()
-    start, end = _common_ends(few.operations, many.operations)
-    pairs = list(zip(few.operations[:start], many.operations[:start], strict=True))
+    """Fits straight lines through two recordings of a variant.
+
+    Operations are paired in order. Where one recording has more of them in the middle (chunks whose number grows with
+    the samples), that stretch is fitted by its totals.
+
+    Args:
+        small_batch, large_batch: The recordings.
+        samples: Their micro-batches.
+        requests: How to time an operation of each group; new groups are added to it.
+    """
+    small, large = small_batch.operations, large_batch.operations
+    groups: GroupCounts = Counter()
+    start, end = _common_start_and_end(small, large)
+    pairs = list(zip(small[:start], large[:start], strict=True))
     if end:
-        pairs += zip(few.operations[-end:], many.operations[-end:], strict=True)
+        pairs += zip(small[-end:], large[-end:], strict=True)
     for a, b in pairs:
-        key = _group_key(a, b, samples)
+        key = _fit_operation(a, b, samples)
         groups[key] += 1
-        if key not in recipes and a.recipe is not None:
-            recipes[key] = Timing(few=a.recipe, many=b.recipe, count=1, flops=a.flops)
-    between = few.operations[start : len(few.operations) - end], many.operations[start : len(many.operations) - end]
-    groups.update(_grown_keys(*between, samples, recipes))
+        if key not in requests and a.call is not None:
+            requests[key] = TimingRequest(small_batch=a.call, large_batch=b.call, count=1, flops=a.flops)
+    middle = small[start : len(small) - end], large[start : len(large) - end]
+    groups.update(_fit_repeated_operations(*middle, samples, requests))
     peaks = {
         part: (
-            line(few.peaks[part][0], many.peaks[part][0], samples),
-            line(few.peaks[part][1], many.peaks[part][1], samples),
+            fit_line(small_batch.peaks[part][0], large_batch.peaks[part][0], samples),
+            fit_line(small_batch.peaks[part][1], large_batch.peaks[part][1], samples),
         )
-        for part in few.peaks
-        if part in many.peaks
+        for part in small_batch.peaks
+        if part in large_batch.peaks
     }
+    saved = small_batch.saved_after_forward_bytes, large_batch.saved_after_forward_bytes
     return VariantFits(
         groups=groups,
         peaks=peaks,
-        saved=line(few.saved_after_forward, many.saved_after_forward, samples),
-        block_saved=line(sum(few.block_saved), sum(many.block_saved), samples),
+        saved_bytes=fit_line(*saved, samples),
+        block_saved_bytes=fit_line(sum(small_batch.block_saved_bytes), sum(large_batch.block_saved_bytes), samples),
     )
 
 
-def _common_ends(few: list[Operation], many: list[Operation]) -> tuple[int, int]:
+def _common_start_and_end(small: list[Operation], large: list[Operation]) -> tuple[int, int]:
     """How many operations two recordings have in common at their start and at their end."""
-    length = min(len(few), len(many))
-    start = next((i for i in range(length) if few[i].name != many[i].name), length)
-    end = next((i for i in range(length - start) if few[-1 - i].name != many[-1 - i].name), length - start)
+    length = min(len(small), len(large))
+    start = next((i for i in range(length) if small[i].name != large[i].name), length)
+    end = next((i for i in range(length - start) if small[-1 - i].name != large[-1 - i].name), length - start)
     return start, end
 
 
-def _grown_keys(
-    few: list[Operation],
-    many: list[Operation],
+def _fit_operation(small: Operation, large: Operation, samples: tuple[int, int]) -> GroupKey:
+    """The group of an operation that both recordings have."""
+    pairs = [(small.flops, large.flops), (small.bytes_moved, large.bytes_moved)]
+    pairs += [(small.output_bytes, large.output_bytes), *zip(small.sizes, large.sizes, strict=True)]
+    fits = [fit_line(a, b, samples) for a, b in pairs]
+    return (small.name, small.kind, small.phase, small.dtype, *((fit.fixed, fit.per_sample) for fit in fits))
+
+
+def _fit_repeated_operations(
+    small: list[Operation],
+    large: list[Operation],
     samples: tuple[int, int],
-    recipes: dict[GroupKey, Timing],
-) -> Counter[GroupKey]:
-    """Groups for a stretch that grows by repetition (chunks of rows): alike operations as one batch of them."""
-    totals: dict[tuple[str, str, str, str], list[list[Operation]]] = {}
-    for side, operations in enumerate((few, many)):
-        for o in operations:
-            totals.setdefault((o.name, o.kind, o.phase, o.dtype), [[], []])[side].append(o)
-    groups: Counter[GroupKey] = Counter()
-    for (name, kind, phase, dtype), (a, b) in totals.items():
-        laws = [
-            line(sum(o.flops for o in a), sum(o.flops for o in b), samples),
-            line(sum(o.bytes_moved for o in a), sum(o.bytes_moved for o in b), samples),
-            line(sum(o.output_bytes for o in a), sum(o.output_bytes for o in b), samples),
+    requests: dict[GroupKey, TimingRequest],
+) -> GroupCounts:
+    """The groups of a stretch that repeats more often with more samples, such as chunks of rows.
+
+    All operations of one name count as one batch of operations, whose size is a fit of how many there are.
+    """
+    by_name: dict[tuple[str, str, str, str], tuple[list[Operation], list[Operation]]] = {}
+    for side, operations in enumerate((small, large)):
+        for operation in operations:
+            alike = (operation.name, operation.kind, operation.phase, operation.dtype)
+            by_name.setdefault(alike, ([], []))[side].append(operation)
+    groups: GroupCounts = Counter()
+    for name, (a, b) in by_name.items():
+        fits = [
+            fit_line(sum(o.flops for o in a), sum(o.flops for o in b), samples),
+            fit_line(sum(o.bytes_moved for o in a), sum(o.bytes_moved for o in b), samples),
+            fit_line(sum(o.output_bytes for o in a), sum(o.output_bytes for o in b), samples),
             *(LinearFit(fixed=size) for size in (b or a)[0].sizes[:3]),
-            line(len(a), len(b), samples),
+            fit_line(len(a), len(b), samples),
         ]
-        key = (name, kind, phase, dtype, *((law.fixed, law.per_sample) for law in laws))
+        key = (*name, *((fit.fixed, fit.per_sample) for fit in fits))
         groups[key] += 1
-        recipe = a[0].recipe if a and key not in recipes else None
-        if recipe is not None:
-            recipes[key] = Timing(few=recipe, many=None, count=len(a), flops=a[0].flops)
+        call = a[0].call if a and key not in requests else None
+        if call is not None:
+            requests[key] = TimingRequest(small_batch=call, large_batch=None, count=len(a), flops=a[0].flops)
     return groups
 
 
-def _group_key(few: Operation, many: Operation, samples: tuple[int, int]) -> GroupKey:
-    pairs = [(few.flops, many.flops), (few.bytes_moved, many.bytes_moved), (few.output_bytes, many.output_bytes)]
-    pairs += list(zip(few.sizes, many.sizes, strict=True))
-    laws = [line(a, b, samples) for a, b in pairs]
-    return (few.name, few.kind, few.phase, few.dtype, *((law.fixed, law.per_sample) for law in laws))
+# Profiles.
 
 
-def to_profile(
+def group_key(group: OperationGroup) -> GroupKey:
+    """The key that a group of a profile was made from."""
+    fits = (group.flops, group.bytes_moved, group.output_bytes, group.m, group.n, group.k, group.batch)
+    return (group.name, group.kind, group.phase, group.dtype, *((fit.fixed, fit.per_sample) for fit in fits))
+
+
+def make_variant_profile(
     key: VariantKey,
-    block: Counter[GroupKey],
-    rest: Counter[GroupKey],
+    split: Split,
     peaks: dict[str, tuple[LinearFit, LinearFit]],
     block_saved: LinearFit,
     saved: LinearFit,
     num_blocks: int,
 ) -> VariantProfile:
-    segments: tuple[tuple[Literal["block", "rest"], Counter[GroupKey]], ...] = (("block", block), ("rest", rest))
-    groups = [_group(g, count, segment) for segment, counts in segments for g, count in counts.items() if count]
+    """The profile of a variant.
+
+    Args:
+        key: The variant.
+        split: Its operations.
+        peaks: Of the model at its whole depth, for each part.
+        block_saved, saved: Bytes saved for the backward by one block, and by the whole model.
+        num_blocks: Blocks per stack; 0 where all operations are in the rest.
+    """
+    segments: tuple[tuple[Literal["block", "rest"], GroupCounts], ...] = (("block", split[0]), ("rest", split[1]))
+    groups = [_make_group(g, count, segment) for segment, counts in segments for g, count in counts.items() if count]
     kernels = sum(g.count * (num_blocks if g.segment == "block" else 1) for g in groups)
-    rest_saved = LinearFit(
-        fixed=saved.fixed - num_blocks * block_saved.fixed,
-        per_sample=saved.per_sample - num_blocks * block_saved.per_sample,
-    )
     return VariantProfile(
         key=key,
         groups=tuple(groups),
@@ -171,13 +244,13 @@ def to_profile(
             if part != "middle"
         ),
         block_saved_bytes=block_saved,
-        rest_saved_bytes=rest_saved,
+        rest_saved_bytes=add_blocks(saved, block_saved, -num_blocks),
     )
 
 
-def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> OperationGroup:
-    name, kind, phase, dtype, *laws = key
-    flops, moved, made, m, n, k, batch = (LinearFit(fixed=fixed, per_sample=slope) for fixed, slope in laws)
+def _make_group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> OperationGroup:
+    name, kind, phase, dtype, *pairs = key
+    flops, bytes_moved, output_bytes, m, n, k, batch = (LinearFit(fixed=a, per_sample=b) for a, b in pairs)
     split = "none"
     if segment == "block":
         split = {"matmul": "n", "attention": "batch"}.get(kind, "all")
@@ -192,8 +265,8 @@ def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> Op
             "dtype": dtype,
             "count": count,
             "flops": flops,
-            "bytes_moved": moved,
-            "output_bytes": made,
+            "bytes_moved": bytes_moved,
+            "output_bytes": output_bytes,
             "m": m,
             "n": n,
             "k": k,
@@ -203,50 +276,50 @@ def _group(key: GroupKey, count: float, segment: Literal["block", "rest"]) -> Op
     )
 
 
-def swap_loss(
-    key: VariantKey, plain: VariantProfile, bare: VariantProfile, bare_fused: VariantProfile
+def with_fused_loss(
+    key: VariantKey, full_loss: VariantProfile, plain: VariantProfile, plain_fused: VariantProfile
 ) -> VariantProfile | None:
-    """A variant with the fused loss, from the same with the full loss and what the fused loss changes in another.
+    """A variant with the fused loss, without recording it: full_loss - plain + plain_fused.
 
     Args:
         key: The variant.
-        plain: The same with the full loss.
-        bare, bare_fused: Without checkpointing and with the model's own attention, under either loss.
+        full_loss: The same variant with the full loss.
+        plain, plain_fused: The variant without checkpointing and with the model's own attention, under either loss.
 
     Returns:
-        None where the loss is not all that differs.
+        None if the two losses differ in operations that `full_loss` does not have.
     """
 
     def exchange(a: LinearFit, b: LinearFit, c: LinearFit) -> LinearFit:
         return LinearFit(fixed=a.fixed - b.fixed + c.fixed, per_sample=a.per_sample - b.per_sample + c.per_sample)
 
-    rest: Counter[GroupKey] = Counter()
+    rest: GroupCounts = Counter()
     known: dict[GroupKey, OperationGroup] = {}
-    for variant, sign in ((plain, 1), (bare, -1), (bare_fused, 1)):
+    for variant, sign in ((full_loss, 1), (plain, -1), (plain_fused, 1)):
         for group in variant.groups:
             if group.segment == "rest":
                 rest[group_key(group)] += sign * group.count  # type: ignore[assignment]
                 known[group_key(group)] = group
     if any(count < 0 for count in rest.values()):
         return None
-    by_part = {p.part: p for p in bare.peaks}, {p.part: p for p in bare_fused.peaks}
+    plain_peaks, fused_peaks = ({p.part: p for p in variant.peaks} for variant in (plain, plain_fused))
     peaks = tuple(
         PeakFit(
             part=p.part,
-            first=exchange(p.first, by_part[0][p.part].first, by_part[1][p.part].first),
-            later=exchange(p.later, by_part[0][p.part].later, by_part[1][p.part].later),
+            first=exchange(p.first, plain_peaks[p.part].first, fused_peaks[p.part].first),
+            later=exchange(p.later, plain_peaks[p.part].later, fused_peaks[p.part].later),
         )
-        for p in plain.peaks
-        if p.part in by_part[0] and p.part in by_part[1]
+        for p in full_loss.peaks
+        if p.part in plain_peaks and p.part in fused_peaks
     )
     return VariantProfile(
         key=key,
         groups=(
-            *(group for group in plain.groups if group.segment == "block"),
+            *(group for group in full_loss.groups if group.segment == "block"),
             *(known[group].model_copy(update={"count": float(count)}) for group, count in rest.items() if count),
         ),
-        kernels=plain.kernels - bare.kernels + bare_fused.kernels,
+        kernels=full_loss.kernels - plain.kernels + plain_fused.kernels,
         peaks=peaks,
-        block_saved_bytes=plain.block_saved_bytes,
-        rest_saved_bytes=exchange(plain.rest_saved_bytes, bare.rest_saved_bytes, bare_fused.rest_saved_bytes),
+        block_saved_bytes=full_loss.block_saved_bytes,
+        rest_saved_bytes=exchange(full_loss.rest_saved_bytes, plain.rest_saved_bytes, plain_fused.rest_saved_bytes),
     )

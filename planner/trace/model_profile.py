@@ -1,8 +1,8 @@
-"""ModelProfile: what one micro-step of a model does, as linear laws in the micro-batch. Records only; loads no torch.
+"""ModelProfile: what one micro-step of a model computes, moves and keeps, each as a straight line in the samples.
 
-`autoplan.planner.trace.trace` makes it from the real program under fake tensors,
-`autoplan.planner.cost.analytical.transformer` in closed form from a transformer's dimensions. The cost model reads
-nothing else about a model.
+Only records; loads no torch. `planner/trace/trace.py` makes profiles of real programs, and
+`planner/cost/analytical/transformer.py` makes them from a transformer's dimensions. The cost model reads nothing else
+about a model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from autoplan.record import Record
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -27,7 +27,7 @@ class LinearFit(Record):
     per_sample: float = 0.0
 
     def at(self, samples: float) -> float:
-        """The quantity at so many samples."""
+        """The quantity at a number of samples."""
         return self.fixed + self.per_sample * samples
 
 
@@ -37,9 +37,9 @@ ZERO = LinearFit()
 class OperationGroup(Record):
     """Operations that are alike: same kind, dtype, pass and sizes.
 
-    `m`, `n`, `k`, `batch` are the sizes of matrix products (batch products of m x k by k x n) and of convolutions seen
-    as such; zero for other kinds. `bytes_moved` counts every tensor read and written once. `count` is per block in the
-    segment "block", else in the whole model.
+    `m`, `n`, `k`, `batch` are the sizes of a matrix product: `batch` products of m x k by k x n. They are zero for
+    other kinds. `bytes_moved` counts every tensor that is read or written, once. `count` is per block in the segment
+    "block", and in the whole model in the segment "rest".
     """
 
     name: str
@@ -50,25 +50,25 @@ class OperationGroup(Record):
     count: float
     flops: LinearFit = ZERO
     bytes_moved: LinearFit = ZERO
-    output_bytes: LinearFit = Field(default=ZERO, description="what one allocates")
+    output_bytes: LinearFit = Field(default=ZERO, description="what one operation allocates")
     m: LinearFit = ZERO
     n: LinearFit = ZERO
     k: LinearFit = ZERO
     batch: LinearFit = ZERO
-    measured_s: float | None = Field(default=None, description="seconds of one, timed on the device by itself")
+    measured_s: float | None = Field(default=None, description="seconds of one operation by itself on the device")
     measured_samples: float = 0.0
-    measured_more_s: float | None = Field(default=None, description="the same at more samples, where there was time")
+    measured_more_s: float | None = Field(default=None, description="the same at more samples; None: not measured")
     measured_more_samples: float = 0.0
     tensor_split: TensorSplit = Field(
-        default="none", description="the size that tensor parallelism divides; all: bytes of a sequence-parallel part"
+        default="none", description="the size that tensor parallelism divides; all: the bytes, by sequence parallelism"
     )
 
 
 class PeakFit(Record):
-    """The largest bytes alive, beyond parameters and optimizer states, in one part of a micro-step.
+    """The peak of the live bytes, beyond parameters and optimizer states, in one part of a micro-step.
 
-    `first` counts the gradients that the pass has made so far; `later` leaves them out, which is what a micro-step
-    adds when the gradients of all parameters are held already (accumulation).
+    `first` counts the gradients that the micro-step has made so far: it is for the first micro-step of a step. `later`
+    does not count them: it is for the later micro-steps, which add to gradients that are allocated already.
     """
 
     part: Literal["forward", "head", "backward", "tail"]
@@ -96,20 +96,22 @@ class VariantProfile(Record):
 
     key: VariantKey
     groups: tuple[OperationGroup, ...]
-    kernels: float = Field(description="operations launched, views left out, forward and backward")
+    kernels: float = Field(description="operations launched in forward and backward, without views")
     peaks: tuple[PeakFit, ...]
-    block_saved_bytes: LinearFit = Field(description="kept for the backward by one block, at the end of its forward")
-    rest_saved_bytes: LinearFit = Field(description="kept by all else at the end of the forward, loss included")
+    block_saved_bytes: LinearFit = Field(description="kept by one block for the backward, at the end of its forward")
+    rest_saved_bytes: LinearFit = Field(
+        description="kept by the rest of the model and the loss, at the end of the forward"
+    )
 
 
 class ModelProfile(Record):
     """What the cost model knows of a model: parameters, blocks, and its variants."""
 
     version: int = PROFILE_VERSION
-    identity: str = Field(description="WorkloadSpec.identity, or a name for a closed form")
-    method: Literal["traced", "closed_form", "measured_block"]
+    identity: str = Field(description="WorkloadSpec.identity, or the name of a closed form")
+    method: Literal["traced", "closed_form", "measured_block", "rough"]
     device: str
-    parameters: int = Field(description="elements, tied once")
+    parameters: int = Field(description="elements; tied weights count once")
     trainable: int
     parameter_bytes: int
     block_parameters: float = Field(description="elements of one block; 0 where no repeated blocks were found")
@@ -130,5 +132,12 @@ class ModelProfile(Record):
     tokens_per_sample: int = 1
     fewest_samples: float = Field(default=1.0, description="the smallest micro-batch that was traced")
     variants: dict[str, VariantProfile]
+    failed_variants: dict[str, str] = Field(
+        default_factory=dict, description="variants that do not run here, by VariantKey.text(), and why"
+    )
+    rough_variants: tuple[str, ...] = Field(
+        default=(), description="variants that were not traced for lack of time: their figures are estimates"
+    )
+    time_limit_s: float | None = Field(default=None, description="what the trace was allowed; None: no limit")
     notes: tuple[str, ...] = ()
     seconds_spent: float = 0.0

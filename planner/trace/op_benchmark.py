@@ -1,11 +1,16 @@
 """Times recorded operations on the device, one by one, on tensors of the recorded shapes.
 
-Whole-model timing would take every variant; the operations of all variants together are some hundred, and each is run
-a few times, or, where time runs out, stands in proportion to one of its kind. An operation of a training step finds
-its operands out of the nearest caches, since others ran in between; so each run here takes other tensors than the runs
-before it. It is timed at two sizes, because what fits the caches at few samples does not at many. On a CPU the memory
-is kept between runs: what new pages cost is priced apart (`first_touch` of the probes). What the sum leaves out, the
-host's own time between operations, is dispatch.
+In: a `TimingRequest` for each group of operations. Out: an `OpTiming` for each, as far as the time budget goes.
+
+- All variants of a model together have some hundred different operations. To time them costs far less than to time the
+  whole model under each variant. An operation for which no time is left takes the seconds of one of its kind, in
+  proportion to its work.
+- In training, other operations run between two runs of the same one, so its operands are no longer in the nearest
+  caches. Therefore each run here takes other tensors than the runs before it.
+- Each operation is timed at two sizes, because operands that fit the caches at few samples do not at many.
+- On a CPU, freed memory is kept between the runs. The cost of new pages is estimated separately (`first_touch` of the
+  probes).
+- The host's own time between operations (dispatch) is not measured here.
 """
 
 from __future__ import annotations
@@ -20,257 +25,273 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.planner.trace.op_recorder import Recipe, TensorShape
+from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 from autoplan.strategies.techniques.allocator import keep_freed_memory
 
-# how often an operation is run after its first run, by what that took
 REPEATS = ((0.003, 5), (0.02, 3), (0.15, 2), (float("inf"), 1))
-# of each kind of operation the largest within these is timed first
+"""How often an operation is run again, by the seconds of its first run: (up to seconds, runs)."""
+
 REPRESENTATIVE_BYTES = 64 << 20
 REPRESENTATIVE_FLOPS = 1e10
-# operands rotate through as much memory: several times what a core's own caches hold; on a GPU its L2
+"""Of each kind of operation, the largest one within these two limits is timed first."""
+
 POOL_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-# an operation is timed at so many times the samples too, if that stays within the seconds and bytes below
-TIMES = (8, 4, 2)
-LONGEST_MORE_S = 0.03
-LARGEST_MORE_BYTES = 192 << 20
+"""Operands rotate through this much memory: several times the caches of one core; on a GPU, its L2 cache."""
+
+LARGER_FACTORS = (8, 4, 2)
+LARGER_LIMIT_S = 0.03
+LARGER_LIMIT_BYTES = 192 << 20
+"""An operation is timed at the first of these factors times the samples, too, that stays within both limits."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """What is to be timed: an operation as recorded at few and at twice as many samples, and how many it stands for.
+class TimingRequest:
+    """An operation that is to be timed.
 
-    `many` is None where the operation is one of a batch that grows by repetition; `flops` are those of `few`.
+    Attributes:
+        small_batch: The operation at the small micro-batch.
+        large_batch: The same at twice the samples; None where the operation is one of many that repeat more often with
+            more samples.
+        count: How many such operations the group has; the seconds of all of them are wanted.
+        flops: Of one operation at the small micro-batch.
     """
 
-    few: Recipe
-    many: Recipe | None
+    small_batch: OpCall
+    large_batch: OpCall | None
     count: int
     flops: float
 
     @property
     def work(self) -> float:
-        """FLOPs, or bytes of the operands where it has none."""
-        return self.flops or float(_bytes_of(self.few))
+        """FLOPs, or the bytes of the operands for an operation without FLOPs."""
+        return self.flops or float(_operand_bytes(self.small_batch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
-    """Seconds at the few samples, and at `times` as many."""
+class OpTiming:
+    """Measured seconds at the small micro-batch, and at `larger_factor` times its samples (None: not measured)."""
 
     seconds: float
-    more_s: float | None = None
-    times: int = 1
+    larger_s: float | None = None
+    larger_factor: int = 1
+
+    def times(self, count: int) -> OpTiming:
+        """The timing of `count` such operations."""
+        larger_s = None if self.larger_s is None else count * self.larger_s
+        return OpTiming(seconds=count * self.seconds, larger_s=larger_s, larger_factor=self.larger_factor)
 
 
-def time_recipes(recipes: Mapping[Key, Timing], device: torch.device, budget_s: float) -> dict[Key, Timed]:
-    """Seconds of each group of operations.
+def time_operations(
+    requests: Mapping[Key, TimingRequest], device: torch.device, budget_s: float
+) -> dict[Key, OpTiming]:
+    """Times each group of operations.
 
-    First one of each kind (operation and dtypes), then the others, the small ones first, as far as the budget goes.
-    What is left takes the seconds of the next in size of its kind, in proportion to its work.
+    First one operation of each kind (overload and dtypes) is timed, then the others, from small to large, as far as
+    the budget goes. Each of the rest takes the seconds of the operation of its kind that is nearest in size, in
+    proportion to its work. A group that does not run by itself and has no other of its kind is left out.
 
     Args:
-        recipes: For each group what to run.
-        device: Where they run.
-        budget_s: Seconds for all of them. One that is expected to take more than what is left is not run.
+        requests: What to time, by group.
+        device: Where the operations run.
+        budget_s: Seconds for all of them. An operation that is expected to take more than a third of what is left is
+            not run.
     """
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
         keep_freed_memory()
-    stand = OpRunner(device)
-    kept: dict[str, Timed] = {}
-    kinds: dict[Hashable, dict[float, float]] = {}
-    timed: dict[Key, Timed] = {}
-    for key in _in_order(recipes):
-        timing = recipes[key]
-        left = ends - time.perf_counter()
-        place, kind = repr((timing.few, timing.many)), _kind_of(timing.few)
-        if place not in kept:
-            known = _by_proportion(kinds.get(kind, {}), timing.work)
-            if left <= 0 or (known is not None and 3 * known > left):
+    runner = OpRunner(device)
+    timing_of_call: dict[str, OpTiming] = {}
+    seconds_by_kind: dict[Hashable, dict[float, float]] = {}  # kind: {work: seconds}
+    timings: dict[Key, OpTiming] = {}
+    for key in _timing_order(requests):
+        request = requests[key]
+        left_s = ends - time.perf_counter()
+        call_text, kind = repr((request.small_batch, request.large_batch)), _kind_of(request.small_batch)
+        if call_text not in timing_of_call:
+            expected_s = _scale_nearest(seconds_by_kind.get(kind, {}), request.work)
+            if left_s <= 0 or (expected_s is not None and 3 * expected_s > left_s):
                 continue
-            seconds = stand.time(timing.few)
+            seconds = runner.time(request.small_batch)
             if seconds is None:
                 continue
-            kept[place] = _with_more(stand, timing, seconds, left)
-            kinds.setdefault(kind, {})[timing.work] = seconds
-        timed[key] = _of_all(kept[place], timing.count)
-    for key, timing in recipes.items():
-        if key not in timed:
-            seconds = _by_proportion(kinds.get(_kind_of(timing.few), {}), timing.work)
-            if seconds is not None:
-                timed[key] = _of_all(Timed(seconds=seconds), timing.count)
-    return timed
+            timing_of_call[call_text] = _time_larger(runner, request, seconds, left_s)
+            seconds_by_kind.setdefault(kind, {})[request.work] = seconds
+        timings[key] = timing_of_call[call_text].times(request.count)
+    for key, request in requests.items():
+        if key not in timings:
+            scaled_s = _scale_nearest(seconds_by_kind.get(_kind_of(request.small_batch), {}), request.work)
+            if scaled_s is not None:
+                timings[key] = OpTiming(seconds=scaled_s).times(request.count)
+    return timings
 
 
-def _in_order(recipes: Mapping[Key, Timing]) -> list[Key]:
-    """One of each kind first, the largest that runs fast enough to be worth it; then all by their work."""
-    order = sorted(recipes, key=lambda key: recipes[key].work)
-    first: dict[Hashable, Key] = {}
-    for key in order:
-        timing = recipes[key]
-        small = _bytes_of(timing.few) <= REPRESENTATIVE_BYTES and timing.flops <= REPRESENTATIVE_FLOPS
-        if small or _kind_of(timing.few) not in first:
-            first[_kind_of(timing.few)] = key
-    chosen = set(first.values())
-    return [*first.values(), *(key for key in order if key not in chosen)]
+def _timing_order(requests: Mapping[Key, TimingRequest]) -> list[Key]:
+    """One of each kind first: the largest within the representative limits. Then all others, from small to large."""
+    by_work = sorted(requests, key=lambda key: requests[key].work)
+    representatives: dict[Hashable, Key] = {}
+    for key in by_work:
+        request = requests[key]
+        kind = _kind_of(request.small_batch)
+        small = _operand_bytes(request.small_batch) <= REPRESENTATIVE_BYTES and request.flops <= REPRESENTATIVE_FLOPS
+        if small or kind not in representatives:
+            representatives[kind] = key
+    chosen = set(representatives.values())
+    return [*representatives.values(), *(key for key in by_work if key not in chosen)]
 
 
-def _by_proportion(known: Mapping[float, float], work: float) -> float | None:
-    """The seconds of the known work that is next in size, scaled; None: none is known."""
-    if not known:
+def _scale_nearest(seconds_by_work: Mapping[float, float], work: float) -> float | None:
+    """The seconds of the nearest known work, in proportion to the work; None if nothing is known."""
+    if not seconds_by_work:
         return None
-    nearest = min(known, key=lambda other: abs(math.log(max(other, 1.0) / max(work, 1.0))))
-    return known[nearest] * work / max(nearest, 1.0)
+    nearest = min(seconds_by_work, key=lambda other: abs(math.log(max(other, 1.0) / max(work, 1.0))))
+    return seconds_by_work[nearest] * work / max(nearest, 1.0)
 
 
-def _of_all(one: Timed, count: int) -> Timed:
-    more = None if one.more_s is None else count * one.more_s
-    return Timed(seconds=count * one.seconds, more_s=more, times=one.times)
-
-
-def _with_more(stand: OpRunner, timing: Timing, seconds: float, left_s: float) -> Timed:
-    if timing.many is not None and _bytes_of(timing.many) > _bytes_of(timing.few):
-        grows = _bytes_of(timing.many) / _bytes_of(timing.few)  # 2 if all of it does
-        for times in TIMES:
-            size = _bytes_of(timing.few) * (1 + (grows - 1) * (times - 1))
-            expected = seconds * times
-            if size > LARGEST_MORE_BYTES or expected > LONGEST_MORE_S or 8 * expected > left_s:
+def _time_larger(runner: OpRunner, request: TimingRequest, seconds: float, left_s: float) -> OpTiming:
+    """Times the operation with more samples too, where it grows and the limits allow it."""
+    small, large = request.small_batch, request.large_batch
+    if large is not None and _operand_bytes(large) > _operand_bytes(small):
+        growth = _operand_bytes(large) / _operand_bytes(small) - 1  # 1 if all operands grow with the samples
+        for factor in LARGER_FACTORS:
+            size_bytes = _operand_bytes(small) * (1 + growth * (factor - 1))
+            expected_s = seconds * factor
+            if size_bytes > LARGER_LIMIT_BYTES or expected_s > LARGER_LIMIT_S or 8 * expected_s > left_s:
                 continue
-            recipe = grown(timing.few, timing.many, times)
-            more = stand.time(recipe) if recipe is not None else None
-            if more is not None:
-                return Timed(seconds=seconds, more_s=max(more, seconds), times=times)
-    return Timed(seconds=seconds)
+            call = extrapolate_call(small, large, factor)
+            larger_s = runner.time(call) if call is not None else None
+            if larger_s is not None:
+                return OpTiming(seconds=seconds, larger_s=max(larger_s, seconds), larger_factor=factor)
+    return OpTiming(seconds=seconds)
 
 
-def grown(few: Recipe, many: Recipe, times: int) -> Recipe | None:
-    """The operation at `times` the samples of `few`, by the sizes that differ from those at twice as many.
+def extrapolate_call(small: OpCall, large: OpCall, factor: int) -> OpCall | None:
+    """The operation at `factor` times the samples of `small`, from what differs in `large`, which has twice as many.
 
-    None: the two do not differ in sizes alone.
+    None: the two calls differ in more than sizes.
     """
-    ours, shape = pytree.tree_flatten((few.arguments, few.options), is_leaf=is_shape)
-    theirs, other = pytree.tree_flatten((many.arguments, many.options), is_leaf=is_shape)
-    if shape != other or few.function is not many.function:
+    small_leaves, structure = pytree.tree_flatten((small.arguments, small.options), is_leaf=is_shape)
+    large_leaves, large_structure = pytree.tree_flatten((large.arguments, large.options), is_leaf=is_shape)
+    if structure != large_structure or small.function is not large.function:
         return None
     leaves: list[Any] = []
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(small_leaves, large_leaves, strict=True):
         if isinstance(a, TensorShape) and isinstance(b, TensorShape) and len(a.shape) == len(b.shape):
-            sizes = [_extended(x, y, times) for x, y in zip(a.shape, b.shape, strict=True)]
-            strides = [_extended(x, y, times) for x, y in zip(a.stride, b.stride, strict=True)]
+            sizes = [_extrapolate(x, y, factor) for x, y in zip(a.shape, b.shape, strict=True)]
+            strides = [_extrapolate(x, y, factor) for x, y in zip(a.stride, b.stride, strict=True)]
             leaves.append(TensorShape(tuple(sizes), tuple(strides), a.dtype))
         elif type(a) is int and type(b) is int:
-            leaves.append(_extended(a, b, times))
+            leaves.append(_extrapolate(a, b, factor))
         elif a == b:
             leaves.append(a)
         else:
             return None
-    arguments, options = pytree.tree_unflatten(leaves, shape)
-    return Recipe(few.function, arguments, options)
+    arguments, options = pytree.tree_unflatten(leaves, structure)
+    return OpCall(small.function, arguments, options)
 
 
-def _extended(few: int, many: int, times: int) -> int:
-    return few + (many - few) * (times - 1)
+def _extrapolate(small: int, large: int, factor: int) -> int:
+    return small + (large - small) * (factor - 1)
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a leaf stands for a tensor."""
+    """Whether a leaf of a call's arguments is a tensor's shape."""
     return isinstance(value, TensorShape)
 
 
-def _shapes(recipe: Recipe) -> list[TensorShape]:
-    leaves = pytree.tree_leaves((recipe.arguments, recipe.options), is_leaf=is_shape)
+def _shapes(call: OpCall) -> list[TensorShape]:
+    leaves = pytree.tree_leaves((call.arguments, call.options), is_leaf=is_shape)
     return [leaf for leaf in leaves if is_shape(leaf)]
 
 
-def _kind_of(recipe: Recipe) -> Hashable:
-    return (str(recipe.function), *(str(shape.dtype) for shape in _shapes(recipe)))
+def _kind_of(call: OpCall) -> Hashable:
+    """The overload and the dtypes of its tensors."""
+    return (str(call.function), *(str(shape.dtype) for shape in _shapes(call)))
 
 
 def _span(shape: TensorShape) -> int:
-    """Elements between the first and the last of a tensor, both counted."""
+    """Elements of memory from the first to the last element of a tensor."""
     if 0 in shape.shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape.shape, shape.stride, strict=True))
 
 
-def _bytes_of(recipe: Recipe) -> int:
-    return sum(_span(shape) * shape.dtype.itemsize for shape in _shapes(recipe))
+def _operand_bytes(call: OpCall) -> int:
+    return sum(_span(shape) * shape.dtype.itemsize for shape in _shapes(call))
 
 
 class OpRunner:
-    """Runs operations on operands that no recent run touched."""
+    """Runs operations on operands that no recent run has touched."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool_bytes = POOL_BYTES.get(device.type, POOL_BYTES["cuda"])
         self._pools: dict[torch.dtype, torch.Tensor] = {}
-        self._next: dict[torch.dtype, int] = {}
-        self._made: deque[tuple[Any, int]] = deque()
-        self._held = 0
+        self._next_start: dict[torch.dtype, int] = {}
+        self._outputs: deque[tuple[Any, int]] = deque()  # results of the last runs, and their bytes
+        self._output_bytes = 0
 
-    def time(self, recipe: Recipe) -> float | None:
-        """Seconds of an operation; None where it does not run by itself.
+    def time(self, call: OpCall) -> float | None:
+        """Seconds of an operation; None if it does not run by itself.
 
-        The lower quartile, as of the probes (probes/timing.py): what else runs on the machine only ever adds time.
+        The lower quartile of the runs, as in the probes (probes/timing.py): other work on the machine only adds time.
         """
         try:
             with torch.no_grad():
-                first = self._once(recipe)
-                repeats = next(count for longest, count in REPEATS if first <= longest)
-                runs = [self._once(recipe) for _ in range(repeats)]
+                first_s = self._run_once(call)
+                repeats = next(count for longest_s, count in REPEATS if first_s <= longest_s)
+                runs = [self._run_once(call) for _ in range(repeats)]
         except (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError):
-            return None  # an operation that needs real values; the rates stand in for it
+            return None  # it needs tensors with real values; the cost model then uses the measured rates
         finally:
-            if recipe.function._schema.is_mutable:
-                self._pools.clear()  # it may have written infinities, or denormals, which are slow
+            if call.function._schema.is_mutable:
+                self._pools.clear()  # it may have written infinities, or denormal numbers, which are slow
         return sorted(runs)[len(runs) // 4]
 
-    def _once(self, recipe: Recipe) -> float:
+    def _run_once(self, call: OpCall) -> float:
         arguments, options = pytree.tree_map(
-            lambda leaf: self._tensor(leaf) if is_shape(leaf) else leaf,
-            (recipe.arguments, recipe.options),
+            lambda leaf: self._make_tensor(leaf) if is_shape(leaf) else leaf,
+            (call.arguments, call.options),
             is_leaf=is_shape,
         )
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            out = recipe.function(*arguments, **options)
+            out = call.function(*arguments, **options)
             end.record()
             torch.cuda.synchronize(self.device)
             seconds = float(start.elapsed_time(end)) / 1e3
         else:
             started = time.perf_counter()
-            out = recipe.function(*arguments, **options)
+            out = call.function(*arguments, **options)
             seconds = time.perf_counter() - started
-        self._hold(out)
+        self._keep_output(out)
         return seconds
 
-    def _tensor(self, shape: TensorShape) -> torch.Tensor:
-        """A tensor of that shape in a part of the pool that the last runs did not use."""
+    def _make_tensor(self, shape: TensorShape) -> torch.Tensor:
+        """A tensor of that shape, in a part of the pool that the last runs did not use."""
         span = max(_span(shape), 1)
-        room = self.pool_bytes // shape.dtype.itemsize
-        if span > room // 2:
-            return self._filled(span, shape.dtype).as_strided(shape.shape, shape.stride)
+        pool_elements = self.pool_bytes // shape.dtype.itemsize
+        if span > pool_elements // 2:
+            return self._make_filled(span, shape.dtype).as_strided(shape.shape, shape.stride)
         if shape.dtype not in self._pools:
-            self._pools[shape.dtype] = self._filled(room, shape.dtype)
-        start = self._next.get(shape.dtype, 0)
-        if start + span > room:
+            self._pools[shape.dtype] = self._make_filled(pool_elements, shape.dtype)
+        start = self._next_start.get(shape.dtype, 0)
+        if start + span > pool_elements:
             start = 0
-        self._next[shape.dtype] = start + -(-span // 64) * 64
+        self._next_start[shape.dtype] = start + -(-span // 64) * 64
         return self._pools[shape.dtype].as_strided(shape.shape, shape.stride, start)
 
-    def _filled(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def _make_filled(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(count, dtype=dtype, device=self.device)
-        # floats not zero: some kernels skip zeros, and not denormal; indices and masks zero
+        # Floats are neither zero, which some kernels skip, nor denormal; indices and masks are zero.
         return tensor.fill_(0.01) if dtype.is_floating_point else tensor.zero_()
 
-    def _hold(self, out: Any) -> None:
-        """Keeps results for a while, so that the next run's does not get the same, warm memory."""
-        size = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
-        self._made.append((out, size))
-        self._held += size
-        while self._held > self.pool_bytes and len(self._made) > 1:
-            self._held -= self._made.popleft()[1]
+    def _keep_output(self, out: Any) -> None:
+        """Keeps results for a while, so that the next result does not get the same memory, which is in the caches."""
+        size_bytes = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+        self._outputs.append((out, size_bytes))
+        self._output_bytes += size_bytes
+        while self._output_bytes > self.pool_bytes and len(self._outputs) > 1:
+            self._output_bytes -= self._outputs.popleft()[1]

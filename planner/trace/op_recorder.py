@@ -1,11 +1,13 @@
-"""Records what a program does, operation by operation: sizes, FLOPs, bytes moved, and the bytes alive at every moment.
+"""Records each operation of a running program: its sizes, FLOPs and bytes moved, and the bytes alive meanwhile.
 
-It watches through a dispatch mode, so that autograd, autocast, checkpointing and their recomputation are all seen, and
-works on fake tensors: a storage is alive until its last reference goes, as in a real run. What is left out is what no
-dispatch shows: workspaces inside one operation, the allocator's rounding, the process itself.
+In: a program that runs inside the dispatch mode `OpRecorder`. Out: one `Recording` for each wanted micro-batch.
 
-One run can stand for several micro-batches: where the samples that run are a prime that divides no other size, what is
-divisible by it grows with the samples, and all else does not (`Samples`).
+The dispatch mode sees autograd, autocast, checkpointing and recomputation. It works on fake tensors too: a storage is
+alive until its last reference goes, as in a real run. It does not see what no dispatch shows: workspaces inside one
+operation, the allocator's rounding, and the memory of the process itself.
+
+One run can give the recordings of several micro-batches (`MicroBatches`): the run takes a prime number of samples that
+divides no other size. A figure that the prime divides then grows with the samples; any other figure is fixed.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from autoplan.planner.trace.model_profile import Kind
 
 aten = torch.ops.aten
 
-# operations that make no kernel: views, and what only asks or allocates
-_FREE = {
+# Operations that launch no kernel: they only make views, allocate, or read a property.
+_WITHOUT_KERNEL = {
     aten.detach.default,
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -35,36 +37,36 @@ _FREE = {
     aten._local_scalar_dense.default,
     aten.lift_fresh.default,
 }
-_ATTENTION_WORDS = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
+_ATTENTION_NAMES = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 
 
 _DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """The micro-batch that runs, and those whose figures are wanted.
+class MicroBatches:
+    """The micro-batch that runs, and the micro-batches whose figures are wanted, in samples.
 
-    With `at == (run,)` a figure is what it is. Else `run` is a prime that divides no size but those that grow with the
-    samples: a figure that it divides is taken to be proportional to them, any other to be fixed.
+    With `wanted == (run,)` figures are used as they are. Otherwise `run` is a prime that divides only sizes that grow
+    with the samples: a figure that `run` divides is proportional to the samples, any other figure is fixed.
     """
 
     run: int
-    at: tuple[int, ...]
+    wanted: tuple[int, ...]
 
     @property
     def exact(self) -> bool:
-        """Whether what runs is what is wanted."""
-        return self.at == (self.run,)
+        """Whether the micro-batch that runs is the one that is wanted."""
+        return self.wanted == (self.run,)
 
-    def scaled(self, figure: float, samples: int) -> float:
-        """A size, a count or FLOPs as they are at so many samples."""
+    def scale(self, figure: float, samples: int) -> float:
+        """A size, a count or FLOPs, brought from the micro-batch that runs to `samples`."""
         return figure * samples / self.run if not self.exact and figure % self.run == 0 else figure
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A tensor without its values, so that the operation can be run again on its own."""
+    """The shape, strides and type of a tensor, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -72,8 +74,8 @@ class TensorShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to run an operation again: the overload and its arguments, tensors as TensorShape."""
+class OpCall:
+    """An operator overload and its arguments, with a TensorShape for each tensor: enough to run it again by itself."""
 
     function: Any
     arguments: Any
@@ -81,37 +83,37 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """An operation's overload and arguments as they ran, and the micro-batch that is wanted."""
+class RecordedCall:
+    """An operator overload and its arguments as they ran, to be scaled to a wanted micro-batch of `samples`."""
 
     function: Any
     arguments: Any
     options: Any
-    batch: Samples
+    micro_batches: MicroBatches
     samples: int
 
-    def recipe(self) -> Recipe:
-        """How to run it again at the micro-batch that is wanted."""
-        return Recipe(self.function, self._brought(self.arguments), self._brought(self.options))
+    def scaled(self) -> OpCall:
+        """The same call at the wanted micro-batch."""
+        return OpCall(self.function, self._scale(self.arguments), self._scale(self.options))
 
-    def _brought(self, value: Any) -> Any:
-        if self.batch.exact:
+    def _scale(self, value: Any) -> Any:
+        if self.micro_batches.exact:
             return value
         if isinstance(value, TensorShape):
-            return TensorShape(self._brought(value.shape), self._brought(value.stride), value.dtype)
+            return TensorShape(self._scale(value.shape), self._scale(value.stride), value.dtype)
         if isinstance(value, dict):
-            return {name: self._brought(part) for name, part in value.items()}
+            return {name: self._scale(part) for name, part in value.items()}
         if isinstance(value, (list, tuple)):
-            parts = [self._brought(part) for part in value]
+            parts = [self._scale(part) for part in value]
             return parts if isinstance(value, list) else tuple(parts)
         if isinstance(value, int) and not isinstance(value, bool):
-            return int(self.batch.scaled(value, self.samples))
+            return int(self.micro_batches.scale(value, self.samples))
         return value
 
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """One operation as it ran. Sizes m, n, k, batch are those of matrix products; zero elsewhere."""
+    """One operation as it ran. `sizes` are m, n, k, batch of a matrix product; zeros for other operations."""
 
     name: str
     kind: Kind
@@ -121,54 +123,59 @@ class Operation:
     bytes_moved: float
     output_bytes: float = 0.0
     sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
-    call: Call | None = None
+    recorded_call: RecordedCall | None = None
 
     @property
     def figures(self) -> tuple[Any, ...]:
-        """All but how it was called."""
+        """All fields but the call."""
         return (
             *(self.name, self.kind, self.phase, self.dtype),
             *(self.flops, self.bytes_moved, self.output_bytes, self.sizes),
         )
 
     @property
-    def recipe(self) -> Recipe | None:
-        """How to run it again; made when it is asked for, since few of the operations are."""
-        return self.call.recipe() if self.call is not None else None
+    def call(self) -> OpCall | None:
+        """How to run it again. It is made on request, because most operations are never run again."""
+        return self.recorded_call.scaled() if self.recorded_call is not None else None
 
 
 @dataclass(kw_only=True, slots=True)
 class Recording:
-    """What one micro-step did: its operations in order, and the peaks of its parts in bytes.
+    """What one micro-step did: its operations in order, and the peak of the live bytes in each of its parts.
 
-    `peaks[part]` holds (alive, alive without gradients). Parts: forward; head, from the end of the last block to the
-    gradient of its output; backward, that of the last block; middle; tail, from the backward of the first block on.
+    `peaks[part]` is (live bytes, live bytes without gradients). The parts of a micro-step, in order:
+
+    - forward: up to the end of the last block's forward;
+    - head: from there to the gradient of the last block's output;
+    - backward: the backward of the last block;
+    - middle: the backward of the blocks between;
+    - tail: from the backward of the first block to the end.
     """
 
     operations: list[Operation] = field(default_factory=list)
     peaks: dict[str, tuple[float, float]] = field(default_factory=dict)
-    saved_after_forward: float = 0.0
-    block_saved: list[float] = field(default_factory=list)
+    saved_after_forward_bytes: float = 0.0
+    block_saved_bytes: list[float] = field(default_factory=list)
 
     def same_as(self, other: Recording) -> bool:
-        """Whether two recordings are of the same operations on the same shapes, with the same bytes alive."""
-        mine, theirs = ((r.peaks, r.saved_after_forward, r.block_saved) for r in (self, other))
-        return mine == theirs and [(o.figures, o.recipe) for o in self.operations] == [
-            (o.figures, o.recipe) for o in other.operations
+        """Whether both have the same operations on the same shapes, and the same bytes alive."""
+        mine, theirs = ((r.peaks, r.saved_after_forward_bytes, r.block_saved_bytes) for r in (self, other))
+        return mine == theirs and [(o.figures, o.call) for o in self.operations] == [
+            (o.figures, o.call) for o in other.operations
         ]
 
 
-class Recorder(TorchDispatchMode):
-    """The dispatch mode that fills a Recording for each of the micro-batches that are wanted."""
+class OpRecorder(TorchDispatchMode):
+    """The dispatch mode that fills a Recording for each of the wanted micro-batches."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, micro_batches: MicroBatches) -> None:
         super().__init__()
-        self.samples = samples
-        self.recordings = tuple(Recording() for _ in samples.at)
+        self.micro_batches = micro_batches
+        self.recordings = tuple(Recording() for _ in micro_batches.wanted)
         self.part = "forward"
         self.gradient_bytes = 0
-        self._fixed = 0
-        self._growing = 0  # at samples.run
+        self._fixed_bytes = 0
+        self._growing_bytes = 0  # at the micro-batch that runs
         self._in_backward = False
         self._seen: dict[int, weakref.ref[Any]] = {}
 
@@ -176,16 +183,16 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # guarding every dispatch against torch.compile costs a tenth of the trace; nothing compiles in it
 
-    # Bytes alive.
+    # Live bytes.
 
     @property
-    def alive(self) -> tuple[float, ...]:
-        """Bytes alive now, at each of the micro-batches."""
-        growing = self._growing / self.samples.run
-        return tuple(self._fixed + growing * samples for samples in self.samples.at)
+    def live_bytes(self) -> tuple[float, ...]:
+        """Bytes alive now, at each of the wanted micro-batches."""
+        growing = self._growing_bytes / self.micro_batches.run
+        return tuple(self._fixed_bytes + growing * samples for samples in self.micro_batches.wanted)
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts the storages of tensors as alive from now on, each once."""
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts the storages of tensors as alive from now until they are freed, each storage once."""
         for tensor in tensors:
             try:
                 storage = tensor.untyped_storage()
@@ -195,28 +202,28 @@ class Recorder(TorchDispatchMode):
             if key in self._seen:
                 continue
             size = storage.nbytes()
-            grows = not self.samples.exact and size % self.samples.run == 0
-            self._seen[key] = weakref.ref(storage, self._forget(key, size, grows))
-            self._count(size, grows)
+            grows = not self.micro_batches.exact and size % self.micro_batches.run == 0
+            self._seen[key] = weakref.ref(storage, self._on_freed(key, size, grows))
+            self._add_bytes(size, grows)
 
-    def _count(self, size: int, grows: bool) -> None:
+    def _add_bytes(self, size: int, grows: bool) -> None:
         if grows:
-            self._growing += size
+            self._growing_bytes += size
         else:
-            self._fixed += size
+            self._fixed_bytes += size
 
-    def _forget(self, key: int, size: int, grows: bool) -> Any:
-        def forget(_: Any) -> None:
+    def _on_freed(self, key: int, size: int, grows: bool) -> Any:
+        def freed(_: Any) -> None:
             if self._seen.pop(key, None) is not None:
-                self._count(-size, grows)
+                self._add_bytes(-size, grows)
 
-        return forget
+        return freed
 
-    def note_peak(self) -> None:
-        """Holds the bytes alive now against the peak of the current part."""
-        for recording, now in zip(self.recordings, self.alive, strict=True):
-            alive, bare = recording.peaks.get(self.part, (0.0, 0.0))
-            recording.peaks[self.part] = (max(alive, now), max(bare, now - self.gradient_bytes))
+    def update_peak(self) -> None:
+        """Raises the peak of the current part to the bytes alive now, if these are more."""
+        for recording, now in zip(self.recordings, self.live_bytes, strict=True):
+            with_gradients, without = recording.peaks.get(self.part, (0.0, 0.0))
+            recording.peaks[self.part] = (max(with_gradients, now), max(without, now - self.gradient_bytes))
 
     # Operations.
 
@@ -228,28 +235,28 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self._in_backward and in_backward():
             self._in_backward = True
-            for recording, now in zip(self.recordings, self.alive, strict=True):
-                recording.saved_after_forward = now
+            for recording, now in zip(self.recordings, self.live_bytes, strict=True):
+                recording.saved_after_forward_bytes = now
         out = func(*args, **kwargs)
         if func.is_view:
             return out
         outputs = _tensors(out)
-        fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._seen]
-        self.watch(fresh)
-        self.note_peak()
-        if (fresh or _is_mutable(func)) and func not in _FREE:
-            self._record(func, args, kwargs, out, outputs, fresh)
+        allocated = [t for t in outputs if t.untyped_storage()._cdata not in self._seen]
+        self.track(allocated)
+        self.update_peak()
+        if (allocated or _is_mutable(func)) and func not in _WITHOUT_KERNEL:
+            self._record(func, args, kwargs, out, outputs, allocated)
         return out
 
     def _record(
-        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor], fresh: list[torch.Tensor]
+        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor], allocated: list[torch.Tensor]
     ) -> None:
         name = _name(func)
         if name.rstrip("_") in ("zero", "fill") and not outputs:
             return
         inputs = _tensors((args, kwargs))
         sizes = [t.numel() * t.element_size() for t in (*inputs, *outputs)]
-        if name in ("embedding", "index_select", "gather"):  # reads the rows it takes, not the table
+        if name in ("embedding", "index_select", "gather"):  # reads only the rows that it takes, not the whole table
             sizes = 2 * sizes[len(inputs) :]
         elif name in ("embedding_dense_backward",):
             sizes.append(sizes[0])
@@ -261,27 +268,27 @@ class Recorder(TorchDispatchMode):
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
             kind = _kind_of(name)
             product = _product_sizes(name, args)
-        elif any(word in name for word in _ATTENTION_WORDS):
+        elif _is_attention(name):
             kind = "attention"
             flops = _attention_flops(name, inputs)
         dtype = "float32" if kind == "memory" else str(inputs[0].dtype).removeprefix("torch.")
         phase: Literal["forward", "backward"] = "backward" if self._in_backward else "forward"
-        recorded = _shapes(args), _shapes(kwargs)
-        made = [t.untyped_storage().nbytes() for t in fresh]
-        scaled = self.samples.scaled
-        for recording, samples in zip(self.recordings, self.samples.at, strict=True):
-            m, n, k, batch = (int(scaled(size, samples)) for size in product)
+        arguments = _shapes(args), _shapes(kwargs)
+        output_sizes = [t.untyped_storage().nbytes() for t in allocated]
+        scale = self.micro_batches.scale
+        for recording, samples in zip(self.recordings, self.micro_batches.wanted, strict=True):
+            m, n, k, batch = (int(scale(size, samples)) for size in product)
             recording.operations.append(
                 Operation(
                     name=name,
                     kind=kind,
                     phase=phase,
                     dtype=dtype,
-                    flops=scaled(flops, samples),
-                    bytes_moved=float(sum(scaled(size, samples) for size in sizes)),
-                    output_bytes=float(sum(scaled(size, samples) for size in made)),
+                    flops=scale(flops, samples),
+                    bytes_moved=float(sum(scale(size, samples) for size in sizes)),
+                    output_bytes=float(sum(scale(size, samples) for size in output_sizes)),
                     sizes=(m, n, k, batch),
-                    call=Call(func, *recorded, self.samples, samples),
+                    recorded_call=RecordedCall(func, *arguments, self.micro_batches, samples),
                 )
             )
 
@@ -324,14 +331,18 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _is_attention(name: str) -> bool:
+    return any(part in name for part in _ATTENTION_NAMES)
+
+
 def _kind_of(name: str) -> Kind:
-    if any(word in name for word in _ATTENTION_WORDS):
+    if _is_attention(name):
         return "attention"
     return "convolution" if "conv" in name else "matmul"
 
 
 def _product_sizes(name: str, args: Any) -> tuple[int, int, int, int]:
-    """(m, n, k, batch) of a matrix product; zeros for what has no such form."""
+    """(m, n, k, batch) of a matrix product; zeros for other operations."""
     if name in ("mm", "_scaled_mm", "_int_mm"):
         a, b = args[0], args[1]
         return (a.shape[0], b.shape[1], a.shape[1], 1)
@@ -345,15 +356,15 @@ def _product_sizes(name: str, args: Any) -> tuple[int, int, int, int]:
 
 
 def _attention_flops(name: str, inputs: list[torch.Tensor]) -> float:
-    """Attention's products as torch's flop counter has them: 4 b h s s' d forward, 2.5 times that backward.
+    """FLOPs of attention: 4 b h s s' d in the forward, 2.5 times that in the backward.
 
-    Source: torch.utils.flop_counter, sdpa_flop_count and sdpa_backward_flop_count; they ignore a causal mask, and so
-    does this: the probe's rates are brought to the same count.
+    Source: torch.utils.flop_counter, sdpa_flop_count and sdpa_backward_flop_count. They ignore a causal mask, and so
+    does this function; the rates of the attention probe count FLOPs in the same way.
     """
-    four = [t for t in inputs if t.dim() == 4]
+    four_dims = [t for t in inputs if t.dim() == 4]
     backward = "backward" in name
-    if len(four) < 3:
+    if len(four_dims) < 3:
         return 0.0
-    query, key = (four[1], four[2]) if backward else (four[0], four[1])
+    query, key = (four_dims[1], four_dims[2]) if backward else (four_dims[0], four_dims[1])
     b, h, s, d = query.shape
     return (10.0 if backward else 4.0) * b * h * s * key.shape[2] * d

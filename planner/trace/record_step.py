@@ -1,4 +1,8 @@
-"""Records one micro-step of one variant: prepared by prepare(), with hooks that say which part of it runs."""
+"""Records one micro-step of one variant.
+
+In: a workload, a variant, a copy of its model. Out: a `Recording` for each wanted micro-batch. The run is built by
+`prepare()`, as in training; hooks on the blocks tell the recorder which part of the micro-step runs.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.planner.trace.op_recorder import Recorder, Recording, Samples, in_backward
+from autoplan.planner.trace.op_recorder import MicroBatches, OpRecorder, Recording, in_backward
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import Workload
 
 
-def config_of(key: VariantKey) -> TrainingConfig:
-    """A configuration of a variant; its micro-batch plays no part, the trace makes batches of its own."""
+def config_of(key: VariantKey, workload: Workload) -> TrainingConfig:
+    """A configuration of a variant. Its micro-batch is the fixed one, or any: the trace makes its own batches."""
     return TrainingConfig.model_validate(
         {
-            "micro_batch": 1,
+            "micro_batch": workload.fixed_micro_batch or 1,
             "precision": "bf16" if key.precision == "half" else "fp32",
             "attention": key.attention,
             "checkpointing": key.checkpointing,
@@ -30,32 +36,56 @@ def config_of(key: VariantKey) -> TrainingConfig:
     )
 
 
-def record_step(
-    workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: Samples, mode: Any
-) -> tuple[Recording, ...]:
-    """One micro-step of a variant, as a recording for each of the micro-batches that `samples` asks for.
+def make_batch(workload: Workload, samples: int, mode: Any) -> Batch:
+    """A batch of the workload; under fake tensors one without values, unless make_batch itself reads values.
+
+    Such a batch is made for real, and its tensors lose their values then.
 
     Args:
         workload: What is trained.
-        device: Where.
+        samples: How many.
+        mode: FakeTensorMode, or a null context.
+    """
+    try:
+        with mode:
+            return workload.make_batch(samples, 0)
+    except Exception:
+        if not isinstance(mode, FakeTensorMode):
+            raise
+    with unset_fake_temporarily():
+        batch = workload.make_batch(samples, 0)
+    return pytree.tree_map_only(torch.Tensor, mode.from_tensor, batch)
+
+
+def record_step(
+    workload: Workload, device: str, key: VariantKey, model: nn.Module, micro_batches: MicroBatches, mode: Any
+) -> tuple[Recording, ...]:
+    """Runs one micro-step of a variant and records it.
+
+    Args:
+        workload: What is trained.
+        device: cpu or cuda.
         key: The variant.
         model: A copy of the workload's model. It is changed; its parameters are left without gradients and hooks.
-        samples: The micro-batch that runs, and those that are recorded.
+        micro_batches: The micro-batch that runs, and those that are wanted.
         mode: FakeTensorMode, or a null context.
+
+    Returns:
+        A recording for each wanted micro-batch. Its bytes do not count what was alive before the micro-step.
 
     Raises:
         ConfigError: the variant does not apply to the workload.
     """
     with mode:
         blocks = [block for _, block in find_structure(model).blocks]
-        # built where it belongs already; under fake tensors torch cannot swap parameters that are looked at
+        # The model is on its device already, and torch cannot move fake parameters that something refers to.
         model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
-        run = prepare(workload, config_of(key), device=device, model=model)
-        batch = workload.make_batch(samples.run, 0)
-        recorder = Recorder(samples)
-        recorder.watch([*model.parameters(), *model.buffers()])
-        at_start = recorder.alive
-        hooks = _watch_gradients(recorder, run.parameters)
+        run = prepare(workload, config_of(key, workload), device=device, model=model)
+        batch = make_batch(workload, micro_batches.run, mode)
+        recorder = OpRecorder(micro_batches)
+        recorder.track([*model.parameters(), *model.buffers()])
+        bytes_before = recorder.live_bytes
+        hooks = _count_gradients(recorder, run.parameters)
         _mark_parts(recorder, blocks)
         divisor = torch.tensor(1.0, device=device)
         try:
@@ -66,13 +96,15 @@ def record_step(
                 hook.remove()
             for parameter in run.parameters:
                 parameter.grad = None
-    for recording, start in zip(recorder.recordings, at_start, strict=True):
-        recording.peaks = {part: (a - start, b - start) for part, (a, b) in recording.peaks.items()}
-        recording.saved_after_forward -= start
+    for recording, before in zip(recorder.recordings, bytes_before, strict=True):
+        recording.peaks = {part: (a - before, b - before) for part, (a, b) in recording.peaks.items()}
+        recording.saved_after_forward_bytes -= before
     return recorder.recordings
 
 
-def _watch_gradients(recorder: Recorder, parameters: list[nn.Parameter]) -> list[Any]:
+def _count_gradients(recorder: OpRecorder, parameters: list[nn.Parameter]) -> list[Any]:
+    """Hooks that add the bytes of each finished gradient to the recorder; returns their handles."""
+
     def count(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             recorder.gradient_bytes += parameter.grad.untyped_storage().nbytes()
@@ -80,41 +112,44 @@ def _watch_gradients(recorder: Recorder, parameters: list[nn.Parameter]) -> list
     return [parameter.register_post_accumulate_grad_hook(count) for parameter in parameters]
 
 
-def _mark_parts(recorder: Recorder, blocks: list[nn.Module]) -> None:
-    """Hooks that tell the recorder where it is: see Recording for the parts."""
+def _mark_parts(recorder: OpRecorder, blocks: list[nn.Module]) -> None:
+    """Hooks that set the recorder's current part (see Recording) and record what each block saves."""
     if not blocks:
         return
     first, last = blocks[0], blocks[-1]
-    alive_before: dict[int, tuple[float, ...]] = {}
+    bytes_before: dict[int, tuple[float, ...]] = {}
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         if not in_backward():
-            alive_before[id(module)] = recorder.alive
+            bytes_before[id(module)] = recorder.live_bytes
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():  # the recomputation of a checkpointed block
             return
-        for recording, now, before in zip(recorder.recordings, recorder.alive, alive_before[id(module)], strict=True):
-            recording.block_saved.append(now - before)
+        per_recording = zip(recorder.recordings, recorder.live_bytes, bytes_before[id(module)], strict=True)
+        for recording, now, before in per_recording:
+            recording.block_saved_bytes.append(now - before)
         if module is last:
             recorder.part = "head"
-            _on_gradient(output, lambda: _go(recorder, "backward", {"forward", "head"}))
-            _on_gradient(args, lambda: _go(recorder, "middle", {"backward"}))
+            _on_gradient(output, lambda: _enter_part(recorder, "backward", {"forward", "head"}))
+            _on_gradient(args, lambda: _enter_part(recorder, "middle", {"backward"}))
         if module is first and first is not last:
-            _on_gradient(output, lambda: _go(recorder, "tail", {"middle", "backward", "head"}))
+            _on_gradient(output, lambda: _enter_part(recorder, "tail", {"middle", "backward", "head"}))
 
     for block in blocks:
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
+        block.register_forward_pre_hook(before_forward)
+        block.register_forward_hook(after_forward)
 
 
-def _go(recorder: Recorder, part: str, come_from: set[str]) -> None:
-    if recorder.part in come_from:
+def _enter_part(recorder: OpRecorder, part: str, allowed_from: set[str]) -> None:
+    """Moves on to a part, but never back: a hook may run more than once."""
+    if recorder.part in allowed_from:
         recorder.part = part
 
 
-def _on_gradient(tensors: Any, then: Callable[[], None]) -> None:
+def _on_gradient(tensors: Any, action: Callable[[], None]) -> None:
+    """Runs the action when the gradient of the first tensor that needs one is known."""
     for tensor in pytree.tree_leaves(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: then())
+            tensor.register_hook(lambda gradient: action())
             return

@@ -1,10 +1,14 @@
-"""Traces a workload: the real program, as prepare() builds it, under fake tensors. No device, no data, no wait.
+"""The entry of the trace: gives the profile of a workload, from the cache or newly traced.
 
-A whole micro-step is recorded for every variant of the knobs that change it. Two micro-batches give the linear law in
-the samples; where the model is stacks of equal blocks, models cut to two and to three blocks give the law in depth, so
-that a deep model costs no more than a shallow one; one whole-depth trace then checks that law.
+In: a `WorkloadSpec`. Out: a `ModelProfile`, which is what the cost model knows of a model.
 
-`trace_profile` is for the planner's own process (it imports no torch); `trace_workload` runs in a rank.
+The program that is traced is the one that `prepare()` builds for training. It runs under fake tensors: without the
+device, without data, in seconds. One micro-step is recorded for each variant of the knobs that change it, at two
+micro-batches, so that every figure is a straight line in the samples. A model of equal blocks is recorded with two and
+with three blocks, and the whole model is calculated from the difference, so that a deep model costs no more than a
+shallow one. One recording of the whole model then checks that calculation.
+
+`trace_profile` is called in the planner's own process and imports no torch; `trace_workload` runs in a rank.
 """
 
 from __future__ import annotations
@@ -12,20 +16,55 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import AutoplanError, WorkloadError
-from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile
+from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
+from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
+from autoplan.planner.trace.variants import PLAIN
 from autoplan.probes.profile import HardwareProfile
+from autoplan.processes import Ended, ProcessReport, Task
+from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext, Zygote
 
 DEADLINE_S = 180.0
-# What timing the operations may take: the search's budget is minutes, and this spares it trials
+"""Seconds that the rank may take for the trace, where the caller sets no limit."""
+
+PLAIN_DEADLINE_FACTOR = 2.0
+"""The plain variant may take this many times the limit of the whole trace, before the trace is given up."""
+
+LEAST_DEADLINE_S = 8.0
+"""Seconds that a trace may take however short the budget is: importing the model library takes some of them."""
+
 TIMING_BUDGET_S = 20.0
+"""Seconds for timing the operations; a search takes minutes, and better predictions save it trials."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceLimits:
+    """What a trace may take.
+
+    Attributes:
+        time_limit_s: Seconds for tracing the variants; what there is no time for is estimated. None: no limit.
+        timing_budget_s: Seconds for timing the operations on the device.
+        memory_limit_bytes: Host memory of the rank; None: no limit.
+    """
+
+    time_limit_s: float | None = None
+    timing_budget_s: float = TIMING_BUDGET_S
+    memory_limit_bytes: int | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which the rank is ended."""
+        if self.time_limit_s is None:
+            return DEADLINE_S
+        return max(PLAIN_DEADLINE_FACTOR * self.time_limit_s, LEAST_DEADLINE_S) + self.timing_budget_s
 
 
 def trace_profile(
@@ -34,56 +73,92 @@ def trace_profile(
     device: str,
     zygote: Zygote,
     hardware: HardwareProfile | None = None,
+    facts: WorkloadFacts | None = None,
+    variants: tuple[VariantKey, ...] | None = None,
     cache_dir: Path | None = None,
     fresh: bool = False,
-    timing_budget_s: float = TIMING_BUDGET_S,
+    limits: TraceLimits | None = None,
 ) -> ModelProfile:
     """The profile of a workload, from the cache or traced in a rank.
 
     Args:
         spec: What is trained.
-        device: cpu or cuda: attention picks other kernels on each.
-        zygote: Where the rank is started.
-        hardware: Where the operations are timed too; part of the cache's key. None: nothing is timed.
-        cache_dir: Where profiles are kept; None: the user's cache folder.
-        fresh: Trace again, whatever the cache holds.
-        timing_budget_s: Seconds that timing the operations may take, where they are timed.
+        device: cpu or cuda; attention uses different kernels on each.
+        zygote: Starts the rank.
+        hardware: The machine, part of the cache's key; the operations are timed on it. None: nothing is timed.
+        facts: The workload's. Where they are given, a trace that takes too long or too much memory, or whose process
+            dies, gives a rough profile instead of an error.
+        variants: The variants that are needed; None: every variant that the model has.
+        cache_dir: The folder of cached profiles; None: the user's cache folder.
+        fresh: Trace again, even if the profile is in the cache.
+        limits: What the trace may take; None: TraceLimits().
 
     Raises:
-        WorkloadError: the model cannot be traced, and why.
+        WorkloadError: the plain program does not run; the text begins with its own error.
     """
-    from autoplan.processes import Task
-
+    limits = limits or TraceLimits()
+    if hardware is None:
+        limits = replace(limits, timing_budget_s=0.0)
     path = cache_path(spec, device, cache_dir, hardware)
-    if not fresh:
-        cached = _read_cache(path)
-        if cached is not None:
-            return cached
-    budget_s = timing_budget_s if hardware is not None else 0.0
-    task = Task(
-        target="autoplan.planner.trace.trace:_trace_rank", args=(spec, device, budget_s), deadlines_s={"*": DEADLINE_S}
+    cached = None if fresh else _read_cache(path)
+    if cached is not None and _serves(cached, variants, limits.time_limit_s):
+        return cached
+    report = zygote.run(_task(spec, device, variants, limits))
+    profile = _read_report(report, spec)
+    if profile is not None:
+        _write_cache(path, profile)
+        return profile
+    why = f"tracing {spec.name} did not end well ({report.describe()}): predictions are rough until trials correct them"
+    if facts is None:
+        raise WorkloadError(why, hint="Run one forward and backward of it without autoplan.")
+    if report.ended is Ended.RANK_FAILED and variants != (PLAIN,):  # the plain variant by itself may go well
+        plain = _read_report(zygote.run(_task(spec, device, (PLAIN,), replace(limits, timing_budget_s=0.0))), spec)
+        if plain is not None:
+            plain = plain.model_copy(update={"notes": (*plain.notes, why)})
+            return with_rough_variants(plain, variants or ())
+    return with_rough_variants(rough_profile(facts, device, why), variants or ())
+
+
+def _task(spec: WorkloadSpec, device: str, variants: tuple[VariantKey, ...] | None, limits: TraceLimits) -> Task:
+    return Task(
+        target="autoplan.planner.trace.trace:_trace_rank",
+        args=(spec, device, limits.timing_budget_s, limits.time_limit_s, variants),
+        deadlines_s={"*": limits.deadline_s},
+        memory_limit_bytes=limits.memory_limit_bytes,
     )
-    report = zygote.run(task)
-    failure = report.first_failure
+
+
+def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | None:
+    """The profile that a rank made; None where the rank was ended or killed.
+
+    Raises:
+        WorkloadError: an exception ended it: the workload cannot be used.
+    """
     result = report.ranks[0].result if report.ranks else None
-    if failure is not None or not isinstance(result, dict):
-        error = failure.error if failure is not None else None
-        text = f"{error.type_name}: {error.message}" if error is not None else str(report.ended)
-        raise WorkloadError(
-            f"{spec.name} could not be traced: {text}",
-            hint="The model's forward must run on fake tensors: no branch on a tensor's value, no .item(), no numpy.",
-        )
-    if "error" in result:
+    if isinstance(result, dict) and "error" in result:
         raise WorkloadError(result["error"], hint=result["hint"])
-    profile = ModelProfile.model_validate(result)
-    _write_cache(path, profile)
-    return profile
+    failure = report.first_failure
+    if failure is not None and failure.error is not None:
+        raise WorkloadError(
+            f"{failure.error.type_name}: {failure.error.message}: raised while {spec.name} was traced",
+            hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
+        )
+    finished = report.ended is Ended.FINISHED and isinstance(result, dict)
+    return ModelProfile.model_validate(result) if finished else None
+
+
+def _serves(profile: ModelProfile, variants: tuple[VariantKey, ...] | None, time_limit_s: float | None) -> bool:
+    """Whether a cached profile has the wanted variants; rough ones only where this call allows no more time."""
+    if profile.rough_variants and (time_limit_s is None or time_limit_s > (profile.time_limit_s or 0.0)):
+        return False
+    known = {*profile.variants, *profile.failed_variants}
+    return variants is None or all(key.text() in known for key in variants)
 
 
 def cache_path(
     spec: WorkloadSpec, device: str, cache_dir: Path | None = None, hardware: HardwareProfile | None = None
 ) -> Path:
-    """Where the profile of a workload is kept: by identity, device, machine and the versions that could change it."""
+    """The file of a cached profile, named by identity, device, machine and the versions that may change the profile."""
     import platformdirs
 
     folder = cache_dir or Path(platformdirs.user_cache_dir("autoplan")) / "profiles"
@@ -102,7 +177,7 @@ def _version(name: str) -> str:
 def _read_cache(path: Path) -> ModelProfile | None:
     try:
         return ModelProfile.model_validate_json(path.read_text())
-    except (OSError, ValueError):  # not there, cut short, or of another schema: traced again
+    except (OSError, ValueError):  # no such file, a damaged one, or another schema: traced again
         return None
 
 
@@ -116,34 +191,54 @@ def _write_cache(path: Path, profile: ModelProfile) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, timing_budget_s: float) -> dict[str, Any]:
+def _trace_rank(
+    context: RankContext,
+    spec: WorkloadSpec,
+    device: str,
+    timing_budget_s: float,
+    time_limit_s: float | None,
+    variants: tuple[VariantKey, ...] | None,
+) -> dict[str, Any]:
     context.phase("trace")
     try:
-        return json.loads(trace_workload(spec, device, timing_budget_s=timing_budget_s).model_dump_json())
+        profile = trace_workload(
+            spec, device, timing_budget_s=timing_budget_s, time_limit_s=time_limit_s, variants=variants
+        )
     except AutoplanError as error:
         return {"error": error.message, "hint": error.hint}
+    return json.loads(profile.model_dump_json())
 
 
-def trace_workload(spec: WorkloadSpec, device: str, *, timing_budget_s: float = 0.0) -> ModelProfile:
-    """Traces a workload on this process and times its make_batch. Imports torch.
+def trace_workload(
+    spec: WorkloadSpec,
+    device: str,
+    *,
+    timing_budget_s: float = 0.0,
+    time_limit_s: float | None = None,
+    variants: tuple[VariantKey, ...] | None = None,
+) -> ModelProfile:
+    """Traces a workload in this process and times its make_batch. Imports torch.
 
-    No kernel runs on the device but those of a tiny optimizer, and the operations where they are timed.
+    The only kernels that run are those of a tiny optimizer, and the operations if they are timed.
 
     Args:
         spec: What is trained.
         device: cpu or cuda.
         timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
+        time_limit_s: Seconds for tracing the variants; None: no limit.
+        variants: The variants that are needed; None: every variant that the model has.
 
     Raises:
-        WorkloadError: the model cannot be traced: which operation stood in the way.
+        WorkloadError: the plain program does not run; the text begins with its own error.
     """
-    from autoplan.planner.trace.build_profile import profile_workload
+    from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
     from autoplan.planner.trace.input_benchmark import measure_input
     from autoplan.strategies.workloads.sources import load_workload
 
     started = time.perf_counter()
     workload = load_workload(spec)
-    profile = profile_workload(workload, device, identity=spec.identity, timing_budget_s=timing_budget_s)
+    request = TraceRequest(variants=variants, time_limit_s=time_limit_s, timing_budget_s=timing_budget_s)
+    profile = profile_workload(workload, device, identity=spec.identity, request=request)
     input_s, why_not = measure_input(workload)
     return profile.model_copy(
         update={

@@ -1,4 +1,7 @@
-"""The models that are traced: copies of one, whole or with its stacks of blocks cut short."""
+"""The models that are traced: copies of the workload's model, whole or with each stack of blocks cut to a depth.
+
+In: a workload. Out: modules on the device, or under fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.workloads.workload import Workload
 
 
-class TracedModels:
-    """Hands out copies of a workload's model, built once per depth.
+class TruncatedModels:
+    """Builds a workload's model once per depth, and gives out copies of it.
 
     Args:
         workload: Builds the model.
         device: Where it is built.
-        mode: FakeTensorMode, or a null context for the real thing.
+        mode: FakeTensorMode, or a null context for real tensors.
     """
 
     def __init__(self, workload: Workload, device: str, mode: Any) -> None:
@@ -29,26 +32,30 @@ class TracedModels:
         self._built: dict[int | None, nn.Module] = {}
 
     def built(self, depth: int | None = None) -> nn.Module:
-        """The model with `depth` blocks in each stack, None: whole. It is not to be changed.
+        """The model with `depth` blocks in each stack; None: the whole model. The caller must not change it.
 
         Raises:
-            TypeError: its blocks stand in no list that can be cut.
+            TypeError: the blocks are in no list that can be cut.
         """
         if depth not in self._built:
             with self.mode, torch.device(self.device):
                 model = self.workload.build_model()
             if depth is not None:
-                cut_model(model, depth)
+                # The copy has its own config. The user's may belong to every model that build_model makes.
+                model = self._copy(model)
+                truncate_model(model, depth)
             self._built[depth] = model
         return self._built[depth]
 
     def copy(self, depth: int | None = None) -> nn.Module:
-        """A copy to be prepared and run.
+        """A copy that may be prepared and run.
 
-        Under fake tensors it has modules of its own and shares the parameters, which hold no values; whoever runs it
-        leaves no gradient and no hook on them. Else all is its own.
+        Under fake tensors the copy has its own modules and shares the parameters, which have no values; the caller
+        must leave no gradient and no hook on them. With real tensors the copy shares nothing.
         """
-        model = self.built(depth)
+        return self._copy(self.built(depth))
+
+    def _copy(self, model: nn.Module) -> nn.Module:
         if not isinstance(self.mode, FakeTensorMode):
             return copy.deepcopy(model)
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -56,23 +63,23 @@ class TracedModels:
 
 
 def uniform_depth(structure: Structure) -> int | None:
-    """Blocks per stack, where all stacks are as long and each is of one class; else None."""
+    """Blocks per stack, if all stacks have the same length and each has blocks of one class; else None."""
     lengths = {len(stack) for stack in structure.stacks}
     classes = [{type(block) for _, block in stack} for stack in structure.stacks]
     return lengths.pop() if len(lengths) == 1 and all(len(kinds) == 1 for kinds in classes) else None
 
 
-def cut_model(model: nn.Module, depth: int) -> None:
-    """Leaves the first `depth` blocks of each stack, in place.
+def truncate_model(model: nn.Module, depth: int) -> None:
+    """Keeps the first `depth` blocks of each stack, in place.
 
     Raises:
-        TypeError: its blocks stand in no list that can be cut.
+        TypeError: the blocks are in no list that can be cut.
     """
     for stack in find_structure(model).stacks:
         name = stack[0][0].rpartition(".")[0]
         parent = model.get_submodule(name)
         if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            raise TypeError(f"{name} is a {type(parent).__name__}")
+            raise TypeError(f"{name} is a {type(parent).__name__}, which cannot be cut: it is no list of modules")
         del parent[depth:]
     config = getattr(model, "config", None)
     for attribute in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):

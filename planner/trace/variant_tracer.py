@@ -1,4 +1,11 @@
-"""The tracer: records variants at cut depths and makes their laws, with as few recordings as tell them apart."""
+"""Traces variants of a workload with as few recordings as possible.
+
+In: a workload and a `VariantKey`. Out: a `VariantProfile`. Three methods save recordings:
+
+- one run at a prime micro-batch gives the recordings of both micro-batches (`try_prime_batch`);
+- models with two and three blocks per stack give the profile of the whole model (`depth_fit_is_accurate`);
+- a variant that shares its blocks or its rest with one that is known takes that part from it (`_split_by_known_part`).
+"""
 
 from __future__ import annotations
 
@@ -9,92 +16,104 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import ConfigError
 from autoplan.planner.trace.linear_fit import (
     GroupKey,
+    Split,
     VariantFits,
-    add,
-    blocks_apart,
+    add_blocks,
     fit_variant,
     group_key,
-    minus,
-    scale,
-    swap_loss,
-    to_profile,
+    make_variant_profile,
+    scale_fit,
+    split_by_block,
+    split_by_depth,
+    split_by_rest,
+    total_bytes_moved,
     total_flops,
-    total_moved,
+    with_fused_loss,
 )
 from autoplan.planner.trace.model_profile import LinearFit, OperationGroup, VariantKey, VariantProfile
-from autoplan.planner.trace.op_benchmark import Timed, Timing
-from autoplan.planner.trace.op_recorder import Recording, Samples
-from autoplan.planner.trace.record_step import record_step
-from autoplan.planner.trace.truncated_models import TracedModels
+from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
+from autoplan.planner.trace.op_recorder import MicroBatches, Recording
+from autoplan.planner.trace.record_step import make_batch, record_step
+from autoplan.planner.trace.truncated_models import TruncatedModels
 from autoplan.strategies.workloads.workload import Workload
 
 DEPTHS = (2, 3)
-# whole-depth against the law from cut models: kept only where they agree this well
+"""Blocks per stack of the truncated models."""
+
 DEPTH_TOLERANCE = 0.01
-# micro-batches that may stand for others: the first that divides no size of the model or the batch, or next to one
+"""The largest relative difference between the whole model and what the truncated models predict of it."""
+
 PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+"""Micro-batches for `try_prime_batch`: the first is used that divides no size of the model or batch, nor one next to
+it."""
 
-Split = tuple[Counter[GroupKey], Counter[GroupKey]]
 
-
-class Tracer:
-    """Records variants and keeps what was recorded.
+class VariantTracer:
+    """Records variants and keeps the recordings.
 
     Args:
         workload: What is traced.
         device: cpu or cuda.
-        mode: FakeTensorMode, or a null context for running the real thing.
+        mode: FakeTensorMode, or a null context for real tensors.
 
     Attributes:
-        samples: The two micro-batches whose figures make the straight lines.
-        num_blocks: Set once it is known that the blocks are alike: how many a stack has. None: all is traced whole.
+        samples: The small and the large micro-batch; straight lines go through their figures.
+        num_blocks: Blocks per stack, where truncated models may be used. None: every variant is traced as a whole.
         block_gradient_bytes: Of one block of each stack.
+        timings: Measured seconds of groups of operations.
     """
 
     def __init__(self, workload: Workload, device: str, mode: Any) -> None:
         self.workload = workload
         self.device = device
         self.mode = mode
-        self.models = TracedModels(workload, device, mode)
-        fewest = workload.fixed_micro_batch or 2
-        self.samples = (fewest, 2 * fewest)
+        self.models = TruncatedModels(workload, device, mode)
+        smallest = workload.fixed_micro_batch or 2
+        self.samples = (smallest, 2 * smallest)
         self.num_blocks: int | None = None
         self.block_gradient_bytes = 0.0
-        self.timed: Mapping[GroupKey, Timed] = {}
+        self.timings: Mapping[GroupKey, OpTiming] = {}
         self._prime: int | None = None
-        self._recipes: dict[GroupKey, Timing] = {}
-        self._plain: dict[tuple[str, str], Split] = {}
-        self._kept: dict[tuple[str, int | None, int], Recording] = {}
-        self._variants: dict[VariantKey, VariantProfile] = {}
+        self._requests: dict[GroupKey, TimingRequest] = {}
+        self._recordings: dict[tuple[str, int | None, int], Recording] = {}
+        self._fits: dict[tuple[VariantKey, int | None], VariantFits] = {}
+        self._splits: dict[VariantKey, Split] = {}
+        self._profiles: dict[VariantKey, VariantProfile] = {}
 
     # Recordings.
 
     def record(self, key: VariantKey, depth: int | None, which: int) -> Recording:
-        """One micro-step of a variant at the first or the second of the two micro-batches."""
+        """One micro-step of a variant, at the small (which=0) or the large (which=1) micro-batch."""
         name = key.text()
-        if (name, depth, which) not in self._kept:
-            # chunks of the fused loss grow in number, not in size: it takes a run for each micro-batch
+        if (name, depth, which) not in self._recordings:
+            # With more samples the fused loss has more chunks, not larger ones: each micro-batch needs its own run.
             if self._prime is not None and key.loss == "full":
-                found = self._run(key, depth, Samples(self._prime, self.samples))
-                self._kept |= {(name, depth, place): recording for place, recording in enumerate(found)}
+                both = self._run(key, depth, MicroBatches(self._prime, self.samples))
+                self._recordings |= {(name, depth, index): recording for index, recording in enumerate(both)}
             else:
-                samples = self.samples[which]
-                (self._kept[name, depth, which],) = self._run(key, depth, Samples(samples, (samples,)))
-        return self._kept[name, depth, which]
+                self._recordings[name, depth, which] = self._run_exactly(key, depth, self.samples[which])
+        return self._recordings[name, depth, which]
 
-    def _run(self, key: VariantKey, depth: int | None, samples: Samples) -> tuple[Recording, ...]:
-        return record_step(self.workload, self.device, key, self.models.copy(depth), samples, self.mode)
+    def _run(self, key: VariantKey, depth: int | None, micro_batches: MicroBatches) -> tuple[Recording, ...]:
+        return record_step(self.workload, self.device, key, self.models.copy(depth), micro_batches, self.mode)
+
+    def _run_exactly(self, key: VariantKey, depth: int | None, samples: int) -> Recording:
+        (recording,) = self._run(key, depth, MicroBatches(samples, (samples,)))
+        return recording
 
     @property
-    def one_run(self) -> bool:
-        """Whether one run stands for both micro-batches."""
+    def uses_prime_batch(self) -> bool:
+        """Whether one run gives the recordings of both micro-batches."""
         return self._prime is not None
 
-    def try_one_run(self, depth: int | None) -> None:
-        """Lets one run stand for both micro-batches, if the plain variant at this depth is the same either way."""
+    def try_prime_batch(self, depth: int | None) -> None:
+        """Uses one run for both micro-batches from now on, if that gives the right recording of the plain variant.
+
+        Args:
+            depth: Of the model on which it is tried.
+        """
         if not isinstance(self.mode, FakeTensorMode) or self.workload.fixed_micro_batch is not None:
             return
         plain = VariantKey()
@@ -102,153 +121,163 @@ class Tracer:
         if self._prime is None:
             return
         try:
-            guessed = self.record(plain, depth, 1)
-            (real,) = self._run(plain, depth, Samples(self.samples[1], (self.samples[1],)))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, ConfigError):
-            guessed, real = None, Recording()
-        if guessed is None or not guessed.same_as(real):
+            scaled: Recording | None = self.record(plain, depth, 1)
+            exact = self._run_exactly(plain, depth, self.samples[1])
+        except Exception:  # a prime micro-batch, or a truncated model, may be wrong for this program in any way
+            scaled, exact = None, Recording()
+        if scaled is None or not scaled.same_as(exact):
             self._prime = None
-            self._kept.clear()
+            self._recordings.clear()
 
     def _divides_a_size(self, prime: int) -> bool:
+        """Whether a prime divides a size of the model or of a batch, or a size that is one smaller or larger.
+
+        The latter because models often make a sequence one token shorter or longer.
+        """
         model = self.models.built()
-        with self.mode:
-            batch = self.workload.make_batch(2, 0)
+        batch = make_batch(self.workload, self.samples[0], self.mode)
         sizes = [size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape]
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if hasattr(leaf, "shape")]
         sizes += [size for leaf in leaves for size in leaf.shape]
-        # a sequence is often made one longer or shorter on the way
-        return any((size + more) % prime == 0 for size in sizes for more in (-1, 0, 1) if size + more > 0)
+        return any((size + change) % prime == 0 for size in sizes for change in (-1, 0, 1) if size + change > 0)
 
-    def depth_law_holds(self, depth: int) -> bool:
-        """Whether cut models foretell the whole one, for the plain variant."""
+    def depth_fit_is_accurate(self, depth: int) -> bool:
+        """Whether the truncated models predict the figures of the whole model, for the plain variant.
+
+        Args:
+            depth: Blocks per stack of the whole model.
+        """
         key = VariantKey()
         try:
-            shallow, deep = (self.record(key, d, 0) for d in DEPTHS)
-        except (AttributeError, IndexError, TypeError, RuntimeError):
+            shallow, deep = (self.record(key, truncated, 0) for truncated in DEPTHS)
+        except Exception:  # a truncated model may be wrong for this program in any way
             return False
         whole = self.record(key, None, 0)
-        for figure in (total_flops, total_moved, lambda recording: recording.saved_after_forward):
-            a, b, real = figure(shallow), figure(deep), figure(whole)
-            if abs(b + (b - a) * (depth - DEPTHS[1]) - real) > DEPTH_TOLERANCE * real:
+        for figure in (total_flops, total_bytes_moved, lambda recording: recording.saved_after_forward_bytes):
+            a, b, actual = figure(shallow), figure(deep), figure(whole)
+            predicted = b + (b - a) * (depth - DEPTHS[1])
+            if abs(predicted - actual) > DEPTH_TOLERANCE * actual:
                 return False
         return True
 
-    def _shallow(self) -> int | None:
-        """The depth of the first trace of a variant."""
-        return DEPTHS[0] if self.num_blocks is not None and self.num_blocks > DEPTHS[1] else None
+    # Profiles.
 
-    # VariantFits.
-
-    def variant(self, key: VariantKey) -> VariantProfile:
-        """The laws of a variant; the fused loss is put together from what it changes in the plain one.
+    def profile_variant(self, key: VariantKey) -> VariantProfile:
+        """The profile of a variant. With the fused loss it is calculated from other variants where that is possible.
 
         Raises:
             ConfigError: the variant does not apply to the workload.
         """
-        bare = VariantKey(precision=key.precision)
-        if key.loss == "fused" and (key.attention, key.checkpointing) != (bare.attention, bare.checkpointing):
-            fused = bare.model_copy(update={"loss": "fused"})
-            plain = key.model_copy(update={"loss": "full"})
-            found = swap_loss(key, *(self.variant(one) for one in (plain, bare, fused)))
+        plain = VariantKey(precision=key.precision)
+        if key.loss == "fused" and (key.attention, key.checkpointing) != (plain.attention, plain.checkpointing):
+            full_loss = key.model_copy(update={"loss": "full"})
+            plain_fused = plain.model_copy(update={"loss": "fused"})
+            found = with_fused_loss(key, *(self.profile_variant(one) for one in (full_loss, plain, plain_fused)))
             if found is not None:
                 return found
-        if key not in self._variants:
-            self._variants[key] = self._laws(key)
-        return self._variants[key]
+        if key not in self._profiles:
+            self._profiles[key] = self._trace_variant(key)
+        return self._profiles[key]
 
-    def same_as_own(self, key: VariantKey) -> VariantKey | None:
-        """The same variant with the model's own attention, where that is the asked one already."""
+    def same_with_own_attention(self, key: VariantKey) -> VariantKey | None:
+        """The variant with the model's own attention, if that is the attention that `key` asks for; else None."""
         if key.attention == "own":
             return None
+        depth = DEPTHS[0] if self._is_truncated else None
         try:
-            own, other = (self.record(VariantKey(attention=a), self._shallow(), 0) for a in ("own", key.attention))
-        except ConfigError:
+            own, other = (self.record(VariantKey(attention=a), depth, 0) for a in ("own", key.attention))
+        except Exception:  # the other attention does not run: profile_variant() says why
             return None
         same = [o.name for o in own.operations] == [o.name for o in other.operations]
         return key.model_copy(update={"attention": "own"}) if same else None
 
-    def _laws(self, key: VariantKey) -> VariantProfile:
-        depth = self.num_blocks
-        if depth is None or depth <= DEPTHS[1]:
-            laws = self._at_depth(key, None)
-            block_saved = scale(laws.block_saved, 1 / max(depth or 0, 1))
-            return to_profile(key, Counter(), laws.groups, laws.peaks, block_saved, laws.saved, depth or 0)
-        shallow = self._at_depth(key, DEPTHS[0])
-        block, rest = self._split(key, shallow)
-        block_saved = scale(shallow.block_saved, 1 / DEPTHS[0])
-        more = depth - DEPTHS[0]
-        # under autocast a checkpointed block keeps its cast weights to the end of the forward, and no longer
-        later = block_saved if key.checkpointing == "none" else LinearFit(per_sample=block_saved.per_sample)
+    @property
+    def _is_truncated(self) -> bool:
+        return self.num_blocks is not None and self.num_blocks > DEPTHS[1]
+
+    def _trace_variant(self, key: VariantKey) -> VariantProfile:
+        depth = self.num_blocks or 0
+        if not self._is_truncated:
+            whole = self._fit(key, None)
+            block_saved = scale_fit(whole.block_saved_bytes, 1 / max(depth, 1))
+            no_blocks: Split = (Counter(), whole.groups)
+            return make_variant_profile(key, no_blocks, whole.peaks, block_saved, whole.saved_bytes, depth)
+        shallow = self._fit(key, DEPTHS[0])
+        split = self._split(key)
+        block_saved = scale_fit(shallow.block_saved_bytes, 1 / DEPTHS[0])
+        more_blocks = depth - DEPTHS[0]
+        # Under autocast a checkpointed block keeps its cast weights up to the end of the forward, and no longer.
+        kept_later = block_saved if key.checkpointing == "none" else LinearFit(per_sample=block_saved.per_sample)
         peaks = {
-            part: self._deepen(part, pair, block_saved if part == "forward" else later, more)
-            for part, pair in shallow.peaks.items()
+            part: self._deepen_peak(part, peak, block_saved if part == "forward" else kept_later, more_blocks)
+            for part, peak in shallow.peaks.items()
         }
-        return to_profile(key, block, rest, peaks, block_saved, add(shallow.saved, block_saved, more), depth)
+        saved = add_blocks(shallow.saved_bytes, block_saved, more_blocks)
+        return make_variant_profile(key, split, peaks, block_saved, saved, depth)
 
-    def _split(self, key: VariantKey, shallow: VariantFits) -> Split:
-        """What one block does and what the rest does.
+    def _split(self, key: VariantKey) -> Split:
+        """The operations of one block and of the rest."""
+        if key not in self._splits:
+            self._splits[key] = self._split_by_known_part(key) or split_by_depth(
+                *(self._fit(key, depth).groups for depth in DEPTHS)
+            )
+        return self._splits[key]
 
-        The plain variant of each precision is recorded at two depths, which tells them apart. What is not in the blocks
-        is the same under every checkpointing and mostly under every attention (where it is not, its plain variant is
-        recorded at two depths too), and the blocks are the same under either loss.
+    def _split_by_known_part(self, key: VariantKey) -> Split | None:
+        """The split, if the variant shares its block or its rest with another one; saves the recording at depth three.
+
+        - The fused loss changes only the rest.
+        - Checkpointing changes only the blocks.
+        - Another attention mostly changes only the blocks; it may also change how masks are made, outside of them.
+
+        Returns:
+            None if the variant shares neither part, or the recording at depth two shows that it does not.
         """
+        whole = self._fit(key, DEPTHS[0]).groups
         plain = VariantKey(precision=key.precision, attention=key.attention)
-        place = (key.precision, key.attention)
-        if key == plain and place not in self._plain:
-            known = self._plain_split(plain.model_copy(update={"attention": "own"})) if key.attention != "own" else None
-            alike = _same_rest(shallow, known[1]) if known is not None else None
-            self._plain[place] = alike or self._at_two_depths(key, shallow)
-        if key == plain:
-            return self._plain[place]
-        block, rest = self._plain_split(plain)
-        if key.loss != "full":
-            rest = minus(shallow.groups, block, DEPTHS[0])
-            found: Split | None = (block, rest) if all(count >= 0 for count in rest.values()) else None
-        else:
-            found = _same_rest(shallow, rest)
-        return found or self._at_two_depths(key, shallow)
+        if key.loss == "fused":
+            block, _ = self._split(plain)
+            return split_by_block(whole, block, DEPTHS[0])
+        if key != plain:
+            _, rest = self._split(plain)
+            return split_by_rest(whole, rest, DEPTHS[0])
+        if key.attention != "own":
+            _, rest = self._split(plain.model_copy(update={"attention": "own"}))
+            return split_by_rest(whole, rest, DEPTHS[0])
+        return None
 
-    def _plain_split(self, plain: VariantKey) -> Split:
-        place = (plain.precision, plain.attention)
-        return self._plain.get(place) or self._split(plain, self._at_depth(plain, DEPTHS[0]))
-
-    def _at_two_depths(self, key: VariantKey, shallow: VariantFits) -> Split:
-        return blocks_apart(shallow.groups, self._at_depth(key, DEPTHS[1]).groups)
-
-    def _deepen(
-        self, part: str, pair: tuple[LinearFit, LinearFit], block_saved: LinearFit, more: int
+    def _deepen_peak(
+        self, part: str, peak: tuple[LinearFit, LinearFit], kept_by_block: LinearFit, more_blocks: int
     ) -> tuple[LinearFit, LinearFit]:
-        """The peaks with `more` blocks: what these keep; at the end of the backward their gradients instead."""
-        first, later = pair
+        """The peak of a model with more blocks: each adds what it keeps, or its gradients in the last part."""
+        first, later = peak
         if part == "tail":
-            return LinearFit(fixed=first.fixed + more * self.block_gradient_bytes, per_sample=first.per_sample), later
-        return add(first, block_saved, more), add(later, block_saved, more)
+            gradients = more_blocks * self.block_gradient_bytes
+            return LinearFit(fixed=first.fixed + gradients, per_sample=first.per_sample), later
+        return add_blocks(first, kept_by_block, more_blocks), add_blocks(later, kept_by_block, more_blocks)
 
-    def _at_depth(self, key: VariantKey, depth: int | None) -> VariantFits:
-        few, many = (self.record(key, depth, which) for which in range(2))
-        return fit_variant(few, many, self.samples, self._recipes)
+    def _fit(self, key: VariantKey, depth: int | None) -> VariantFits:
+        """The fits of a variant at a depth; None: of the whole model."""
+        if (key, depth) not in self._fits:
+            small, large = (self.record(key, depth, which) for which in range(2))
+            self._fits[key, depth] = fit_variant(small, large, self.samples, self._requests)
+        return self._fits[key, depth]
 
     # Times.
 
-    def recipes(self) -> dict[GroupKey, Timing]:
-        """For each group of operations how to run one again."""
-        return self._recipes
+    def timing_requests(self) -> dict[GroupKey, TimingRequest]:
+        """How to time an operation of each group."""
+        return self._requests
 
-    def with_time(self, group: OperationGroup) -> OperationGroup:
-        """A group with the seconds that were measured for it, where they were."""
-        timed = self.timed.get(group_key(group))
-        if timed is None:
+    def with_timing(self, group: OperationGroup) -> OperationGroup:
+        """The group with its measured seconds, if it was timed."""
+        timing = self.timings.get(group_key(group))
+        if timing is None:
             return group
-        found = {"measured_s": timed.seconds, "measured_samples": float(self.samples[0])}
-        if timed.more_s is not None:
-            found |= {"measured_more_s": timed.more_s, "measured_more_samples": float(self.samples[0] * timed.times)}
+        found = {"measured_s": timing.seconds, "measured_samples": float(self.samples[0])}
+        if timing.larger_s is not None:
+            found |= {
+                "measured_more_s": timing.larger_s,
+                "measured_more_samples": float(self.samples[0] * timing.larger_factor),
+            }
         return group.model_copy(update=found)
-
-
-def _same_rest(shallow: VariantFits, rest: Counter[GroupKey]) -> Split | None:
-    """What one block does, where all but the blocks is as in another variant; None where that cannot be."""
-    in_blocks = minus(shallow.groups, rest, 1)
-    if any(count < 0 or count % DEPTHS[0] for count in in_blocks.values()):
-        return None
-    return Counter({group: count // DEPTHS[0] for group, count in in_blocks.items()}), rest

@@ -1,4 +1,7 @@
-"""What an exception in a trial means: the one place where types, and the few texts without a type, are listed."""
+"""From an exception in a trial to an outcome: the one list of exception types, and of texts where no type says it.
+
+In: the qualified names of an exception's classes, and its text. Out: an `Outcome` and its detail.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from autoplan.planner.records import Outcome
 
 OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
 
-# Libraries that run out of memory and raise a plain RuntimeError. Text, and where the memory ran out.
+# Texts of a plain RuntimeError that mean out of memory, and whose memory it was.
 OUT_OF_MEMORY_TEXTS = (
     ("DefaultCPUAllocator: can't allocate memory", "host"),
     ("DefaultCPUAllocator: not enough memory", "host"),
@@ -22,9 +25,9 @@ OUT_OF_MEMORY_TEXTS = (
 )
 
 WORKLOAD = "workload"
-"""The detail of a trial that crashed on a WorkloadError: the workload itself cannot be used, whatever the knobs."""
+"""The detail of a trial that crashed on a WorkloadError: the workload cannot be used under any configuration."""
 
-# By type: this build of torch, this device or this model cannot do what the configuration asks for.
+# Types that mean: this build of torch, this device or this model does not support the configuration.
 UNSUPPORTED_TYPES = (
     "NotImplementedError",
     "autoplan.errors.ConfigError",
@@ -37,7 +40,7 @@ UNSUPPORTED_TYPES = (
 def classify_exception(type_names: Iterable[str], message: str) -> tuple[Outcome, str | None]:
     """Outcome and detail of an exception, by the qualified names of its class and bases, then by known texts.
 
-    Memory comes first: the compiler wraps an allocation that failed into an error of its own.
+    Memory is checked first, because the compiler wraps a failed allocation into its own error.
     """
     names = tuple(type_names)
     for text, where in OUT_OF_MEMORY_TEXTS:

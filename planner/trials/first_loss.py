@@ -28,8 +28,10 @@ def first_samples(workload: Workload, micro_batch: int, micro_steps: int) -> Any
     import torch
     from torch.utils import _pytree as pytree
 
+    from autoplan.strategies.workloads.randomness import with_seeded_batches
+
     fixed = workload.fixed_micro_batch
-    batch = workload.make_batch(fixed or 1, 0)
+    batch = with_seeded_batches(workload).make_batch(fixed or 1, 0)
     rows = torch.arange(fixed or 1).repeat(micro_batch * micro_steps // (fixed or 1))
     return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch)
 

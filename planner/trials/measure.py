@@ -1,7 +1,7 @@
-"""Statistics of timed steps: medians with intervals, when to stop, and when two configurations differ.
+"""Statistics of timed steps: medians with 95 % intervals, when to stop measuring, how two configurations compare.
 
-Medians, since a training step has outliers on the slow side only (a page fault, a neighbour), and since the step a
-user gets is the usual one. Intervals hold 95 %.
+In: seconds. Out: an `Interval`, or a decision. Medians are used because a step has outliers only on the slow side (a
+page fault, other work on the machine), and because a user's steps are mostly usual ones.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NARROW = 0.02
 """A 95 % interval narrower than this share of the median is narrow enough to rank a configuration."""
 
 SETTLED = 0.02
-"""Two successive windows whose medians differ by less than this share are taken as warm."""
+"""The warm-up ends when the medians of two successive windows differ by less than this share."""
 
 RUN_SPREAD = 0.025
-"""Assumed spread (standard deviation, as a share) between two runs of one configuration where only one was made:
-the spread that MLPerf Training publishes for its imaging tasks, the steadier kind."""
+"""Assumed spread between runs of one configuration (standard deviation, as a share) if there was only one run: the
+spread that MLPerf Training publishes for its imaging tasks, which vary less than its other tasks."""
 
 PRIOR_ROUNDS = 3
-"""How many rounds RUN_SPREAD counts for, beside the rounds that were made."""
+"""RUN_SPREAD counts as much as this many measured rounds."""
 
 MEDIAN_WIDTH = math.sqrt(math.pi / 2)
 """The median of normal samples scatters at most this many times as much as their mean (1.16 for three samples)."""
@@ -40,7 +40,7 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
     """The median with its bootstrap interval (percentile, 95 %).
 
-    One sample has no spread to show: its interval is taken as RUN_SPREAD to either side, twice over.
+    One sample shows no spread: its interval is the sample plus and minus 2 x RUN_SPREAD.
     """
     return sum_interval([(1.0, samples)], seed=seed)
 
@@ -49,28 +49,28 @@ def sum_interval(terms: Sequence[tuple[float, Sequence[float]]], *, seed: int = 
     """The sum of weighted medians, `sum(weight x median(samples))`, with its bootstrap interval.
 
     Args:
-        terms: Weight and samples of each part; a step put together from its parts has the counts as weights.
+        terms: Weight and samples of each part. The weight is how often the part occurs in a step.
         seed: Of the resampling; the same samples always give the same interval.
 
-    One or two samples show little of their spread: RUN_SPREAD stands in for it.
+    One or two samples show too little of their spread, so RUN_SPREAD is added to the interval.
     """
     assert terms and all(len(samples) for _, samples in terms), "each part needs at least one sample"
     rng = np.random.default_rng(seed)
     total = np.zeros(RESAMPLES)
     median = 0.0
-    slack = 0.0
+    extra = 0.0
     for weight, samples in terms:
         values = np.asarray(samples, dtype=float)
         middle = float(np.median(values))
         median += weight * middle
         if len(values) <= 2:
-            slack += weight * middle * 2 * RUN_SPREAD / len(values)
+            extra += weight * middle * 2 * RUN_SPREAD / len(values)
         total += weight * np.median(values[rng.integers(0, len(values), (RESAMPLES, len(values)))], axis=1)
     low, high = np.quantile(total, (0.025, 0.975))
     return Interval(
         median=median,
-        low=max(0.0, min(float(low), median) - slack),
-        high=max(float(high), median) + slack,
+        low=max(0.0, min(float(low), median) - extra),
+        high=max(float(high), median) + extra,
         samples=min(len(samples) for _, samples in terms),
     )
 
@@ -81,7 +81,7 @@ def relative_width(interval: Interval) -> float:
 
 
 def invert(interval: Interval, amount: float) -> Interval:
-    """amount / interval: the interval of a rate from that of a time."""
+    """amount / interval: turns the interval of a time into that of a rate."""
     return Interval(
         median=amount / interval.median,
         low=amount / interval.high,
@@ -101,7 +101,7 @@ def is_settled(samples: Sequence[float], window: int = 3, tolerance: float = SET
 def drop_warmup(samples: Sequence[float], *, keep: int, tolerance: float = 0.05) -> list[float]:
     """The samples without the slow ones at the start: those beyond the tolerance above the median of the rest.
 
-    Stops when `keep` are left. For the few, dear samples of a slow machine, where whole windows cannot be spent.
+    At least `keep` samples are kept. For slow steps, of which there are too few samples for `is_settled`.
     """
     left = list(samples)
     while len(left) > keep and left[0] > (1 + tolerance) * float(np.median(left[1:])):
@@ -110,7 +110,7 @@ def drop_warmup(samples: Sequence[float], *, keep: int, tolerance: float = 0.05)
 
 
 def spread_warning(samples: Sequence[float]) -> str | None:
-    """A sentence if the samples scatter: interquartile range over median above 10 % (torch.utils.benchmark's line)."""
+    """A warning if the interquartile range is above 10 % of the median (the limit of torch.utils.benchmark)."""
     if len(samples) < 4:
         return None
     low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75))
@@ -120,7 +120,7 @@ def spread_warning(samples: Sequence[float]) -> str | None:
     return f"step times scatter: interquartile range {share:.0%} of the median over {len(samples)} samples"
 
 
-Stop = Literal["narrow", "losing", "time_box"]
+Stop = Literal["narrow", "slower", "time_box"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +128,10 @@ class StopRule:
     """When a trial has measured enough.
 
     Attributes:
-        time_box_s: Seconds of measuring after which it ends, whatever it knows.
-        best_high_s: The high bound of the best configuration's step time so far; None: nothing to lose against.
-        min_samples: Fewer are never enough, the time box aside.
-        narrow: The relative width that is narrow enough.
+        time_box_s: Measuring ends after these seconds at the latest.
+        best_high_s: High bound of the step time of the best configuration so far; None: there is none yet.
+        min_samples: With fewer samples measuring does not end before the time box.
+        narrow: Measuring ends when the relative width of the interval is at most this.
     """
 
     time_box_s: float
@@ -142,26 +142,27 @@ class StopRule:
     def decide(self, interval: Interval, elapsed_s: float) -> Stop | None:
         """Why to stop, or None to go on.
 
-        `losing`: even the low bound of this step time is above the high bound of the best one.
+        `slower`: even the low bound of this step time is above the high bound of the best one.
         """
         if interval.samples >= 3 and self.best_high_s is not None and interval.low > self.best_high_s:
-            return "losing"
+            return "slower"
         if interval.samples >= self.min_samples and relative_width(interval) <= self.narrow:
             return "narrow"
         return "time_box" if elapsed_s >= self.time_box_s else None
 
 
 def step_terms(parts: Mapping[str, Sequence[float]], accumulation: int) -> list[tuple[float, Sequence[float]]]:
-    """A step as weighted parts.
+    """The parts of a step: (how often, samples) of each.
 
     A step is the first micro-step after an optimizer step, the second, further ones without gradient sync, the last
-    one with it, and the optimizer step. The second is a kind of its own: it is the first that needs room for new
-    gradients beside those that it adds to, and what the last zero_grad gave back to the system comes page by page
-    (measured: up to twice as long as the later ones on a CPU). With accumulation 1 the one micro-step syncs.
+    one with it, and the optimizer step. The second is a part of its own because it takes longer on a CPU (measured: up
+    to twice as long as the later ones): it is the first that needs memory for new gradients beside the accumulated
+    ones, and the last zero_grad returned that memory to the system. With accumulation 1 the one micro-step syncs.
 
     Args:
         parts: Samples of `first_micro_step`, `second_micro_step`, `micro_step`, `micro_step_sync`, `optimizer_step`. A
-            kind that was not sampled is taken from the nearest that was: alike on one rank, where nothing is reduced.
+            part without samples uses those of the most similar part; on one rank all micro-steps are similar, because
+            nothing is reduced.
         accumulation: Micro-steps per optimizer step.
     """
 
@@ -185,15 +186,15 @@ def ratio_interval(candidate: Sequence[Interval], reference: Sequence[Interval])
     """How many times faster the candidate is: reference step time over candidate step time.
 
     Args:
-        candidate: One interval of the step time per run; the i-th run of both were made side by side.
+        candidate: One interval of the step time per run; the i-th runs of both were made side by side.
         reference: The same.
 
-    The middle is the ratio of the pooled runs (`pool_runs`), so that the figures shown for both and their ratio agree,
-    and so that one disturbed run of three does not move it. The width is Student's t on the rounds' log ratios (a
-    percentile bootstrap over three rounds claims a difference whenever all three lean the same way, which is one case
-    in four between equals), times MEDIAN_WIDTH where medians are taken. Few rounds say little about the spread between
-    runs, so RUN_SPREAD stands in as PRIOR_ROUNDS rounds' worth of knowledge of it (a conjugate prior on the variance);
-    a single round adds the intervals within its runs.
+    The median is the ratio of the pooled runs (`pool_runs`). So the figures shown for both agree with their ratio, and
+    one disturbed run of three does not change it. The width is from Student's t on the log ratios of the rounds, times
+    MEDIAN_WIDTH where medians are taken. (A percentile bootstrap over three rounds would claim a difference whenever
+    all three ratios are on the same side of 1, which is one case in four between equals.) A few rounds say little about
+    the spread between runs, so RUN_SPREAD counts as PRIOR_ROUNDS more rounds (a conjugate prior on the variance). For a
+    single round the intervals within its runs are added.
     """
     rounds = min(len(candidate), len(reference))
     assert rounds >= 1, "a ratio needs a run of each"
@@ -215,9 +216,9 @@ def _log_half_width(interval: Interval) -> float:
 
 
 def pool_runs(runs: Sequence[Interval]) -> Interval:
-    """One interval for several runs of a configuration: the median of their medians, bounds that hold all of theirs.
+    """One interval for several runs of a configuration: the median of their medians, the lowest and the highest bound.
 
-    Between the two middle ones of an even number it is the geometric mean: what is compared are ratios.
+    The median of an even number of runs is the geometric mean of the two in the middle, because ratios are compared.
     """
     return Interval(
         median=math.exp(float(np.median([math.log(run.median) for run in runs]))),

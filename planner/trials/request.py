@@ -1,4 +1,4 @@
-"""What a trial is asked (`TrialRequest`) and what its ranks answer (`TrialAnswer`). Loads no torch."""
+"""What the planner asks of a trial (`TrialRequest`), and what each rank answers (`TrialAnswer`). Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 WHOLE_STEP_SHARE = 0.2
-"""Whole steps are timed where one costs less than this share of the trial's time box; else its parts are."""
+"""Whole steps are timed if one takes less than this share of the trial's time box; otherwise its parts are timed."""
 
 FITS_MICRO_STEPS = 3
-"""Micro-steps in each of the two short steps that show that a configuration fits, where accumulation has as many:
-Adam's state appears at the first step, gradients that accumulate beside it at the second."""
+"""Most micro-steps in each of the two short steps that show that a configuration fits. Adam's state is allocated at the
+end of the first step; in the second, accumulated gradients need memory beside it."""
 
 EXPENSIVE, VERY_EXPENSIVE = 0.15, 1.0
-"""A first micro-step that takes more than these shares of the time box makes the short steps 2 + 2 or 1 + 2 micro-steps
-long. With a time box of 1/30 of the budget, 2 + 2 very dear ones would take more than 13 % of the budget."""
+"""If the first micro-step takes more than these shares of the time box, the short steps have only 2 + 2, or 1 + 2,
+micro-steps. The time box is 1/30 of the budget, so 2 + 2 very expensive ones would take over 13 % of the budget."""
 
 
 class TrialRequest(Record):
@@ -29,7 +29,7 @@ class TrialRequest(Record):
     spec: WorkloadSpec
     config: TrainingConfig
     device: Literal["cuda", "cpu"]
-    time_box_s: float = Field(description="seconds for warm-up and measuring together, the two short steps included")
+    time_box_s: float = Field(description="seconds for warm-up and measuring together, including the two short steps")
     best_high_s: float | None = Field(default=None, description="high bound of the best step time so far")
     memory_limit_bytes: int | None = Field(default=None, description="device memory a rank may take (CUDA)")
     method: Literal["whole_steps", "parts"] | None = Field(default=None, description="None: by WHOLE_STEP_SHARE")
@@ -38,7 +38,7 @@ class TrialRequest(Record):
 
 
 class TrialAnswer(Record):
-    """What one rank found. Rank 0's times are the slowest rank's already."""
+    """What one rank measured. All its times are those of the slowest rank."""
 
     outcome: Outcome = Outcome.OK
     detail: str | None = None

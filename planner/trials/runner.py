@@ -1,4 +1,7 @@
-"""Runs trials and turns however they end into a Trial with one of the closed outcomes. Runs in the planner."""
+"""Runs trials. Runs itself in the planner's process.
+
+In: a `TrialOrder`. Out: a `Trial` whose outcome says how the trial ended, whatever happened in it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 TARGET = "autoplan.planner.trials.worker:run_trial"
 
-# Seconds a phase may take before it counts as stuck. Compiling is long by nature; the search's budget cuts all of
-# them shorter through the task's total deadline.
+# Seconds that a phase may take before the trial counts as stuck. The search's budget may set an earlier deadline for
+# the whole trial.
 PHASE_DEADLINES_S: Mapping[str, float] = {
     "start": 60.0,
     "init": 300.0,
@@ -47,11 +50,11 @@ class TrialOrder:
         number: The trial's number in this study.
         purpose: Baseline, reference, search or finalist.
         config: What to measure.
-        prediction: What the cost model said.
+        prediction: The cost model's.
         time_box_s: Seconds for warm-up and measuring.
-        deadline_s: Seconds after which the trial is ended, whatever it does.
-        best_high_s: The step time to beat; None: the trial is never given up.
-        method: Whole steps or parts, where runs must be comparable.
+        deadline_s: Seconds after which the trial is ended in any case.
+        best_high_s: The step time to beat; None: the trial is never stopped early.
+        method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
     """
 
     number: int
@@ -71,10 +74,11 @@ class TrialRunner:
         zygote: Starts the ranks.
         spec: What is trained.
         device: "cuda" or "cpu".
-        memory_limit_bytes: What a trial may take: of host memory on CPU, of each device on CUDA.
-        host_limit_bytes: What a trial's processes may take of host memory together.
-        directory: Where each trial gets a folder for its output.
-        phase_deadlines_s: Instead of PHASE_DEADLINES_S.
+        memory_limit_bytes: Limit of a trial: of host memory on CPU, of each device's memory on CUDA.
+        host_limit_bytes: Limit of host memory for all processes of a trial together.
+        directory: Each trial gets a folder in it for its output.
+        phase_deadlines_s: Deadlines of the phases in seconds.
+        seed: Of the batches' resampling in the statistics.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class TrialRunner:
         self.seed = seed
 
     def run(self, order: TrialOrder, *, on_progress: Callable[[Progress], None] | None = None) -> Trial:
-        """Runs one trial. Whatever happens in it is in the Trial; KeyboardInterrupt alone passes through."""
+        """Runs one trial. Everything that happens in it is in the Trial; only KeyboardInterrupt passes through."""
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         began = time.monotonic()
         request = TrialRequest(
@@ -131,10 +135,10 @@ class TrialRunner:
 def make_trial(
     order: TrialOrder, report: ProcessReport, *, device: Literal["cuda", "cpu"], memory_limit_bytes: int
 ) -> Trial:
-    """The Trial that a process report stands for.
+    """Makes the record of a trial from the report of its processes.
 
-    The verdict comes from the supervisor's own word (deadline, memory), then from wait statuses and exceptions, then
-    from the ranks' answers; never from log text alone.
+    The outcome is decided by what the supervisor did (deadline, memory limit), else by wait statuses and exceptions,
+    else by the answers of the ranks; never by log text alone.
     """
     verdict = _verdict(report)
     answers = [_answer(rank) for rank in report.ranks]
@@ -172,7 +176,7 @@ def make_trial(
 
 
 def _predicted(prediction: Prediction | None) -> dict[str, Any]:
-    """The prediction's figures, as a trial's record names them."""
+    """The figures of the prediction, by their names in the record of a trial."""
     if prediction is None:
         return {}
     names: tuple[str, ...] = ("step_time_s", "step_time_low_s", "step_time_high_s")
@@ -182,7 +186,7 @@ def _predicted(prediction: Prediction | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """An outcome, its detail, and a sentence."""
+    """An outcome, its detail, and the reason as a sentence."""
 
     outcome: Outcome
     detail: str | None = None
@@ -224,7 +228,7 @@ def _rank_verdict(report: ProcessReport) -> Verdict:
 
 
 def _answer_verdict(report: ProcessReport) -> Verdict:
-    """Every rank exited with 0: what they answered decides, the worst of them first."""
+    """Every rank exited with 0: the first answer that is not ok decides."""
     worst = Verdict(outcome=Outcome.OK)
     for rank in report.ranks:
         answer = _answer(rank)
@@ -251,17 +255,17 @@ def _answer(rank: RankReport) -> TrialAnswer | None:
 def _peak(
     answers: list[TrialAnswer], report: ProcessReport, device: Literal["cuda", "cpu"], limit_bytes: int
 ) -> PeakMemory:
-    """The fullest rank's peaks, and its share of the limit.
+    """The peaks of the rank with the highest peak, and one rank's share of the limit.
 
-    On CPU the limit is for all ranks together; with one rank the polled peak of its process tree counts too.
+    On CPU the limit is for all ranks together, and the polled peak of the process tree counts too.
     """
     peaks = [answer.peak_memory for answer in answers if answer.peak_memory.peak_bytes is not None]
-    fullest = max(peaks, key=lambda peak: peak.peak_bytes or 0, default=PeakMemory())
+    highest = max(peaks, key=lambda peak: peak.peak_bytes or 0, default=PeakMemory())
     if device == "cuda":
-        return fullest.model_copy(update={"limit_bytes": limit_bytes})
+        return highest.model_copy(update={"limit_bytes": limit_bytes})
     ranks = max(1, len(report.ranks))
     polled = report.peak_memory_bytes if ranks == 1 else report.peak_memory_bytes // ranks
-    resident = max(fullest.peak_bytes or 0, polled)
+    resident = max(highest.peak_bytes or 0, polled)
     return PeakMemory(resident_bytes=resident or None, limit_bytes=limit_bytes // ranks)
 
 

@@ -1,7 +1,7 @@
 """A trial as its ranks run it: build, two short steps that show that it fits, warm-up, measuring.
 
-Runs in ranks started by `autoplan.processes`. What goes wrong leaves as an exception, a signal or a missing result:
-the parent (`runner.py`) makes an outcome of it. Only what needs judgement here is answered as an outcome.
+In: a `TrialRequest`. Out: a `TrialAnswer`. A failure leaves the rank as an exception, a signal or a missing result, and
+the planner (`runner.py`) turns it into an outcome. The answer has an outcome only where the rank itself must decide it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import torch
 
 from autoplan.errors import DeviceError
 from autoplan.planner.records import Interval, Outcome
-from autoplan.planner.trials.device_watch import CompilerWatch, MemoryWatch, ThrottleWatch
+from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor, ThrottleMonitor
 from autoplan.planner.trials.measure import Stop, spread_warning
+from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
-from autoplan.planner.trials.stepping import Losing, NonfiniteLoss, StepTimer
-from autoplan.planner.trials.team import Team
+from autoplan.planner.trials.step_timer import CannotWinError, NonfiniteError, StepTimer
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
 
-MEETING_TIMEOUT_S = 300.0
+RENDEZVOUS_TIMEOUT_S = 300.0
+"""Seconds for all ranks to join; a cold file system makes them slow."""
+
 COLLECTIVE_TIMEOUT_S = 100.0
+"""A collective that takes longer is stuck."""
 
 
 def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
@@ -34,7 +37,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         request: What to measure, and for how long.
 
     Returns:
-        The answer; times are the slowest rank's on every rank, memory is this rank's own.
+        The answer. Its times are those of the slowest rank, its memory is this rank's.
     """
     startup_s = context.seconds_since_request
     context.phase("init")
@@ -43,22 +46,22 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
 
     device = pick_device(context, request.device)
     join_ranks(context, request.device)
-    team = Team(context.world_size, device)
+    ranks = RankSync(context.world_size, device)
     workload = load_workload(request.spec)
 
     context.phase("build")
-    memory = MemoryWatch(device, request.memory_limit_bytes)
+    memory = MemoryMonitor(device, request.memory_limit_bytes)
     run = prepare(workload, request.config, device=device)
-    team.barrier()
-    throttle = ThrottleWatch(device)
-    timer = StepTimer(context=context, request=request, run=run, team=team, mesh=run.mesh, throttle=throttle)
+    ranks.barrier()
+    throttle = ThrottleMonitor(device)
+    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, throttle=throttle)
     items = workload.global_batch * workload.tokens_per_sample
     try:
         interval, stop = _measure(timer)
-    except NonfiniteLoss as error:
+    except NonfiniteError as error:
         return TrialAnswer(outcome=Outcome.NONFINITE, reason=str(error), loss=None, startup_s=startup_s)
-    except Losing as losing:
-        interval, stop = losing.interval, "losing"
+    except CannotWinError as error:
+        interval, stop = error.interval, "slower"
     answer = TrialAnswer(
         step_time_s=interval,
         method=timer.method,
@@ -71,7 +74,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         startup_s=startup_s,
     )
     context.phase("done")
-    return _judge(answer, stop, memory, request)
+    return _decide_outcome(answer, stop, memory, request)
 
 
 def pick_device(context: RankContext, kind: str) -> torch.device:
@@ -94,15 +97,15 @@ def pick_device(context: RankContext, kind: str) -> torch.device:
 
 
 def join_ranks(context: RankContext, device: str) -> None:
-    """Joins the process group where there is more than one rank."""
+    """Joins the process group if there is more than one rank."""
     if context.world_size == 1:
         return
-    context.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", MEETING_TIMEOUT_S)
+    context.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", RENDEZVOUS_TIMEOUT_S)
     _shorten_timeout(COLLECTIVE_TIMEOUT_S)
 
 
 def _shorten_timeout(seconds: float) -> None:
-    """The meeting may take long (cold file systems); a collective of a running trial that does is stuck."""
+    """Replaces the process group's timeout, which was for joining, by one for collectives."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -113,7 +116,7 @@ def _shorten_timeout(seconds: float) -> None:
 
 
 def _measure(timer: StepTimer) -> tuple[Interval, Stop]:
-    """Two short steps, then whole steps or parts until the stop rule speaks."""
+    """Two short steps, then whole steps or parts until the stop rule ends it."""
     if not timer.request.config.pp > 1:
         timer.short_steps()
     if timer.choose_method() == "whole_steps":
@@ -126,20 +129,20 @@ def _measure(timer: StepTimer) -> tuple[Interval, Stop]:
 
 def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
     warnings = list(timer.warnings)
-    scatter = spread_warning(timer.samples)
-    if scatter is not None:
-        warnings.append(scatter)
-    if timer.throttle.seen:
-        warnings.append(f"the GPU was throttled while measuring: {', '.join(sorted(timer.throttle.seen))}")
+    spread = spread_warning(timer.samples)
+    if spread is not None:
+        warnings.append(spread)
+    if timer.throttle.reasons:
+        warnings.append(f"the GPU was throttled while measuring: {', '.join(sorted(timer.throttle.reasons))}")
     if request.config.compile != "off":
-        warnings.append(CompilerWatch.cache_state())
-        breaks = CompilerWatch.graph_breaks()
+        warnings.append(CompileMonitor.cache_state())
+        breaks = CompileMonitor.graph_breaks()
         if breaks:
             warnings.append(f"torch.compile broke the graph {breaks} time(s)")
     return warnings
 
 
-def _judge(answer: TrialAnswer, stop: Stop, memory: MemoryWatch, request: TrialRequest) -> TrialAnswer:
+def _decide_outcome(answer: TrialAnswer, stop: Stop, memory: MemoryMonitor, request: TrialRequest) -> TrialAnswer:
     """The outcome of a trial that ran to its end."""
     peak, limit = answer.peak_memory.peak_bytes, request.memory_limit_bytes
     if memory.allocator_retries:
@@ -148,7 +151,7 @@ def _judge(answer: TrialAnswer, stop: Stop, memory: MemoryWatch, request: TrialR
                 "outcome": Outcome.OUT_OF_MEMORY,
                 "detail": "fragile",
                 "reason": f"it ran, but the allocator had to free its cache and retry {memory.allocator_retries} "
-                "time(s): the next fragmentation would end it",
+                "time(s): it would run out of memory as soon as the memory is more fragmented",
             }
         )
     if request.device == "cuda" and peak is not None and limit is not None and peak > limit:
@@ -159,7 +162,7 @@ def _judge(answer: TrialAnswer, stop: Stop, memory: MemoryWatch, request: TrialR
                 "reason": f"it took {peak / 2**30:.2f} GiB of device memory; the limit is {limit / 2**30:.2f} GiB",
             }
         )
-    if stop == "losing":
+    if stop == "slower":
         assert answer.step_time_s is not None and request.best_high_s is not None
         return answer.model_copy(
             update={

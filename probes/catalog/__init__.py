@@ -1,8 +1,12 @@
-"""Datasheets: what makers print about chips and links, as JSON files, each figure with its source.
+"""The catalogue of datasheets: what vendors print about chips and links, as JSON files, each figure with its source.
 
-Peaks are dense. Headlines often are "with sparsity", twice the dense figure; `printed` keeps the text of the
-source and `note` says how the value follows from it. A chip is found by one of its names, never by part of
-one: an unknown chip is unknown, and is measured.
+    *.json         one chip each, as `ChipSheet`
+    links/*.json   one family of links each, as `LinkFamily`: nvlink, infinity_fabric, pcie, infiniband, ethernet
+
+In: the name of a chip or of a link. Out: its sheet, or None. Peaks are dense. Headlines are often "with sparsity",
+twice the dense figure: `printed` keeps the text of the source and `note` says how the value follows from it.
+`find` takes a whole name, for names that a driver gives: an unknown chip is unknown, and is measured. `matching` takes
+part of a name too, for names that people write: it returns every sheet that the name may mean.
 """
 
 from __future__ import annotations
@@ -50,10 +54,15 @@ class ChipSheet(Record):
     power_w: Figure | None = None
     last_level_cache_bytes: Figure | None = None
     multiprocessors: Figure | None = None
-    nvlink: str | None = Field(default=None, description="a name in the link catalogue")
-    nvlink_links: int = 0
+    gpu_link: str | None = Field(default=None, description="NVLink or Infinity Fabric: a name in the link catalogue")
+    gpu_links: int = Field(default=0, description="how many of these links a GPU has")
     pcie: str | None = Field(default=None, description="a name in the link catalogue")
     sources: dict[str, Source]
+
+    @property
+    def short_name(self) -> str:
+        """The name without the vendor, as one writes it on a command line: "A100 SXM 80GB"."""
+        return self.name.removeprefix(f"{self.vendor} ")
 
     def reading(self, figure: Figure, unit: str) -> Reading:
         """A figure of this sheet as a `Reading`."""
@@ -64,7 +73,7 @@ class LinkSheet(Record):
     """One generation of a link: bytes per second in one direction of one link, lane or port."""
 
     name: str
-    kind: Literal["nvlink", "pcie", "network"]
+    kind: Literal["nvlink", "infinity_fabric", "pcie", "network"]
     per: Literal["link", "lane", "port"]
     bandwidth_bytes_per_s: Figure
     aliases: tuple[str, ...]
@@ -78,11 +87,29 @@ class LinkFamily(Record):
 
 
 def find(name: str) -> ChipSheet | None:
-    """The sheet of a chip by name, as the driver or a user writes it; None if it is not in the catalogue.
+    """The sheet of a chip by its whole name, as the driver or a user writes it; None if it is not in the catalogue.
 
-    Case, spaces, punctuation and a leading "NVIDIA" do not matter; every word does: "RTX 4090 D" is not "RTX 4090".
+    Case, spaces, punctuation and the vendor in front do not matter; every word does: "RTX 4090 D" is not "RTX 4090".
     """
     return _chips_by_alias().get(normalise(name))
+
+
+def matching(name: str) -> tuple[ChipSheet, ...]:
+    """Every sheet that a name may mean, by sheet name: the one that has this name, else each that has all its words.
+
+    A name must contain the model ("A100", "4090"): "80GB" or "SXM" alone match nothing. "A100 SXM" matches the sheets
+    with 40 and with 80 GB; a word that no name of a sheet has ("4090 Laptop") matches nothing.
+    """
+    exact = find(name)
+    if exact is not None:
+        return (exact,)
+    words = set(_words(name))
+    return tuple(
+        sorted(
+            (chip for chip in chips().values() if _model_word(chip) in words and words <= _words_of(chip)),
+            key=lambda chip: chip.name,
+        )
+    )
 
 
 def near_names(name: str, count: int = 3) -> tuple[str, ...]:
@@ -116,9 +143,8 @@ def link_reading(name: str, count: int) -> Reading:
 
 
 def normalise(name: str) -> str:
-    """Lower case, runs of other characters as one space, without the maker's name in front."""
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
-    return " ".join(words[1:] if words[:1] == ["nvidia"] else words)
+    """The key that names are compared by: lower-case letters and digits alone, without the vendor in front."""
+    return "".join(_words(name))
 
 
 @cache
@@ -141,6 +167,23 @@ def _aliases() -> list[tuple[str, ChipSheet]]:
 @cache
 def _chips_by_alias() -> dict[str, ChipSheet]:
     return {normalise(alias): chip for alias, chip in _aliases()}
+
+
+def _words(name: str) -> list[str]:
+    """Lower-case words without punctuation and without the vendor in front; 80 GB, 80GiB and 80G are all 80gb."""
+    sized = re.sub(r"\b(\d+)\s*g(?:i?b)?\b", r"\1gb", name.lower().replace("_", " "))
+    words = re.sub(r"[^a-z0-9]+", " ", sized).split()
+    return words[1:] if words[:1] in (["nvidia"], ["amd"]) else words
+
+
+def _words_of(chip: ChipSheet) -> set[str]:
+    """The words of all names of a chip."""
+    return {word for alias in (chip.name, *chip.aliases) for word in _words(alias)}
+
+
+def _model_word(chip: ChipSheet) -> str:
+    """The word that names the model: the first one with a digit in the name of the sheet."""
+    return next(word for word in _words(chip.name) if any(letter.isdigit() for letter in word))
 
 
 def _cite(figure: Figure, sources: dict[str, Source]) -> str:

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import Field
 
 from autoplan.record import Record
+from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 
-class LeftOutValue(Record):
-    """A value of a knob that is not offered, and why."""
+class LeftOut(Record):
+    """A value of a knob that is not offered here, and why.
 
-    value: Any
+    A combination of degrees is named by the knob that rules it out, or by `dp` (dp_replicate x dp_shard).
+    """
+
+    knob: str
+    value: Any = Field(description="a value, or a range in words: `1..`, `>1`")
     reason: str
+    by: str = Field(default="", description="by how much the limit is broken, or the measurement")
+    configurations: int = Field(default=0, description="how many combinations of degrees; 0 for a value of one knob")
+
+    @property
+    def family(self) -> str:
+        """`precision=tf32` or `pp>1`."""
+        return f"{self.knob}{self.value}" if str(self.value).startswith(">") else f"{self.knob}={self.value}"
 
 
-class KnobChoices(Record):
+class Choices(Record):
     """The values of one knob for this workload on this machine, the plain one first, and what was left out."""
 
     knob: str
     values: tuple[Any, ...]
-    left_out: tuple[LeftOutValue, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def offer(knob: str, values: Iterable[Any], others: Mapping[Any, str | None] | None = None) -> Choices:
+    """The choices of a knob.
+
+    Args:
+        knob: Its name.
+        values: What is offered in any case, the plain value first.
+        others: By other value, why it is not offered; None: it is offered too.
+    """
+    against = (others or {}).items()
+    return Choices(
+        knob=knob,
+        values=(*values, *(value for value, reason in against if reason is None)),
+        left_out=tuple(LeftOut(knob=knob, value=value, reason=reason) for value, reason in against if reason),
+    )
 
 
 class Dependence(Record):
@@ -75,10 +104,11 @@ class WorkloadFacts(Record):
     tied: tuple[tuple[str, ...], ...]
     micro_batch_dependent: tuple[Dependence, ...]
     fixed_micro_batch: int | None
-    choices: tuple[KnobChoices, ...]
+    choices: tuple[Choices, ...]
     parallel: ParallelFacts | None = Field(default=None, description="what its model allows of tp and pp")
+    training: TrainingFacts | None = Field(default=None, description="what the workload trains with, as numbers")
 
-    def knob(self, name: str) -> KnobChoices:
+    def knob(self, name: str) -> Choices:
         """The choices of one knob; KeyError for a knob without."""
         for choice in self.choices:
             if choice.knob == name:

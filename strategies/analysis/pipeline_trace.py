@@ -1,4 +1,4 @@
-"""What a pipeline cut needs to know of a model: who runs before, inside and after its row of blocks.
+"""What a pipeline cut needs to know of a model: which modules run before, inside and after its blocks.
 
 One forward of one sample with hooks, under fake tensors: nothing is computed.
 """
@@ -48,7 +48,7 @@ class PipelineTrace:
 
 
 @dataclass
-class _Notes:
+class _HookRecord:
     entered: int = 0
     left: int = 0
     before: list[str] = field(default_factory=list)
@@ -72,9 +72,9 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
         The trace, or the reason why the model cannot be cut.
     """
     if len(structure.stacks) != 1 or len(structure.blocks) < 2:
-        return f"the model has {len(structure.stacks)} row(s) of repeated blocks; one row is cut"
+        return f"the model has {len(structure.stacks)} stack(s) of repeated blocks; only one can be cut into stages"
     names = [name for name, _ in structure.blocks]
-    notes = _Notes()
+    notes = _HookRecord()
     inside = {part for block in names for part, _ in model.get_submodule(block).named_modules(prefix=block)}
     handles = _watch(model, names, inside, notes)
     device = next(model.parameters()).device
@@ -93,7 +93,7 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
     return _read(model, structure, names, inside, notes)
 
 
-def _watch(model: nn.Module, names: list[str], inside: set[str], notes: _Notes) -> list[Any]:
+def _watch(model: nn.Module, names: list[str], inside: set[str], notes: _HookRecord) -> list[Any]:
     handles: list[Any] = []
 
     def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _watch(model: nn.Module, names: list[str], inside: set[str], notes: _Notes) 
 
 
 def _read(
-    model: nn.Module, structure: Structure, names: list[str], inside: set[str], notes: _Notes
+    model: nn.Module, structure: Structure, names: list[str], inside: set[str], notes: _HookRecord
 ) -> PipelineTrace | str:
     if notes.entered != len(names) or notes.left != len(names):
         return f"its {len(names)} blocks ran {notes.entered} times in one forward"
@@ -137,11 +137,11 @@ def _read(
         if given is not previous:
             return f"{names[position]} does not take what {names[position - 1]} returns"
     if tuples and any(len(output) > 1 and output[1] is not None for output in notes.outputs):
-        return "its blocks hand on more than hidden states"
+        return "its blocks pass on more than hidden states"
     if len({(tuple(tensor.shape), tensor.dtype) for tensor in hidden}) > 1:
         return "hidden states change their shape from block to block"
     if notes.inside:
-        return f"{notes.inside[0]} holds parameters, lies outside the blocks and runs between them"
+        return f"{notes.inside[0]} has parameters, is outside the blocks and runs between them"
     called = {*notes.before, *notes.after}
     owners = [
         name
@@ -151,7 +151,7 @@ def _read(
     head = None if structure.head is None else structure.head[0]
     for name in owners:
         if name not in called and name != head:
-            return f"{name} holds parameters and did not run as a module"
+            return f"{name} has parameters and did not run as a module"
         if name in notes.before and name in notes.after:
             return f"{name} runs before the blocks and after them"
     lost = [name for name in notes.before if name not in notes.shapes]

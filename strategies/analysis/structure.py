@@ -54,15 +54,15 @@ class Structure:
 
     @property
     def main_stack(self) -> tuple[tuple[str, nn.Module], ...]:
-        """The stack that holds the most parameters; empty where the model repeats nothing."""
+        """The stack with the most parameters; empty where the model repeats nothing."""
         return max(self.stacks, key=lambda stack: sum(_size(module) for _, module in stack), default=())
 
 
 def find_structure(model: nn.Module) -> Structure:
     """Reads the structure of a model.
 
-    Blocks are modules with parts of their own that stand in a list (ModuleList, Sequential) with another of their
-    class, or are siblings of the same class; where such a module again holds a list of blocks (the stages of a Swin
+    Blocks are modules with submodules that are in a list (ModuleList, Sequential) with another of their class, or are
+    siblings of the same class; where such a module contains a list of blocks itself (the stages of a Swin
     transformer, the two halves of an encoder-decoder), the inner ones are the blocks.
     """
     stacks = tuple(_stacks(model, ""))
@@ -82,7 +82,7 @@ def find_structure(model: nn.Module) -> Structure:
 
 
 def clean_name(name: str) -> str:
-    """The model's own name of a parameter or module, whatever wraps it (checkpointing, compile, DDP)."""
+    """The model's own name of a parameter or module: without what checkpointing, compile and FSDP put before it."""
     for prefix in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
         name = name.replace(prefix, "")
     return name
@@ -110,7 +110,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether a module could be a block: it has parts, no mere list of them, with two weight matrices or more.
+    """Whether a module could be a block: it has submodules, is not a mere list of them, and has two or more matrices.
 
     With one (a convolution with its norm and activation) it is a layer inside a block.
     """
@@ -142,7 +142,7 @@ def _stacks(module: nn.Module, name: str) -> Iterator[tuple[tuple[str, nn.Module
         members = [pair for pair in children if repeated and _is_block_of(module, pair[1])]
     else:
         members = [pair for pair in children if counts[type(pair[1])] >= 2]
-    members = [pair for pair in members if not _holds_stack(pair[1])]
+    members = [pair for pair in members if not _contains_stack(pair[1])]
     if members:
         yield tuple(members)
     taken = {id(child) for _, child in members}
@@ -151,8 +151,8 @@ def _stacks(module: nn.Module, name: str) -> Iterator[tuple[tuple[str, nn.Module
             yield from _stacks(child, child_name)
 
 
-def _holds_stack(module: nn.Module) -> bool:
-    """Whether a module holds a list of two or more blocks of one class; a list of experts is not one."""
+def _contains_stack(module: nn.Module) -> bool:
+    """Whether a module contains a list of two or more blocks of one class; a list of experts is not one."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.ModuleList, nn.Sequential)) and "expert" not in name.lower():
             counts = Counter(type(child) for child in part if _is_composite(child))

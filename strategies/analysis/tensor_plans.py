@@ -1,8 +1,8 @@
 """Which projections of a model are split over tensor-parallel ranks, by model family.
 
-A plan maps names to styles, in the words of transformers' `base_model_tp_plan`: colwise (outputs are split), rowwise
-(inputs are split, outputs summed), fused_colwise_3 (a colwise projection that holds query, key and value side by
-side). Names may hold `*` for a number.
+A plan maps names to styles, named as in transformers' `base_model_tp_plan`: colwise (outputs are split), rowwise
+(inputs are split, outputs summed), fused_colwise_3 (a colwise projection of query, key and value side by
+side). Names may contain `*` for a number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GPT2_PLAN = {
     "transformer.h.*.mlp.c_fc": "colwise",
     "transformer.h.*.mlp.c_proj": "rowwise",
 }
-# Attributes that hold a width of the split region, by class name of the module that has them.
+# Attributes with a width of the split region, by class name of the module that has them.
 _WIDTHS = {"GPT2Attention": ("split_size", "embed_dim", "num_heads")}
 
 
@@ -45,7 +45,7 @@ class TensorPlan:
         vocabulary_tables: Names of the embeddings with as many rows: they are split over the vocabulary with it.
         widths: By module name, the attributes to divide by the degree.
         unit: A degree is legal if it divides this (heads, key-value heads, split widths).
-        unit_of: What the unit counts, in words.
+        unit_of: What the unit counts, as text.
     """
 
     styles: Mapping[str, str]
@@ -65,7 +65,7 @@ def find_tensor_plan(model: nn.Module, structure: Structure, own: Mapping[str, s
     Args:
         model: The model; the meta device is enough.
         structure: Its structure.
-        own: The user's plan (`Workload.tensor_plan`), which goes before the built-in ones.
+        own: The user's plan (`Workload.tensor_plan`), which is preferred to the built-in ones.
     """
     patterns = own if own is not None else _known_patterns(model)
     if isinstance(patterns, str):
@@ -114,7 +114,7 @@ def _complete(model: nn.Module, structure: Structure, styles: dict[str, str]) ->
     for name, module in model.named_modules():
         within = any(name.startswith(block + ".") for block in blocks)
         if isinstance(module, nn.Dropout) and module.p > 0 and name != entry and not within:
-            return f"{name} drops out of hidden states that every rank holds whole; each would drop others"
+            return f"{name} applies dropout to hidden states that every rank has whole; each would drop other elements"
     unit, unit_of = _unit(model, styles)
     return TensorPlan(
         styles=styles,

@@ -3,7 +3,7 @@
 glibc gives freed memory back to the kernel: every allocation past a threshold (128 KiB, growing up to 32 MiB) is a
 mapping of its own that is unmapped when it is freed, and the top of the heap is cut off. The next micro-step then takes
 the same memory page by page, one fault and one clearing each: on a GPT-2 of 124M that was a third of a micro-step,
-measured. Told to keep what was freed (mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), it pays once; the process then
+measured. Set to keep what was freed (mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), it pays once; the process then
 stays about as large as it ever was, a fifth more than its peak otherwise.
 """
 
@@ -14,8 +14,9 @@ import sys
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 M_TRIM_THRESHOLD = -1
@@ -36,8 +37,8 @@ class AllocatorStrategy:
         elif not can_keep_freed_memory():
             reason = "the C library of this system is not glibc, whose mallopt it takes"
         else:
-            return Choices(knob=self.name, values=("own", "keep"))
-        return Choices(knob=self.name, values=("own",), left_out=(LeftOut(value="keep", reason=reason),))
+            return offer(self.name, ("own", "keep"))
+        return offer(self.name, ("own",), {"keep": reason})
 
     def apply(self, build: Build) -> None:
         """Sets the C library; this holds for the rest of the process's life, not only for the run."""
@@ -59,7 +60,7 @@ def can_keep_freed_memory() -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Tells this process's C library to keep freed memory for the allocations to come; for the rest of its life.
+    """Sets this process's C library to keep freed memory for the allocations to come; for the rest of its life.
 
     Returns:
         Whether it took it.

@@ -12,8 +12,9 @@ from torch import nn
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -29,18 +30,10 @@ class AttentionStrategy:
         model = structure.model
         reason = reason_against_switching(model)
         if reason is not None:
-            left_out = tuple(LeftOut(value=value, reason=reason) for value in IMPLEMENTATIONS)
-            return Choices(knob=self.name, values=("own",), left_out=left_out)
+            return offer(self.name, ("own",), dict.fromkeys(IMPLEMENTATIONS, reason))
         own = _config(model)._attn_implementation
-        values: list[str] = ["own"]
-        dropped: list[LeftOut] = []
-        for value in IMPLEMENTATIONS:
-            reason = _reason_against(model, value, own)
-            if reason is None:
-                values.append(value)
-            else:
-                dropped.append(LeftOut(value=value, reason=reason))
-        return Choices(knob=self.name, values=tuple(values), left_out=tuple(dropped))
+        reasons = {value: _reason_against(model, value, own) for value in IMPLEMENTATIONS}
+        return offer(self.name, ("own",), reasons)
 
     def apply(self, build: Build) -> None:
         """Switches the implementation of every attention module.

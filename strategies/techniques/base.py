@@ -1,4 +1,4 @@
-"""What every technique shares: the Strategy protocol, the Build that it works on, and the Choices it offers."""
+"""What every technique shares: the Strategy protocol, and the Build that it works on."""
 
 from __future__ import annotations
 
@@ -11,31 +11,67 @@ import torch
 from torch import nn
 
 from autoplan.probes.profile import HardwareProfile
-from autoplan.record import Record
+from autoplan.strategies.analysis.facts import Choices
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
 
 if TYPE_CHECKING:
+    from autoplan.strategies.analysis.pipeline_trace import PipelineTrace
     from autoplan.strategies.analysis.structure import Structure
     from autoplan.strategies.analysis.tensor_plans import TensorPlan
 
 
-class LeftOut(Record):
-    """A value that a knob does not offer here, and why."""
+@dataclass(kw_only=True)
+class MicroStepHooks:
+    """What surrounds the forward of each micro-step.
 
-    value: Any
-    reason: str
-
-
-class Choices(Record):
-    """The values of one knob that are legal for this workload on this machine, the plain one first.
-
-    `left_out` keeps the others with the reason, for the explanation of the plan.
+    Attributes:
+        begin: Called before every micro-step.
+        forward_context: Opens the context of each forward (autocast).
+        set_sync: Called before every micro-step, with True before the last of a step and False before the others: DDP
+            and FSDP2 exchange gradients accordingly.
     """
 
-    knob: str
-    values: tuple[Any, ...]
-    left_out: tuple[LeftOut, ...] = ()
+    begin: Callable[[], None] = field(default=lambda: None)
+    forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    set_sync: Callable[[bool], None] = field(default=lambda sync: None)
+
+
+@dataclass(kw_only=True)
+class GradientReduction:
+    """How the gradients of all ranks become those of the whole global batch.
+
+    Attributes:
+        ranks: The ranks over which DDP or FSDP2 averages; the loss is multiplied by it, since the gradient of a run is
+            a sum over ranks divided by the global count.
+        sum_over_ranks: Sums a tensor over the data-parallel ranks.
+        finish: Called once per step, after the last backward and before anything reads the gradients.
+        clip: Clips to a norm and returns the norm before clipping, over all ranks that hold gradients.
+        norm_weights: By id of a parameter, the share with which this rank counts its gradient in the norm (tied over
+            two stages: a half); 1 where not given.
+    """
+
+    ranks: int = 1
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda tensor: tensor)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    clip: Callable[[list[nn.Parameter], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
+    norm_weights: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class PipelineBuild:
+    """What the two steps of pipeline parallelism leave for each other and for the run; empty without a pipeline.
+
+    Attributes:
+        tensor_plan: How the whole model is split over tp, made before the cut.
+        cut: Where the model is cut, and which stages are this rank's.
+        engine: Runs forward and backward of this rank's share of the batch; None: one micro-batch after another.
+    """
+
+    tensor_plan: TensorPlan | None = None
+    cut: PipelineCut | None = None
+    engine: StepEngine | None = None
 
 
 @dataclass(kw_only=True)
@@ -50,20 +86,9 @@ class Build:
         mesh: The device mesh, or None for one rank.
         optimizer: Set by the optimizer strategy.
         scaler: The gradient scaler of fp16, else None.
-        forward_context: Opens the context of each forward (autocast).
-        set_gradient_sync: Called with False before every micro-step but the last (DDP, FSDP2).
-        gradient_ranks: The ranks over which the wrapper averages gradients; the loss is scaled by it, since the
-            gradient of the run is a sum over ranks divided by the global count.
-        sum_over_ranks: Sums a tensor over the data-parallel ranks.
-        clip_gradients: Clips to a norm and returns the norm before clipping, over all ranks that hold gradients.
-        begin_micro_step: Called before every micro-step.
-        dp_rank: Which share of the global batch is this rank's.
-        gradient_weights: By id of a parameter, the share with which this rank counts its gradient in the norm (tied
-            over two stages: a half); 1 where not given.
-        finish_gradients: Called once per step, after the last backward and before anything reads the gradients.
-        tensor_plan: How the whole model is split over tp, made before a pipeline cut.
-        pipeline: How the model is cut, between the two steps of pipeline parallelism.
-        step_engine: Runs forward and backward over a whole share of the batch (pipeline); None: one after another.
+        hooks: What surrounds each micro-step.
+        gradients: How gradients are summed, finished and clipped.
+        pipeline: The parts of a pipeline.
     """
 
     workload: Workload
@@ -75,18 +100,9 @@ class Build:
     mesh: Any = None
     optimizer: torch.optim.Optimizer | None = None
     scaler: torch.amp.GradScaler | None = None
-    forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    set_gradient_sync: Callable[[bool], None] = field(default=lambda sync: None)
-    gradient_ranks: int = 1
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda tensor: tensor)
-    clip_gradients: Callable[[list[nn.Parameter], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
-    begin_micro_step: Callable[[], None] = field(default=lambda: None)
-    dp_rank: int = 0
-    gradient_weights: dict[int, float] = field(default_factory=dict)
-    finish_gradients: list[Callable[[], None]] = field(default_factory=list)
-    tensor_plan: TensorPlan | None = None
-    pipeline: Any = None
-    step_engine: Any = None
+    hooks: MicroStepHooks = field(default_factory=MicroStepHooks)
+    gradients: GradientReduction = field(default_factory=GradientReduction)
+    pipeline: PipelineBuild = field(default_factory=PipelineBuild)
 
     @property
     def training_module(self) -> TrainingModule:
@@ -95,6 +111,29 @@ class Build:
             if isinstance(module, TrainingModule):
                 return module
         raise AssertionError("a build always holds a TrainingModule")
+
+
+class StepEngine(Protocol):
+    """Runs the forward and backward of a whole step."""
+
+    def forward_backward(self, batch: Batch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCut:
+    """Where a model is cut into pipeline stages, and which of them are this rank's.
+
+    Attributes:
+        trace: The order of the model's modules, and the hidden states between blocks.
+        bounds: (first block, one past the last block) per stage.
+        own: This rank's stages.
+        tied: Pairs of names of one parameter, of which the first stage holds one and the last the other.
+    """
+
+    trace: PipelineTrace
+    bounds: list[tuple[int, int]]
+    own: list[int]
+    tied: list[tuple[str, str]]
 
 
 class Strategy(Protocol):

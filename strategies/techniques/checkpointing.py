@@ -19,8 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.config import CHECKPOINT_EVERY
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 # The operations whose results the selective policy keeps: those that cost the most to compute again per byte kept.
@@ -37,8 +39,6 @@ _KEPT_NAMES = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-_EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
-VALUES = ("none", "selective", "every_4", "every_3", "every_2", "full")
 
 
 class CheckpointingStrategy:
@@ -51,17 +51,13 @@ class CheckpointingStrategy:
         count = len(structure.blocks)
         if count == 0:
             reason = "the model has no repeated blocks to wrap"
-            left_out = tuple(LeftOut(value=value, reason=reason) for value in VALUES[1:])
-            return Choices(knob=self.name, values=("none",), left_out=left_out)
-        values, dropped = [], []
-        for value in VALUES:
-            every = _EVERY.get(value, 1)
-            if every > 1 and every >= max(len(stack) for stack in structure.stacks):
-                reason = f"the longest run of blocks has {max(len(stack) for stack in structure.stacks)}"
-                dropped.append(LeftOut(value=value, reason=reason))
-            else:
-                values.append(value)
-        return Choices(knob=self.name, values=tuple(values), left_out=tuple(dropped))
+            return offer(self.name, ("none",), dict.fromkeys(CHECKPOINT_EVERY, reason))
+        longest = max(len(stack) for stack in structure.stacks)
+        reasons = {
+            value: f"the longest run of blocks has {longest}" if every > 1 and every >= longest else None
+            for value, every in CHECKPOINT_EVERY.items()
+        }
+        return offer(self.name, ("none",), reasons)
 
     def apply(self, build: Build) -> None:
         """Puts a checkpoint wrapper around the chosen blocks, in place.
@@ -80,7 +76,7 @@ class CheckpointingStrategy:
         compiled = build.config.compile != "off"
         for stack in build.structure.stacks:
             for index, (name, block) in enumerate(stack):
-                if index % _EVERY.get(value, 1) == 0:
+                if index % CHECKPOINT_EVERY[value] == 0:
                     wrapped = wrap(block, selective=value == "selective", compiled=compiled)
                     replace_module(build.model, name, wrapped)
 

@@ -13,11 +13,11 @@ import torch
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.config import CUDAGRAPH_MODES, knob_values
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
-
-CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class CompilationStrategy:
@@ -29,12 +29,10 @@ class CompilationStrategy:
         """Blocks only where the model has them; nothing where the machine lacks a compiler."""
         reason = reason_against_compiling(device)
         if reason is not None:
-            left_out = tuple(LeftOut(value=value, reason=reason) for value in ("block", "model"))
-            return Choices(knob=self.name, values=("off",), left_out=left_out)
+            return offer(self.name, ("off",), dict.fromkeys(("block", "model"), reason))
         if not structure.blocks:
-            dropped = LeftOut(value="block", reason="the model has no repeated blocks")
-            return Choices(knob=self.name, values=("off", "model"), left_out=(dropped,))
-        return Choices(knob=self.name, values=("off", "block", "model"))
+            return offer(self.name, ("off", "model"), {"block": "the model has no repeated blocks"})
+        return offer(self.name, ("off", "block", "model"))
 
     def apply(self, build: Build) -> None:
         """Marks modules for compilation at their first call.
@@ -50,9 +48,9 @@ class CompilationStrategy:
             reason = "the model has no repeated blocks"
         if reason is not None:
             raise ConfigError(f"compile={config.compile} does not apply: {reason}", hint="Use compile=off.")
-        if config.compile_mode in CUDAGRAPH_MODES and (build.device.type != "cuda" or config.compile == "block"):
+        if config.compile_mode in CUDAGRAPH_MODES and build.device.type != "cuda":
             raise ConfigError(
-                f"compile_mode={config.compile_mode} records CUDA graphs; it needs a CUDA device and compile=model",
+                f"compile_mode={config.compile_mode} records CUDA graphs; it needs a CUDA device",
                 hint="Use compile_mode=default.",
             )
         options: dict[str, Any] = {"dynamic": False}
@@ -65,7 +63,7 @@ class CompilationStrategy:
                 build.model.get_submodule(name).compile(**options)
         if config.compile_mode in CUDAGRAPH_MODES:
             # outputs of a recorded graph are overwritten by the next replay; this says where a new one begins
-            build.begin_micro_step = torch.compiler.cudagraph_mark_step_begin
+            build.hooks.begin = torch.compiler.cudagraph_mark_step_begin
 
 
 class CompileModeStrategy:
@@ -76,14 +74,10 @@ class CompileModeStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """On CUDA all modes; on CPU the default one."""
         if device == "cuda":
-            modes = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
-            return Choices(knob=self.name, values=modes)
-        graphs = tuple(LeftOut(value=mode, reason="CUDA graphs need a CUDA device") for mode in CUDAGRAPH_MODES)
-        tuning = LeftOut(
-            value="max-autotune-no-cudagraphs",
-            reason="on CPU it times matmul templates against MKL at each compilation, for minutes",
-        )
-        return Choices(knob=self.name, values=("default",), left_out=(*graphs, tuning))
+            return offer(self.name, knob_values(self.name) or ())
+        tuning = "on CPU it times matmul templates against MKL at each compilation, for minutes"
+        graphs = dict.fromkeys(CUDAGRAPH_MODES, "CUDA graphs need a CUDA device")
+        return offer(self.name, ("default",), graphs | {"max-autotune-no-cudagraphs": tuning})
 
     def apply(self, build: Build) -> None:
         """Nothing by itself."""

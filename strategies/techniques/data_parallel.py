@@ -1,7 +1,7 @@
 """Data parallelism: DDP where each rank holds the whole model, FSDP2 (and HSDP) where ranks share it.
 
 The gradient of a run is a sum over all samples divided by the count of the whole global batch. DDP and FSDP2 average
-over the data-parallel ranks, so `gradient_ranks` multiplies the loss by their number (strategies/run.py).
+over the data-parallel ranks, so `Build.gradients.ranks` multiplies the loss by their number (strategies/run.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices
-from autoplan.strategies.techniques.data_parallel_knobs import DDP_BUCKET_MB, reason_against_data_parallel
+from autoplan.strategies.config import PLAIN
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import GlobalNormClipper, axis_size, data_position, sum_over_axes
 from autoplan.strategies.workloads.workload import Workload
 
@@ -34,25 +34,22 @@ class DataParallelStrategy:
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """One rank; more ranks come from `techniques.degrees.legal_degrees`, which sees all degrees together."""
-        return Choices(knob=self.name, values=(1,))
+        return offer(self.name, (1,))
 
     def apply(self, build: Build) -> None:
         """Wraps build.module and sets how gradients are synchronised, summed and clipped."""
-        reason = reason_against_data_parallel(build.config.model_dump(), build.workload.global_batch)
-        if reason is not None:
-            raise ConfigError(reason, hint="Leave that knob at its default, or change what it goes with.")
         if build.mesh is None:
             return
         mesh: DeviceMesh = build.mesh
-        build.sum_over_ranks = lambda tensor: sum_over_axes(mesh, tensor, ("dp_replicate", "dp_shard"))
-        build.clip_gradients = GlobalNormClipper(mesh, build.gradient_weights)
-        build.dp_rank, build.gradient_ranks = data_position(mesh)
-        if build.pipeline is None:  # else each stage is wrapped by PipelineEngineStrategy
+        build.gradients.sum_over_ranks = lambda tensor: sum_over_axes(mesh, tensor, ("dp_replicate", "dp_shard"))
+        build.gradients.clip = GlobalNormClipper(mesh, build.gradients.norm_weights)
+        _, build.gradients.ranks = data_position(mesh)
+        if build.pipeline.cut is None:  # else each stage is wrapped by PipelineEngineStrategy
             build.module = wrap_data_parallel(build, mesh, [build.module])[0]
 
 
 def wrap_data_parallel(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Wraps what a step calls, one module or one per pipeline stage of this rank, and sets build.set_gradient_sync."""
+    """Wraps what a step calls, one module or one per pipeline stage of this rank, and sets hooks.set_sync."""
     if build.config.dp == 1:
         return list(modules)
     return apply_ddp(build, mesh, modules) if uses_ddp(build) else apply_fsdp(build, mesh, modules)
@@ -70,11 +67,11 @@ def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> l
     """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
     wrapped = [_wrap_ddp(build, mesh, module) for module in modules]
 
-    def set_gradient_sync(sync: bool) -> None:
+    def set_sync(sync: bool) -> None:
         for module in wrapped:
             module.require_backward_grad_sync = sync  # type: ignore[assignment]  # what no_sync() sets
 
-    build.set_gradient_sync = set_gradient_sync
+    build.hooks.set_sync = set_sync
     return wrapped
 
 
@@ -87,10 +84,10 @@ def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
         module,
         device_ids=[build.device.index] if build.device.type == "cuda" and build.device.index is not None else None,
         process_group=mesh.get_group("dp_replicate"),
-        bucket_cap_mb=None if bucket == DDP_BUCKET_MB else bucket,
+        bucket_cap_mb=None if bucket == PLAIN.ddp_bucket_mb else bucket,
         static_graph=build.config.ddp_static_graph,
         gradient_as_bucket_view=True,  # saves one copy of the gradients
-        broadcast_buffers=False,  # buffers that depend on the batch are refused (micro_batch_dependent)
+        broadcast_buffers=False,  # each rank keeps the running statistics of its own micro-batches
     )
 
 
@@ -114,7 +111,7 @@ def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> 
 
     set_prefetch(units, config.fsdp_prefetch)
 
-    build.set_gradient_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
+    build.hooks.set_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
     return list(modules)
 
 

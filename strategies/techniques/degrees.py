@@ -1,27 +1,26 @@
-"""The legal combinations of degrees that share a workload over ranks, and why others are not legal. Loads no torch."""
+"""The legal combinations of degrees for a workload, and why others are not legal. Loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from autoplan.strategies.analysis.facts import ParallelFacts
-from autoplan.strategies.config import micro_batches
+from autoplan.strategies.analysis.facts import LeftOut, ParallelFacts, WorkloadFacts
+from autoplan.strategies.config import EXCHANGE_KNOBS, PLAIN, RANK_COUNTS, knob_values, knobs, micro_batches
+from autoplan.strategies.techniques.rules import incompatible
 
-if TYPE_CHECKING:
-    from autoplan.strategies.analysis.facts import WorkloadFacts
-
-# Stages per rank that the interleaved schedules are tried with; more of them means more, smaller messages.
 VIRTUAL_STAGES = (2,)
-
+"""Stages per rank that the interleaved schedules are tried with; more of them means more, smaller messages."""
 
 DegreeCombination = dict[str, Any]
+"""Values of the knobs that say how ranks share the work; what is 1 or off is not named."""
 
 
 def legal_degrees(
     facts: WorkloadFacts, nproc: int, *, device: str = "cpu", ranks_per_node: int | None = None
-) -> tuple[list[DegreeCombination], list[dict[str, Any]]]:
-    """The combinations to share a workload over up to `nproc` ranks.
+) -> tuple[list[DegreeCombination], list[LeftOut]]:
+    """The legal combinations of degrees for a workload over up to `nproc` ranks.
 
     Args:
         facts: The workload's facts.
@@ -30,22 +29,58 @@ def legal_degrees(
         ranks_per_node: tp stays within a node; None: one node.
 
     Returns:
-        Ways as mappings of knobs (dp_replicate, dp_shard, reshard_after_forward, tp, pp, pp_schedule,
-        pp_microbatches, virtual_stages; what is 1 or off is not named), and what was left out as family, limit, by
-        and configurations.
+        The combinations without the knobs of how data-parallel ranks exchange (`with_exchange_knobs` adds them), and
+        what was left out.
     """
     combinations: list[DegreeCombination] = []
-    left_out: dict[str, dict[str, Any]] = {}
+    left_out: dict[str, LeftOut] = {}
     for world in world_sizes(nproc, device):
         for pp, tp, replicate, shard in factorings(world):
-            reason = reason_against(facts, pp=pp, tp=tp, dp=replicate * shard, ranks_per_node=ranks_per_node or nproc)
-            if reason is not None:
-                family, limit, by = reason
-                entry = left_out.setdefault(family, {"family": family, "limit": limit, "by": by, "configurations": 0})
-                entry["configurations"] += 1
+            found = reason_against(facts, pp=pp, tp=tp, dp=replicate * shard, ranks_per_node=ranks_per_node or nproc)
+            if found is None:
+                combinations += _expand(facts, pp, tp, replicate, shard)
                 continue
-            combinations += _expand(facts, pp, tp, replicate, shard)
+            first = left_out.get(found.family, found)
+            left_out[found.family] = first.model_copy(update={"configurations": first.configurations + 1})
     return combinations, list(left_out.values())
+
+
+def with_exchange_knobs(
+    combinations: Sequence[Mapping[str, Any]], asked: Mapping[str, Sequence[Any]]
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Each combination of degrees once per combination of exchange knobs that goes with it.
+
+    Args:
+        combinations: Legal degrees, as `legal_degrees` gives them.
+        asked: Values per exchange knob that the user names. Of the others, those that a search varies by itself take
+            all their values, and the rest stay at their plain one.
+
+    Returns:
+        The combinations, and why what was asked for does not go with some of them.
+    """
+    made: list[Mapping[str, Any]] = []
+    reasons: dict[str, None] = {}
+    varied = [knob for knob in EXCHANGE_KNOBS if knobs()[knob].searched and knob not in asked]
+    searched = [dict(itertools.chain(*pairs)) for pairs in itertools.product(*(_off_plain(knob) for knob in varied))]
+    for combination in combinations:
+        for row in itertools.product(*asked.values()):
+            full = dict(combination) | dict(zip(asked, row, strict=True))
+            reason = _reason_against_combination(full)
+            if reason is None:
+                made += [full | more for more in searched if _reason_against_combination(full | more) is None]
+            elif _reason_against_combination(combination) is None:
+                reasons[reason] = None
+    return made, list(reasons)
+
+
+def _off_plain(knob: str) -> list[tuple[tuple[str, Any], ...]]:
+    """A knob at its plain value, which is not named, and at each other value of its closed list."""
+    others = (value for value in knob_values(knob) or () if value != getattr(PLAIN, knob))
+    return [(), *(((knob, value),) for value in others)]
+
+
+def _reason_against_combination(combination: Mapping[str, Any]) -> str | None:
+    return incompatible(PLAIN.model_copy(update=dict(combination)))
 
 
 def world_sizes(nproc: int, device: str) -> list[int]:
@@ -63,38 +98,40 @@ def factorings(world: int) -> Iterator[tuple[int, int, int, int]]:
                 yield pp, tp, replicate, world // pp // tp // replicate
 
 
-def reason_against(
-    facts: WorkloadFacts, *, pp: int, tp: int, dp: int, ranks_per_node: int
-) -> tuple[str, str, str] | None:
-    """(family, which limit, by how much) for degrees that are not legal; None if they are."""
+def reason_against(facts: WorkloadFacts, *, pp: int, tp: int, dp: int, ranks_per_node: int) -> LeftOut | None:
+    """Why degrees are not legal for a workload; None if they are."""
     parallel = facts.parallel
-    if facts.spec.global_batch % dp:
-        batch = facts.spec.global_batch
-        return f"dp={dp}", "data-parallel ranks divide the global batch", f"{batch} over {dp} leaves {batch % dp}"
-    if tp > 1 and (reason := reason_against_tp(facts, tp, ranks_per_node)) is not None:
-        return f"tp={tp}", *reason
+    batch = facts.spec.global_batch
+    if batch % dp:
+        reason, by = "data-parallel ranks divide the global batch", f"{batch} over {dp} leaves {batch % dp}"
+        return LeftOut(knob="dp", value=dp, reason=reason, by=by)
+    if tp > 1 and (found := reason_against_tp(facts, tp, ranks_per_node)) is not None:
+        return found
     if pp > 1:
         if parallel is None or parallel.pp_reason is not None:
-            return "pp>1", "pipeline parallelism cuts one row of blocks", _why(parallel, "pp_reason")
+            reason = "pipeline parallelism cuts one row of blocks"
+            return LeftOut(knob="pp", value=">1", reason=reason, by=_why(parallel, "pp_reason"))
         if parallel.num_blocks < pp:
-            return f"pp={pp}", "a stage holds at least one block", f"{parallel.num_blocks} blocks"
+            reason, by = "a stage holds at least one block", f"{parallel.num_blocks} blocks"
+            return LeftOut(knob="pp", value=pp, reason=reason, by=by)
     return None
 
 
-def reason_against_tp(facts: WorkloadFacts, tp: int, ranks_per_node: int) -> tuple[str, str] | None:
-    """(which limit, by how much) for a tensor-parallel degree that is not legal; None if it is."""
-    parallel = facts.parallel
+def reason_against_tp(facts: WorkloadFacts, tp: int, ranks_per_node: int) -> LeftOut | None:
+    """Why a tensor-parallel degree is not legal for a workload; None if it is."""
+    parallel, length = facts.parallel, facts.spec.sequence_length
     if parallel is None or parallel.tp_unit is None:
-        return "tensor parallelism needs a plan of the model's projections", _why(parallel, "tp_reason")
-    if parallel.tp_unit % tp:
+        reason, by = "tensor parallelism needs a plan of the model's projections", _why(parallel, "tp_reason")
+    elif parallel.tp_unit % tp:
         legal = ", ".join(str(d) for d in _divisors(parallel.tp_unit))
-        return "tp divides what it splits", f"{parallel.tp_unit_of}: tp can be {legal}"
-    length = facts.spec.sequence_length
-    if length is not None and length % tp:
-        return "sequence parallelism splits the sequence evenly", f"{length} over {tp} leaves {length % tp}"
-    if tp > ranks_per_node:
-        return "tp stays within a node", f"{tp} ranks, {ranks_per_node} per node"
-    return None
+        reason, by = "tp divides what it splits", f"{parallel.tp_unit_of}: tp can be {legal}"
+    elif length is not None and length % tp:
+        reason, by = "sequence parallelism splits the sequence evenly", f"{length} over {tp} leaves {length % tp}"
+    elif tp > ranks_per_node:
+        reason, by = "tp stays within a node", f"{tp} ranks, {ranks_per_node} per node"
+    else:
+        return None
+    return LeftOut(knob="tp", value=tp, reason=reason, by=by)
 
 
 def _why(parallel: ParallelFacts | None, field: str) -> str:
@@ -144,38 +181,14 @@ def pipeline_schedules(num_blocks: int, pp: int, num_microbatches: int, dp: int 
 
 def explain_degree(facts: WorkloadFacts, knob: str, value: Any, nproc: int) -> str | None:
     """Why a fixed degree leaves nothing, in a sentence; None where it is legal for some number of ranks."""
-    if not isinstance(value, int) or knob not in ("tp", "pp", "dp_replicate", "dp_shard"):
+    if not isinstance(value, int) or knob not in RANK_COUNTS:
         return None
-    degrees = {"tp": 1, "pp": 1, "dp": 1} | {knob if knob in ("tp", "pp") else "dp": value}
-    reason = reason_against(facts, **degrees, ranks_per_node=max(nproc, value))
-    if reason is not None:
-        return f"{knob}={value}: {reason[1]} ({reason[2]})"
+    config = PLAIN.model_copy(update={knob: value})
+    found = reason_against(facts, pp=config.pp, tp=config.tp, dp=config.dp, ranks_per_node=max(nproc, value))
+    if found is not None:
+        return f"{knob}={value}: {found.reason} ({found.by})"
     if value > nproc:
         return f"{knob}={value} needs {value} ranks; --nproc is {nproc}"
-    return None
-
-
-def coherent_with_pipeline(values: Mapping[str, Any], global_batch: int) -> bool:
-    """Whether the other knobs go with the pipeline: one pass per step, and what `reason_against_knobs` says."""
-    if values.get("pp", 1) == 1:
-        return True
-    dp = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
-    accumulation = global_batch // dp // values["micro_batch"]
-    return accumulation == values.get("pp_microbatches", 1) and reason_against_knobs(values) is None
-
-
-def reason_against_knobs(values: Mapping[str, Any]) -> str | None:
-    """Why other knobs do not go with a pipeline; None if they do."""
-    compiled, schedule = values.get("compile", "off"), values.get("pp_schedule", "1f1b")
-    if compiled == "model":
-        return "a stage leaves the model's forward where its blocks end; a graph of the whole model cannot"
-    if schedule != "zero_bubble":
-        return None
-    if values.get("dp_replicate", 1) * values.get("dp_shard", 1) > 1:
-        return "zero_bubble computes gradients past the hooks that DDP and FSDP2 reduce them in"
-    graph_twice = compiled != "off" or values.get("loss", "full") != "full"
-    if graph_twice or values.get("checkpointing", "none") != "none":
-        return "zero_bubble goes through a graph twice; compiled, fused and checkpointed graphs allow it once"
     return None
 
 

@@ -1,7 +1,7 @@
 """Summed cross-entropy of a linear head without all logits at once: torch's own operation, and two of ours.
 
 torch's chunked linear_cross_entropy (2.13) is used in fp32. In bf16 it returns the sum itself in bf16, which is off
-by up to 0.4 % (measured), so there the same algorithm stands here with an fp32 sum and an fp32 weight gradient. All
+by up to 0.4 % (measured), so this file has the same algorithm with an fp32 sum and an fp32 weight gradient. All
 take the gradients of a chunk while its logits are there: three matmuls, as the full loss has. In fp16 the gradients
 must see the loss scale, which the forward does not know: chunks with recomputation, four matmuls.
 """

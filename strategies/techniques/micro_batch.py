@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from autoplan.errors import WorkloadError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import micro_batches
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -16,17 +17,20 @@ class MicroBatchStrategy:
     name = "micro_batch"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """All divisors of the global batch; with one data-parallel rank. Only the fixed one where modules depend on it.
+        """All divisors of the global batch; with one data-parallel rank. Only the fixed one where there is one.
 
         No value at all stands for: the user has to fix it, see `micro_batch_refusal`.
         """
         values = tuple(micro_batches(workload.global_batch))
-        if not structure.micro_batch_dependent:
-            return Choices(knob=self.name, values=values)
         fixed = workload.fixed_micro_batch
-        reason = "it would train something else: " + describe_dependence(structure)
-        left_out = tuple(LeftOut(value=value, reason=reason) for value in values if value != fixed)
-        return Choices(knob=self.name, values=() if fixed is None else (fixed,), left_out=left_out)
+        if structure.micro_batch_dependent:
+            reason = "it would train something else: " + describe_dependence(structure)
+        elif fixed is not None:
+            reason = f"the workload fixes the micro-batch to {fixed}"
+        else:
+            return offer(self.name, values)
+        others = dict.fromkeys((value for value in values if value != fixed), reason)
+        return offer(self.name, () if fixed is None else (fixed,), others)
 
     def apply(self, build: Build) -> None:
         """Refuses a micro-batch that would change what is trained.
@@ -34,9 +38,17 @@ class MicroBatchStrategy:
         Raises:
             WorkloadError: modules depend on the micro-batch, and the user did not fix it to this one.
         """
-        dependent = bool(build.structure.micro_batch_dependent)
-        if dependent and build.workload.fixed_micro_batch != build.config.micro_batch:
+        fixed = build.workload.fixed_micro_batch
+        if fixed == build.config.micro_batch:
+            return
+        if build.structure.micro_batch_dependent:
             raise micro_batch_refusal(build.workload, build.structure)
+        if fixed is not None:
+            raise WorkloadError(
+                f"{build.workload.name} fixes the micro-batch to {fixed}, and the config has "
+                f"{build.config.micro_batch}",
+                hint=f"Use micro_batch={fixed}, or leave fixed_micro_batch out of the workload.",
+            )
 
 
 def describe_dependence(structure: Structure) -> str:

@@ -11,9 +11,11 @@ import torch
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
-from autoplan.strategies.workloads.optimizers import OPTIMIZER_FLAGS, rebuild, trainable
+from autoplan.strategies.config import OPTIMIZER_FLAGS
+from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.workloads.optimizers import rebuild, trainable
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -25,15 +27,8 @@ class OptimizerStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """The forms that the optimizer's class takes and the device has."""
         optimizer = workload.build_optimizer(trainable(structure.model))
-        values: list[str] = ["own"]
-        dropped: list[LeftOut] = []
-        for value in OPTIMIZER_FLAGS:
-            reason = reason_against(type(optimizer), value, device)
-            if reason is None:
-                values.append(value)
-            else:
-                dropped.append(LeftOut(value=value, reason=reason))
-        return Choices(knob=self.name, values=tuple(values), left_out=tuple(dropped))
+        reasons = {value: reason_against(type(optimizer), value, device) for value in OPTIMIZER_FLAGS}
+        return offer(self.name, ("own",), reasons)
 
     def apply(self, build: Build) -> None:
         """Makes the optimizer over the parameters that train, in the chosen form.

@@ -1,4 +1,4 @@
-"""What a pipeline stage is made of: the model with stand-ins for what the rank, or the stage, does not hold."""
+"""What a pipeline stage is made of: the model with placeholders for what the rank, or the stage, does not hold."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autoplan.strategies.workloads.workload import TrainingModule
 
 
 class Skip(nn.Module):
-    """Stands where a block is that another rank or another of this rank's stages holds, and hands its input on."""
+    """Replaces a block that another rank, or another stage of this rank, holds: returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs["hidden_states"]
 
 
-class StandIn(nn.Module):
-    """Stands where an embedding was: zeros of the right shape, or what came in."""
+class EmbeddingPlaceholder(nn.Module):
+    """Replaces an embedding: zeros of the right shape, or its input."""
 
     def __init__(self, module: nn.Module, shape: tuple[int, ...] | None) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class StandIn(nn.Module):
 
 
 class Absent(nn.Module):
-    """Stands where a module was that runs after this rank's last block."""
+    """Replaces a module that runs after this rank's last block."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a stage leaves the forward before this module")
 
 
 class Receive(nn.Module):
-    """Stands before a stage's first block: gives the hidden states that the stage got instead of its input."""
+    """Replaces the block before a stage's first: returns the hidden states that the stage received."""
 
     def __init__(self, tuples: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Receive(nn.Module):
 
 
 class Leave(nn.Module):
-    """Stands after a stage's last block: leaves the model's forward with the hidden states."""
+    """Replaces the block after a stage's last: leaves the model's forward with the hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise LeaveForward(args[0] if args else kwargs["hidden_states"])
@@ -75,7 +75,7 @@ class LeaveForward(Exception):
         self.hidden = hidden
 
 
-STAND_INS = (Skip, StandIn, Absent, Receive, Leave)
+PLACEHOLDERS = (Skip, EmbeddingPlaceholder, Absent, Receive, Leave)
 
 
 def drop_absent(
@@ -88,7 +88,7 @@ def drop_absent(
             replace_module(model, name, Skip())
     if not first:
         for name in trace.before:
-            replace_module(model, name, StandIn(model.get_submodule(name), trace.output_shapes[name]))
+            replace_module(model, name, EmbeddingPlaceholder(model.get_submodule(name), trace.output_shapes[name]))
     if not last:
         for name in trace.after:
             replace_module(model, name, Absent())
@@ -110,17 +110,17 @@ def view_of_blocks(model: nn.Module, blocks: tuple[str, ...], start: int, stop: 
 
 def _copy_shallow(module: nn.Module | None) -> nn.Module:
     assert module is not None
-    twin = copy.copy(module)
-    twin.__dict__["_modules"] = dict(module._modules)
-    return twin
+    copied = copy.copy(module)
+    copied.__dict__["_modules"] = dict(module._modules)
+    return copied
 
 
 def drop_outside(model: nn.Module, trace: PipelineTrace, *, first: bool, last: bool) -> None:
-    """In a view: stand-ins for what runs before and after the blocks, where another stage of the rank holds it."""
+    """In a view: placeholders for what runs before and after the blocks, where another stage of the rank holds it."""
     parents_copied = trace.blocks[0].rpartition(".")[0].split(".")
     for name in (*(() if first else trace.before), *(() if last else trace.after)):
         module = model.get_submodule(name)
-        if isinstance(module, STAND_INS):
+        if isinstance(module, PLACEHOLDERS):
             continue
         # Parents that are not on the way to the blocks are shared with the other view: copy them first.
         node, parts = model, name.split(".")
@@ -129,7 +129,7 @@ def drop_outside(model: nn.Module, trace: PipelineTrace, *, first: bool, last: b
                 node._modules[part] = _copy_shallow(node._modules[part])
             node = node.get_submodule(part)
         before = name in trace.before
-        node._modules[parts[-1]] = StandIn(module, trace.output_shapes[name]) if before else Absent()
+        node._modules[parts[-1]] = EmbeddingPlaceholder(module, trace.output_shapes[name]) if before else Absent()
 
 
 class Stage(nn.Module):

@@ -13,8 +13,9 @@ import torch
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build, Choices, LeftOut
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.workloads.workload import Workload
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,17 +29,12 @@ class PrecisionStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """What the device computes at all; which of them is slow there is for the probes to say."""
         if device == "cpu":
-            dropped = LeftOut(value="tf32", reason="TF32 is a format of NVIDIA GPUs")
-            return Choices(knob=self.name, values=("fp32", "bf16", "fp16"), left_out=(dropped,))
-        values, left_out = ["fp32"], []
+            return offer(self.name, ("fp32", "bf16", "fp16"), {"tf32": "TF32 is a format of NVIDIA GPUs"})
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-        for value in ("tf32", "bf16"):
-            if capability >= (8, 0):
-                values.append(value)
-            else:
-                reason = f"it needs compute capability 8.0; this device has {capability[0]}.{capability[1]}"
-                left_out.append(LeftOut(value=value, reason=reason))
-        return Choices(knob=self.name, values=(*values, "fp16"), left_out=tuple(left_out))
+        if capability >= (8, 0):
+            return offer(self.name, ("fp32", "tf32", "bf16", "fp16"))
+        reason = f"it needs compute capability 8.0; this device has {capability[0]}.{capability[1]}"
+        return offer(self.name, ("fp32", "fp16"), dict.fromkeys(("tf32", "bf16"), reason))
 
     def apply(self, build: Build) -> None:
         """Sets the matmul format, the autocast context and the loss scaler.
@@ -58,7 +54,9 @@ class PrecisionStrategy:
         # The selective policy records the operations of a block. Where a block runs twice in a forward, the cache
         # of autocast leaves the casts of weights out of the second record, and its recomputation does not match.
         cached = build.config.checkpointing != "selective"
-        build.forward_context = functools.partial(torch.autocast, build.device.type, dtype=dtype, cache_enabled=cached)
+        build.hooks.forward_context = functools.partial(
+            torch.autocast, build.device.type, dtype=dtype, cache_enabled=cached
+        )
         if precision == "fp16":
             build.scaler = torch.amp.GradScaler(build.device.type)
 

@@ -28,9 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.analysis.tensor_plans import FUSED, TensorPlan, find_tensor_plan
-from autoplan.strategies.techniques.base import Build, Choices
+from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.loss import CHUNK_ROWS
 from autoplan.strategies.techniques.loss_kernels import limited_rows
 from autoplan.strategies.workloads.batch import Batch
@@ -44,7 +45,7 @@ class TensorParallelStrategy:
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """One rank; more come from `techniques.degrees.legal_degrees`, which sees all degrees together."""
-        return Choices(knob=self.name, values=(1,))
+        return offer(self.name, (1,))
 
     def apply(self, build: Build) -> None:
         """Distributes every parameter and puts the collectives where the plan says.
@@ -55,7 +56,7 @@ class TensorParallelStrategy:
         if build.config.tp == 1:
             return
         assert build.mesh is not None
-        apply_tensor_parallel(build, build.tensor_plan or plan_tensor_parallel(build), build.mesh["tp"])
+        apply_tensor_parallel(build, build.pipeline.tensor_plan or plan_tensor_parallel(build), build.mesh["tp"])
 
 
 def plan_tensor_parallel(build: Build) -> TensorPlan:
@@ -104,7 +105,7 @@ def apply_tensor_parallel(build: Build, plan: TensorPlan, mesh: DeviceMesh) -> N
     sequence_parallel = [name for name, _ in build.structure.blocks] + [plan.exit]
     splitter.replicate_rest(lambda name: any(name == part or name.startswith(part + ".") for part in sequence_parallel))
     _place_collectives(model, plan, mesh)
-    build.finish_gradients.append(functools.partial(reduce_partial_gradients, model))
+    build.gradients.finish.append(functools.partial(reduce_partial_gradients, model))
 
 
 def _held(model: nn.Module, name: str) -> nn.Module | None:

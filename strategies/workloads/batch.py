@@ -1,7 +1,7 @@
-"""Batches: nests of tensors whose first dim counts samples; and the micro-batch knob.
+"""Batches: nested tensors whose first dim counts samples; their size, slices and micro-batches.
 
 A batch is a tensor, or a dict, tuple or list of batches. Leaves that are not tensors, and tensors without dims,
-belong to the whole batch and are handed on as they are.
+belong to the whole batch and are passed on as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def batch_size(batch: Batch) -> int:
     if len(sizes) != 1:
         given = "no tensor" if not sizes else f"tensors with first dims {sorted(sizes)}"
         raise WorkloadError(
-            f"the batch holds {given}; every tensor of a batch has the samples as its first dim",
+            f"the batch has {given}; every tensor of a batch has the samples as its first dim",
             hint="Return a tensor, or a dict or tuple of tensors that share their first dim, from the batch function.",
         )
     return int(sizes.pop())
@@ -50,7 +50,7 @@ def split_batch(batch: Batch, micro_batch: int) -> Iterator[Batch]:
     if size % micro_batch:
         raise WorkloadError(
             f"a batch of {size} samples does not split into micro-batches of {micro_batch}",
-            hint="Hand step() the whole share of the global batch; TrainingRun.local_batch says how many samples.",
+            hint="Pass step() this rank's whole share of the global batch: TrainingRun.local_batch samples.",
         )
     for start in range(0, size, micro_batch):
         yield slice_batch(batch, start, start + micro_batch)

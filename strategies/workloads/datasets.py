@@ -15,7 +15,7 @@ from autoplan.strategies.workloads.batch import Batch
 
 
 class SizedDataset(Protocol):
-    """What a dataset has to have."""
+    """The methods that a dataset needs."""
 
     def __len__(self) -> int: ...
 
@@ -36,7 +36,7 @@ def batches_from_dataset(
     Args:
         dataset: Has `len()` and `[]`.
         collate: Makes a batch of a list of samples; None: torch's default_collate.
-        longest_of: How many samples are looked at for the largest, evenly spread over the dataset.
+        longest_of: How many samples are compared to find the largest; they are spread evenly over the dataset.
 
     Returns:
         `make_batch(num_samples, index)`.

@@ -1,7 +1,7 @@
 """`file.py:function` workloads: checked by reading the source in the planner, imported in a rank.
 
 A function returns an `autoplan.Workload`. Parameters named sequence_length, global_batch, or like an option of the
-command are handed over. An example, an image classifier (examples/image_classifier.py is a whole one):
+command are passed to it. An example, an image classifier (examples/image_classifier.py is a whole one):
 
     def workload(global_batch: int = 64) -> autoplan.Workload:
         return autoplan.Workload(
@@ -23,11 +23,12 @@ import difflib
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.digests import is_own_file
 
 
 def check_function(text: str) -> tuple[Path, str]:
@@ -51,21 +52,70 @@ def check_function(text: str) -> tuple[Path, str]:
 
 
 def local_sources(path: Path) -> dict[str, str]:
-    """Hashes of a file's source and of the files beside it that it imports, by name; for the workload's identity."""
+    """Hashes of a file's source and of all files of the user's own that it reaches by imports, by name.
+
+    Followed are imports of neighbours, within packages (relative ones too) and from the folders of the user's own on
+    sys.path. Of a package beside the file all files count, since some are imported by names made at run time.
+    """
+    folders = _own_folders(path.parent)
     found: dict[str, str] = {}
-    waiting = [path]
+    waiting = [path.resolve()]
+    seen: set[Path] = set()
     while waiting:
         current = waiting.pop()
-        if current.name in found:
+        if current in seen:
             continue
-        found[current.name] = hashlib.sha256(current.read_bytes()).hexdigest()[:16]
-        for name in _imported(_parse(current)):
-            neighbour = path.parent / f"{name}.py"
-            if neighbour.is_file():
-                waiting.append(neighbour)
-            for file in sorted((path.parent / name).rglob("*.py")):  # a package: all of it counts
-                found[str(file.relative_to(path.parent))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        seen.add(current)
+        data = current.read_bytes()
+        found[_name_under(current, folders)] = hashlib.sha256(data).hexdigest()[:16]
+        try:
+            tree = ast.parse(data)
+        except (SyntaxError, ValueError):
+            continue  # its import will fail, and say so
+        waiting += [file for file in _imported_files(tree, current, folders) if file not in seen]
+    for name in _imported(_parse(path)):
+        for file in sorted((path.parent / name).rglob("*.py")):
+            found.setdefault(_name_under(file.resolve(), folders), hashlib.sha256(file.read_bytes()).hexdigest()[:16])
     return found
+
+
+def _own_folders(first: Path) -> list[Path]:
+    """Where the user's own modules are found: beside the file, and on sys.path."""
+    folders = [first.resolve()]
+    for entry in sys.path:
+        folder = Path(entry or ".").resolve()
+        if folder not in folders and folder.is_dir() and is_own_file(folder):
+            folders.append(folder)
+    return folders
+
+
+def _name_under(file: Path, folders: list[Path]) -> str:
+    """A file's name: its path within the first of the folders that has it."""
+    return next((str(file.relative_to(folder)) for folder in folders if file.is_relative_to(folder)), str(file))
+
+
+def _imported_files(tree: ast.Module, current: Path, folders: list[Path]) -> Iterator[Path]:
+    """The files of the user's own that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of(alias.name.split("."), folders)
+        elif isinstance(node, ast.ImportFrom):
+            starts = folders if node.level == 0 else [current.parents[node.level - 1]]
+            parts = node.module.split(".") if node.module else []
+            for alias in node.names:
+                yield from _files_of([*parts, alias.name], starts)
+
+
+def _files_of(parts: list[str], starts: list[Path]) -> Iterator[Path]:
+    """The module files along a dotted name, from the first folder that has its beginning."""
+    for start in starts:
+        places = [start.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
+        files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+        files = [file for file in files if file.is_file()]
+        if files:
+            yield from (file.resolve() for file in files if is_own_file(file))
+            return
 
 
 def import_function(reference: str) -> Callable[..., Any]:
@@ -113,7 +163,7 @@ def _parse(path: Path) -> ast.Module:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
-        raise WorkloadError(f"{path}{where} is not Python: {error}", hint="Mend the file.") from error
+        raise WorkloadError(f"{path}{where} is not Python: {error}", hint="Fix the file.") from error
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

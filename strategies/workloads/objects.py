@@ -6,8 +6,6 @@ import base64
 import copy
 import dataclasses
 import functools
-import inspect
-import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,8 @@ from torch import nn
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
+from autoplan.strategies.workloads.function_file import local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
@@ -71,14 +71,32 @@ def spec_from_objects(
             seed=seed,
         )
     else:
-        if not isinstance(workload, Workload):
+        parts: dict[str, Any] = {"model": model, "make_batch": make_batch, "loss": loss, "optimizer": optimizer}
+        parts |= {"schedule": schedule, "max_grad_norm": max_grad_norm}
+        given = [name for name, value in parts.items() if value is not None]
+        if given:
             raise WorkloadError(
-                f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
-                hint="Or hand in the parts: model=, make_batch=, loss=, optimizer=.",
+                f"a whole workload was given, and {', '.join(given)} too, which would be dropped",
+                hint="Put them into the workload: dataclasses.replace(workload, max_grad_norm=1.0).",
             )
-        given: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
-        workload = dataclasses.replace(workload, **{key: value for key, value in given.items() if value is not None})
-    identity = hash_identity({field.name: describe(getattr(workload, field.name)) for field in _fields(workload)})
+        workload = _with_changes(workload, global_batch=global_batch, sequence_length=sequence_length, name=name)
+    return _spec_of(workload, defaults_used=said)
+
+
+def _with_changes(workload: Any, **changes: Any) -> Workload:
+    """The workload with the changes that are given (not None)."""
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
+            hint="Or give the parts: model=, make_batch=, loss=, optimizer=.",
+        )
+    return dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
+
+
+def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadSpec:
+    """The spec that carries a workload."""
+    digests, unhashed = digests_of(workload)
+    identity = hash_identity(digests)
     return WorkloadSpec(
         kind="object",
         reference=workload.name,
@@ -88,8 +106,37 @@ def spec_from_objects(
         unit="tokens" if workload.sequence_length else "samples",
         payload=_pack(workload, identity),
         identity=identity,
-        defaults_used=said,
+        digests=digests,
+        unhashed=unhashed,
+        defaults_used=defaults_used,
     )
+
+
+# The part of what is trained that a field of a Workload belongs to; other fields are settings.
+_PARTS = {
+    "build_model": "model",
+    "loss": "loss",
+    "head": "loss",
+    "count": "loss",
+    "build_optimizer": "optimizer",
+    "build_schedule": "schedule",
+    "make_batch": "data",
+    "load_weights": "weights",
+}
+
+
+def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A digest per part of a workload, and the types of values that cannot be hashed."""
+    describers: dict[str, Describer] = {}
+    parts: dict[str, list[Any]] = {"weights": []}
+    for field in dataclasses.fields(workload):
+        part = _PARTS.get(field.name, "settings")
+        describer = describers.setdefault(part, Describer(local_sources))
+        parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
+    parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]
+    found = {part: digest(described) for part, described in parts.items()}
+    unhashed = {name for describer in describers.values() for name in describer.unhashed}
+    return found | {"versions": digest(installed_versions())}, tuple(sorted(unhashed))
 
 
 def workload_from_objects(
@@ -124,40 +171,22 @@ def workload_from_objects(
     Raises:
         WorkloadError: a part is missing, or of the wrong kind.
     """
-    missing = [
-        part for part, value in (("model", model), ("make_batch", make_batch), ("optimizer", optimizer)) if not value
-    ]
-    if missing:
-        raise WorkloadError(
-            f"the workload lacks {', '.join(missing)}",
-            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
-        )
+    _check_parts(model=model, make_batch=make_batch, optimizer=optimizer)
     assert model is not None and make_batch is not None and optimizer is not None
     instance = model if isinstance(model, nn.Module) else None
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if instance is None:
-            raise WorkloadError(
-                "the optimizer is an instance, and the model is a function that makes new parameters",
-                hint="Give a function for both, or an instance of both.",
-            )
-        make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = rebuild_over(optimizer, trainable(instance))
-    else:
-        make_optimizer = optimizer
     causal = loss is None
-    if loss is None:
-        if instance is not None and not hasattr(instance, "get_output_embeddings"):
-            raise WorkloadError(
-                f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
-                hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
-            )
-        loss = causal_loss
+    if instance is not None and causal and not hasattr(instance, "get_output_embeddings"):
+        raise WorkloadError(
+            f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
+            hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
+        )
     build_model = model if instance is None else functools.partial(copy.deepcopy, instance)
     return Workload(
         name=name or (type(instance).__name__ if instance is not None else str(getattr(model, "__name__", "model"))),
         build_model=build_model,
         make_batch=make_batch,
-        loss=loss,
-        build_optimizer=make_optimizer,
+        loss=causal_loss if loss is None else loss,
+        build_optimizer=_optimizer_maker(optimizer, instance),
         global_batch=global_batch,
         sequence_length=sequence_length,
         max_grad_norm=max_grad_norm,
@@ -169,16 +198,44 @@ def workload_from_objects(
     )
 
 
+def _check_parts(**parts: object) -> None:
+    missing = [part for part, value in parts.items() if not value]
+    if missing:
+        raise WorkloadError(
+            f"the workload lacks {', '.join(missing)}",
+            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
+        )
+
+
+def _optimizer_maker(
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer], model: nn.Module | None
+) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    """A function that makes the optimizer from parameters.
+
+    Args:
+        optimizer: Such a function, or an optimizer over the parameters of `model`.
+        model: None where the model is made by a function.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if model is None:
+        raise WorkloadError(
+            "the optimizer is an instance, and the model is a function that makes new parameters",
+            hint="Give a function for both, or an instance of both.",
+        )
+    return rebuild_over(optimizer, trainable(model))
+
+
 def unpack(spec: WorkloadSpec) -> Workload:
     """The workload that travels with a spec.
 
     Raises:
-        WorkloadError: the spec was read from a plan, which carries no objects; or they do not load here.
+        WorkloadError: the spec was read from a plan, which contains no objects; or they do not load here.
     """
     if spec.payload is None:
         raise WorkloadError(
             f"{spec.name} was made of Python objects, which a plan does not carry",
-            hint="Hand them in again: plan.prepare(model, optimizer, loss), or search with the same ones.",
+            hint="Pass them again: plan.prepare(model, optimizer, loss), or search with the same ones.",
         )
     kind, _, text = spec.payload.partition(":")
     try:
@@ -191,79 +248,6 @@ def unpack(spec: WorkloadSpec) -> Workload:
         ) from error
     assert isinstance(workload, Workload), "spec_from_objects packs workloads"
     return workload
-
-
-def describe(value: Any, depth: int = 6) -> Any:
-    """What makes a value what it is, as JSON: sources of functions, structure of modules, plain values as they are.
-
-    Used for identities only, so it has to be the same in another run of the same program.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if depth == 0:
-        return type(value).__qualname__
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
-        return [describe(part, depth - 1) for part in parts]
-    if isinstance(value, dict):
-        return {str(key): describe(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((describe(item, depth - 1) for item in value), key=repr)
-    if isinstance(value, list | tuple):
-        return [describe(item, depth - 1) for item in value]
-    if isinstance(value, types.ModuleType):  # a package that a closure imported
-        return [value.__name__, str(getattr(value, "__version__", ""))]
-    if isinstance(value, nn.Module):
-        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in value.state_dict().items()}
-        frozen = [name for name, parameter in value.named_parameters() if not parameter.requires_grad]
-        return [repr(value), shapes, frozen]
-    if isinstance(value, torch.Tensor):
-        return ["tensor", list(value.shape), str(value.dtype)]
-    if callable(value) and hasattr(value, "__code__"):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        closure = [describe(cell, depth - 1) for cell in cells]
-        return [_source(value), closure, describe(value.__defaults__, depth - 1), _named_values(value, depth - 1)]
-    if inspect.ismethod(value):
-        return [describe(value.__func__, depth - 1), describe(value.__self__, depth - 1)]
-    if isinstance(value, type):
-        return [value.__qualname__, _source(value)]
-    to_dict = getattr(value, "to_dict", None)
-    if callable(to_dict):
-        return [type(value).__qualname__, describe(to_dict(), depth - 1)]
-    attributes = getattr(value, "__dict__", {})
-    return [type(value).__qualname__, describe(attributes, depth - 1)]
-
-
-def _named_values(function: Any, depth: int) -> Any:
-    """The module's own constants and functions that a function names: `width = 64` at the top of a script counts."""
-    home = getattr(function, "__globals__", {})
-    found = {}
-    for name in sorted(set(function.__code__.co_names) & set(home)):
-        value = home[name]
-        own = getattr(value, "__module__", None) == function.__module__
-        if isinstance(value, bool | int | float | str | list | tuple | dict) or (own and callable(value)):
-            found[name] = describe(value, depth - 1) if depth > 0 else type(value).__qualname__
-    return found
-
-
-def _fields(workload: Workload) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(workload)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _source(value: Any) -> Any:
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):
-        code = getattr(value, "__code__", None)
-        return value.__qualname__ if code is None else [value.__qualname__, code.co_code.hex(), repr(code.co_names)]
 
 
 def _pack(workload: Workload, identity: str) -> str:

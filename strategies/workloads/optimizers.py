@@ -1,4 +1,4 @@
-"""Optimizers of a user, made again over other parameters with their groups and hyper-parameters kept."""
+"""A user's optimizer, made again over other parameters, with its groups and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any
 import torch
 
 from autoplan.errors import WorkloadError
-
-OPTIMIZER_FLAGS = {
-    "for_loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-}
-"""The forms of an optimizer step that torch has, as the flags of its optimizers."""
+from autoplan.strategies.config import OPTIMIZER_FLAGS
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -34,20 +28,20 @@ def rebuild_over(
         parameters: The trainable parameters of the model it was made for, in the model's order.
 
     Raises:
-        WorkloadError: it holds parameters that are not among them.
+        WorkloadError: it has parameters that are not among them.
     """
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     groups = []
     for group in optimizer.param_groups:
-        held = [parameter for parameter in group["params"] if parameter.requires_grad]
-        strange = [parameter for parameter in held if id(parameter) not in place]
-        if strange:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        foreign = [parameter for parameter in trained if id(parameter) not in place]
+        if foreign:
             raise WorkloadError(
-                f"the optimizer holds {len(strange)} parameter(s) that are not the model's",
+                f"the optimizer has {len(foreign)} parameter(s) that are not the model's",
                 hint="Make the optimizer over the parameters of the model that you hand in, or give a function.",
             )
         options = {key: value for key, value in group.items() if key != "params" and key not in OPTIMIZER_FLAGS}
-        groups.append((options, [place[id(parameter)] for parameter in held]))
+        groups.append((options, [place[id(parameter)] for parameter in trained]))
     return functools.partial(_make_over, type(optimizer), groups, dict(optimizer.defaults), len(parameters))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 _FOLDER = Path(__file__).parent / "model_configs"
 
-# As transformers' Trainer has them (TrainingArguments), but for the fp32 AdamW of torch.
+# The defaults of transformers' Trainer (TrainingArguments), with torch's AdamW in fp32.
 DEFAULT_OPTIONS: dict[str, Any] = {"learning_rate": 5e-5, "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 0}
 
 
@@ -20,7 +20,7 @@ def list_models() -> tuple[str, ...]:
 
 
 def canonical_name(name: str) -> str | None:
-    """The built-in model that a name or an alias stands for; None if there is none."""
+    """The built-in model of a name or an alias; None if there is none."""
     return _names().get(name.strip().lower())
 
 

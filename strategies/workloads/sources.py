@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
+from autoplan.strategies.workloads.digests import digest, installed_versions
 from autoplan.strategies.workloads.function_file import check_function, import_function, local_sources
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
 
-DEFAULT_LONGEST_SEQUENCE = 8192  # some models take far more (131072 for Llama 3.2); nobody trains at that unasked
+DEFAULT_LONGEST_SEQUENCE = 8192  # some models take far more (131072 for Llama 3.2); too much for a default
 LANGUAGE_OPTIONS = ("learning_rate", "weight_decay", "max_grad_norm", "seed", "fixed_micro_batch")
 _LENGTH_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length")
 
@@ -39,7 +40,8 @@ def make_spec(
         model: A built-in name, a config.json, a folder with a config.json (and weights), or `file.py:function`.
         sequence_length: Tokens per sequence; None: the model's own length, at most DEFAULT_LONGEST_SEQUENCE.
         global_batch: Samples per optimizer step; None: DEFAULT_GLOBAL_BATCH, or what the function says.
-        options: learning_rate, weight_decay, max_grad_norm, seed, fixed_micro_batch; for a function whatever it takes.
+        options: learning_rate, weight_decay, max_grad_norm, seed, fixed_micro_batch; a function takes what it
+            declares.
 
     Raises:
         WorkloadError: an unknown model, a broken file, or a number out of range.
@@ -49,15 +51,11 @@ def make_spec(
     chosen: dict[str, Option] = {
         key: value for key, value in (options or {}).items() if value is not None or key == "max_grad_norm"
     }
-    if ".py:" in model:
-        given: dict[str, Option] = {key: value for key, value in chosen.items() if value is not None}
-        return _function_spec(model, sequence_length, global_batch, given)
-    unknown = sorted(set(chosen) - set(LANGUAGE_OPTIONS))
-    if unknown:
-        raise WorkloadError(
-            f"{model} takes no option {', '.join(unknown)}",
-            hint=f"Language models take {', '.join(LANGUAGE_OPTIONS)}; a file.py:function takes what it declares.",
-        )
+    if chosen.get("max_grad_norm") == 0:
+        chosen["max_grad_norm"] = None  # clipping to 0 would clear the gradients
+    if ".py:" in model:  # with max_grad_norm None the function is asked for no clipping, and must take that
+        return _function_spec(model, sequence_length, global_batch, chosen)
+    _check_language_options(model, chosen)
     if not model.strip():
         raise WorkloadError("no model was named", hint="For example: --model gpt2")
     name = registry.canonical_name(model)
@@ -78,13 +76,48 @@ def make_spec(
         return _language_spec(
             "config", str(path.resolve()), name, fields, sequence_length, global_batch, chosen, extra=""
         )
+    raise _unknown_model(model)
+
+
+def _check_language_options(model: str, options: Mapping[str, Option]) -> None:
+    unknown = sorted(set(options) - set(LANGUAGE_OPTIONS))
+    if unknown:
+        raise WorkloadError(
+            f"{model} takes no option {', '.join(unknown)}",
+            hint=f"Language models take {', '.join(LANGUAGE_OPTIONS)}; a file.py:function takes what it declares.",
+        )
+
+
+def _unknown_model(model: str) -> WorkloadError:
     near = registry.near_names(model)
-    raise WorkloadError(
+    return WorkloadError(
         f"{model!r} is no built-in model, no file and no folder here",
         hint=(f"Did you mean {' or '.join(near)}? " if near else "")
         + f"Built in are {', '.join(registry.list_models())}; else give a config.json, a model folder or "
         "file.py:function.",
     )
+
+
+def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
+    """The parts of a spec whose digests are others here and now: `code`, `model`, `weights`, `versions`.
+
+    Empty where nothing changed, and where it cannot be known: an earlier version wrote the spec, its files are not
+    here, or it was made of Python objects, of which only the versions are compared.
+    """
+    if spec.kind == "object":
+        now = {"versions": digest(installed_versions())}
+    else:
+        try:
+            made = make_spec(
+                model=spec.reference,
+                sequence_length=spec.sequence_length,
+                global_batch=spec.global_batch,
+                options=spec.options,
+            )
+        except WorkloadError:
+            return ()
+        now = {part: value for part, value in made.digests.items() if part != "settings"}
+    return tuple(part for part, value in sorted(now.items()) if spec.digests.get(part, value) != value)
 
 
 def spec_from_objects(workload: Workload | None = None, **parts: Any) -> WorkloadSpec:
@@ -95,7 +128,7 @@ def spec_from_objects(workload: Workload | None = None, **parts: Any) -> Workloa
 
 
 def load_workload(spec: WorkloadSpec) -> Workload:
-    """The workload that a spec stands for. Loads torch and, for language models, transformers; downloads nothing.
+    """The workload of a spec. Loads torch and, for language models, transformers; downloads nothing.
 
     Raises:
         WorkloadError: the files or functions behind it are missing, fail, or return the wrong thing.
@@ -137,14 +170,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text())
     except OSError as error:
         raise WorkloadError(
-            f"{path} cannot be read: {error.strerror}", hint="Give a config.json or a folder that holds one."
+            f"{path} cannot be read: {error.strerror}", hint="Give a config.json or a folder with one."
         ) from error
     except ValueError as error:
         raise WorkloadError(f"{path} is not JSON: {error}", hint="Is the file cut short? Fetch it again.") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise WorkloadError(
             f"{path} names no model_type, so it is not a model configuration of transformers",
-            hint='A config.json holds an object with "model_type", for example "gpt2" or "llama".',
+            hint='A config.json is an object with "model_type", for example "gpt2" or "llama".',
         )
     return fields
 
@@ -186,12 +219,11 @@ def _language_spec(
     if global_batch is None:
         global_batch = DEFAULT_GLOBAL_BATCH
         said.append(f"global batch {global_batch} sequences per optimizer step; change it with --global-batch")
-    identity = {
-        "config": fields,
-        "sequence_length": sequence_length,
-        "global_batch": global_batch,
-        "options": options,
-        "weights": extra,
+    digests = {
+        "model": digest(fields),
+        "settings": digest([sequence_length, global_batch, options]),
+        "weights": digest(extra),
+        "versions": digest(installed_versions()),
     }
     return WorkloadSpec(
         kind=kind,
@@ -201,7 +233,8 @@ def _language_spec(
         global_batch=global_batch,
         unit="tokens",
         options=options,
-        identity=hash_identity(identity),
+        identity=hash_identity(digests),
+        digests=digests,
         defaults_used=tuple(said),
     )
 
@@ -210,12 +243,10 @@ def _function_spec(
     text: str, sequence_length: int | None, global_batch: int | None, options: dict[str, Option]
 ) -> WorkloadSpec:
     path, function = check_function(text)
-    identity = {
-        "sources": local_sources(path),
-        "function": function,
-        "sequence_length": sequence_length,
-        "global_batch": global_batch,
-        "options": options,
+    digests = {
+        "code": digest([local_sources(path), function]),
+        "settings": digest([sequence_length, global_batch, options]),
+        "versions": digest(installed_versions()),
     }
     open_fields = [
         name for name, value in (("global_batch", global_batch), ("sequence_length", sequence_length)) if value is None
@@ -229,7 +260,8 @@ def _function_spec(
         unit="tokens" if sequence_length else "samples",
         options=options,
         open_fields=tuple(open_fields),
-        identity=hash_identity(identity),
+        identity=hash_identity(digests),
+        digests=digests,
     )
 
 

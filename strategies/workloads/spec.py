@@ -44,6 +44,12 @@ class WorkloadSpec(Record):
         "yet; inspection (strategies/inspect.py) fills them in and empties this",
     )
     identity: str
+    digests: dict[str, str] = Field(
+        default_factory=dict,
+        description="a hash per part of what is trained (model, loss, optimizer, data, weights, versions, ...); the "
+        "identity is made of them; empty in specs of earlier versions",
+    )
+    unhashed: tuple[str, ...] = Field(default=(), description="types of values that no digest covers")
     defaults_used: tuple[str, ...] = Field(
         default=(), description="what the user did not give, in sentences for the screen"
     )

@@ -60,7 +60,10 @@ def without_cache(configs: list[Any]) -> Iterator[None]:
     """Turns the key-value cache off for a forward and its backward, and puts the settings back.
 
     Training never reads a cache, but a model that is asked to keep one fills it during the forward. A recomputation
-    in the backward would then append to it, and get other shapes than the forward had.
+    in the backward would then append to it, and get other shapes than the forward had. So checkpointing needs this.
+    A run without checkpointing leaves the settings alone: transformers looks for packed sequences only where there is
+    no cache, so for batches with position ids that start anew the cache decides what a token attends to. There,
+    parity refuses every checkpointing.
     """
     before = [config.use_cache for config in configs]
     for config in configs:

@@ -1,6 +1,6 @@
 """Workload: what is trained. Its model, its batches, its loss as a sum and a count, its optimizer, its global batch.
 
-Nothing a plan does changes what stands here. `workloads/sources.py` makes workloads from a model name, a
+A plan changes none of this. `workloads/sources.py` makes workloads from a model name, a
 config.json, a folder or `file.py:function`; a library call builds one from Python objects.
 """
 
@@ -101,14 +101,14 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """What throughput counts, in words."""
+        """The name of what throughput counts."""
         return "tokens" if self.sequence_length else "samples"
 
 
 class TrainingModule(nn.Module):
     """The model with its loss, so that one forward gives the loss's sum and count.
 
-    Whatever wraps a run (DDP, FSDP2, compile of the whole model) wraps this, so that the loss runs inside it.
+    DDP, FSDP2 and the compiler wrap this module, so that the loss runs inside them.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch], LossSum]) -> None:

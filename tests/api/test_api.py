@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
+import pickle
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autoplan
 from autoplan import api
-from autoplan.errors import ConfigError, NoFeasiblePlanError, PlanError, UsageError
-from autoplan.planner.search.options import SearchObserver
+from autoplan import errors as errors_module
+from autoplan.errors import AutoplanError, ConfigError, NoFeasiblePlanError, PlanError, UsageError, as_keywords
+from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.space.bounds import Bound
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
@@ -46,7 +53,7 @@ def loss(model, batch):
 
 plan = autoplan.search(
     model=build, make_batch=make_batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
-    global_batch=16, budget="60s", max_trials=2, fix={"compile": "off"}, device="cpu", quiet=True,
+    global_batch=16, budget="30s", max_trials=2, fix={"compile": "off"}, device="cpu", quiet=True,
 )
 run = plan.prepare(build, lambda p: torch.optim.AdamW(p, lr=0.01), loss)
 losses = [float(run.step(make_batch(run.local_batch, n)).loss) for n in range(30)]
@@ -55,6 +62,7 @@ print("LEARNED", losses[-1] < losses[0] - 0.1, plan.parity.passed)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
 def test_a_search_from_an_unguarded_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     home = {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -65,6 +73,7 @@ def test_a_search_from_an_unguarded_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
 def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> None:
     import torch
     from torch import nn
@@ -79,7 +88,7 @@ def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> Non
             loss=lambda model, batch: LossSum(model(batch).square().sum(), len(batch)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             global_batch=4,
-            budget="60s",
+            budget="30s",
             device="cpu",
             memory_limit="1MiB",
             store=tmp_path,
@@ -88,47 +97,142 @@ def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> Non
     assert error.value.exit_code == 3 and error.value.hint
 
 
-def test_options_are_checked_and_typed() -> None:
+def test_options_are_checked_and_read() -> None:
     spec = make_spec(model="gpt2", sequence_length=128)
-    options = api.make_options(
-        spec,
+    options = SearchOptions(
+        spec=spec,
         budget="90s",
         fix={"micro_batch": "4", "precision": "bf16"},
-        bound={"threads": (1, 2), "attention": ["own", "sdpa"], "tp": "1..2"},
+        bound={"threads": (1, 2), "attention": ["own", "sdpa"], "tp": "1..2", "pp": (None, 2)},
         memory_limit="2GiB",
+        sampler="ours",
     )
-    assert options.budget_s == 90 and options.memory_limit_bytes == 2 * 2**30
-    assert options.fixed == {"micro_batch": 4, "precision": "bf16"}
+    assert options.budget_s == 90 and options.memory_limit_bytes(None) == 2 * 2**30
+    assert options.fix == {"micro_batch": 4, "precision": "bf16"}
     assert options.spec.options["fixed_micro_batch"] == 4
-    assert options.bounds["threads"] == Bound(low=1, high=2) and options.bounds["attention"].values == ("own", "sdpa")
-    assert options.bounds["tp"] == Bound(low=1, high=2)
+    assert options.bound["threads"] == Bound(low=1, high=2) and options.bound["attention"].values == ("own", "sdpa")
+    assert options.bound["tp"] == Bound(low=1, high=2) and options.bound["pp"] == Bound(high=2)
+    assert options.sampler == "autoplan", "the earlier name of the same sampler"
+    again = dataclasses.replace(options, budget=10)
+    assert again.budget_s == 10 and again.bound == options.bound and again.fix == options.fix
 
 
 def test_a_share_of_memory_is_of_all_there_is() -> None:
     spec = make_spec(model="gpt2")
-    whole = api.make_options(spec, memory_limit="100%", device="cpu").memory_limit_bytes
-    half = api.make_options(spec, memory_limit="50%", device="cpu").memory_limit_bytes
-    assert whole and half and abs(whole - 2 * half) <= 2
+    assert SearchOptions(spec=spec, memory_limit="25%").memory_limit_bytes(2.0**30) == 2**28
+    assert SearchOptions(spec=spec).memory_limit_bytes(2.0**30) is None
+    with pytest.raises(UsageError, match="memory of the device is not known"):
+        SearchOptions(spec=spec, memory_limit="25%").memory_limit_bytes(None)
+
+
+WRONG: dict[str, tuple[Any, type[Exception]]] = {
+    "budget": ("soon", UsageError),
+    "max_trials": (1.5, UsageError),
+    "fix": ({"precison": "bf16"}, ConfigError),
+    "bound": ({"precision": ["fp32", "int2"]}, ConfigError),
+    "device": ("tpu", UsageError),
+    "memory_limit": ("120%", UsageError),
+    "nproc": (0, UsageError),
+    "sampler": ("grid", UsageError),
+    "out": (3, UsageError),
+    "store": ("", UsageError),
+    "fresh": ("yes", UsageError),
+    "dry_run": (1, UsageError),
+    "seed": (-1, UsageError),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SearchOptions) if field.name != "spec"])
+def test_every_option_is_checked_and_its_error_names_it_as_a_keyword_and_as_a_flag(name: str) -> None:
+    value, kind = WRONG[name]
+    with pytest.raises(kind) as caught:
+        SearchOptions(spec=make_spec(model="gpt2"), **{name: value})
+    error = caught.value
+    assert isinstance(error, AutoplanError) and error.hint
+    if kind is UsageError:  # the others name the knob that is wrong
+        assert error.message.startswith(f"{name} is "), error.message
+        assert error.flag_message.startswith(f"--{name.replace('_', '-')} is "), error.flag_message
+    assert "--" not in str(error)
 
 
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
-        ({"fix": {"precison": "bf16"}}, ConfigError),
         ({"fix": {"precision": "int2"}}, ConfigError),
-        ({"bound": {"precision": ["fp32", "int2"]}}, ConfigError),
+        ({"fix": ["precision=bf16"]}, UsageError),
         ({"bound": {"nothing": (1, 2)}}, ConfigError),
-        ({"budget": "soon"}, UsageError),
-        ({"nproc": 0}, UsageError),
-        ({"max_trials": 1.5}, UsageError),
-        ({"device": "tpu"}, UsageError),
+        ({"bound": {"micro_batch": (8, 1)}}, ConfigError),
+        ({"bound": 3}, UsageError),
+        ({"nproc": True}, UsageError),
+        ({"budget": 0}, UsageError),
+        ({"memory_limit": 0}, UsageError),
+        ({"sampler": 3}, UsageError),
     ],
     ids=str,
 )
 def test_wrong_options_are_refused(given: dict, kind: type[Exception]) -> None:
     with pytest.raises(kind) as error:
-        api.make_options(make_spec(model="gpt2"), **given)
+        SearchOptions(spec=make_spec(model="gpt2"), **given)
     assert error.value.hint  # type: ignore[attr-defined]
+
+
+def test_search_takes_every_option_under_its_one_name() -> None:
+    taken = set(inspect.signature(autoplan.search).parameters)
+    options = {field.name for field in dataclasses.fields(SearchOptions)} - {"spec", "dry_run"}
+    assert options <= taken
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--nproc is 0", "nproc is 0"),
+        ("For example --budget 10m", 'For example budget="10m"'),
+        ("--max-trials 20, --max-trials", "max_trials=20, max_trials"),
+        ("use --fix precision=bf16.", 'use fix={"precision": "bf16"}.'),
+        ("--fix tp=1 --bound micro_batch=1..8", 'fix={"tp": 1} bound={"micro_batch": "1..8"}'),
+        ("--seq-len 1024 or --memory-limit 8GiB.", 'sequence_length=1024 or memory_limit="8GiB".'),
+        ("--device cuda or --store DIR", 'device="cuda" or store=DIR'),
+        ("find one: autoplan search --nproc 4.", "find one: autoplan search --nproc 4."),
+        ("torchrun --nproc-per-node 4 train.py, --json", "torchrun --nproc-per-node 4 train.py, --json"),
+    ],
+)
+def test_what_a_flag_is_in_python(text: str, words: str) -> None:
+    assert as_keywords(text) == words
+    error = UsageError(text, hint=text)
+    copied = pickle.loads(pickle.dumps(error))
+    for one in (error, copied):
+        assert (one.message, one.hint, one.flag_message, one.flag_hint) == (words, words, text, text)
+
+
+# Names.
+
+DOCUMENTS = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py")]
+
+
+def public_names(text: str) -> set[str]:
+    """The names of autoplan that a text uses: `autoplan.X`, outside links and file names; and errors by their name."""
+    errors = {name for name in vars(errors_module) if name.endswith("Error")}
+    dotted = set(re.findall(r"(?<![\w/.])autoplan\.([A-Za-z_]\w*)\b(?!\.(?:md|py|json))", text))
+    return dotted - {"md", "json"} | {name for name in errors if re.search(rf"\b{name}\b", text)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_name_that_the_docs_use_is_there(path: Path) -> None:
+    modules = {module.name for module in pkgutil.iter_modules(autoplan.__path__)}
+    missing = {name for name in public_names(path.read_text()) if name not in modules and not hasattr(autoplan, name)}
+    assert not missing, f"{path.name} names {missing}, which autoplan does not have"
+
+
+def test_the_check_of_names_sees_a_wrong_one_and_every_error_is_public() -> None:
+    assert public_names("call `autoplan.serach(x)`; see autoplan.Plan, [x](autoplan.md), a BudgetEndedError") == {
+        "serach",
+        "Plan",
+        "BudgetEndedError",
+    }
+    public = {name for name, member in vars(errors_module).items() if isinstance(member, type)}
+    assert public == {name for name in autoplan.__all__ if name.endswith("Error")}
+    named = public_names((ROOT / "docs" / "errors.md").read_text())
+    assert public <= named, "docs/errors.md lists every error"
 
 
 def test_a_named_workload_and_parts_together_are_refused() -> None:
@@ -146,7 +250,7 @@ def test_an_observer_is_told_instead_of_the_screen(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(search_run, "run_search", run_search)
     mine = SearchObserver()
-    options = api.make_options(make_spec(model="gpt2"))
+    options = SearchOptions(spec=make_spec(model="gpt2"))
     api.run(options, observer=mine)
     assert given["observer"] is mine
     api.run(options, quiet=True)
@@ -179,6 +283,7 @@ def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
 def test_instances_of_model_and_optimizer_are_searched_with(tmp_path: Path) -> None:
     import torch
     from torch import nn
@@ -200,7 +305,7 @@ def test_instances_of_model_and_optimizer_are_searched_with(tmp_path: Path) -> N
         loss=loss,
         optimizer=optimizer,
         global_batch=8,
-        budget="60s",
+        budget="30s",
         max_trials=2,
         fix={"compile": "off"},
         device="cpu",

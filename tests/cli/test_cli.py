@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,6 +58,56 @@ def test_help_names_every_command_and_the_exit_codes(cli) -> None:
     assert "130 interrupted" in ended.out
 
 
+def test_help_says_each_command_in_one_line(cli) -> None:
+    lines = cli("--help").out.splitlines()
+    said = {command: next(line for line in lines if line.startswith(f"  {command} ")) for command in COMMANDS}
+    cut = [line for command, line in said.items() if line.endswith("...") and command != "estimate"]
+    assert not cut
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_of_search_fits_the_terminal_and_names_every_option(columns: int) -> None:
+    from autoplan.planner.search.options import CHECKS
+
+    code = (
+        "import sys; sys.argv = ['autoplan', 'search', '--help']\n"
+        "from autoplan.cli import app\n"
+        "app.is_plain = lambda stream: False\n"
+        "app.run()"
+    )
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= columns, done.stderr
+    for name in CHECKS:
+        assert any(f"--{name.replace('_', '-')} " in line for line in lines), name
+    assert any("What is trained" in line for line in lines)
+
+
+WRONG = {
+    "budget": "soon",
+    "max_trials": "0",
+    "fix": "precision=int3",
+    "bound": "micro_batch=8..1",
+    "device": "tpu",
+    "memory_limit": "120%",
+    "nproc": "0",
+    "sampler": "grid",
+    "seed": "-1",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_option_is_named_as_a_flag(cli, name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    ended = cli("search", "--model", "gpt2", flag, WRONG[name])
+    assert ended.code == 2
+    assert flag in ended.err or name in ("fix", "bound"), ended.err
+    assert f"{name} is" not in ended.err.replace(flag, "")
+    document = cli("search", "--model", "gpt2", flag, WRONG[name], "--json").document
+    assert document["error"]["message"] in ended.err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help_and_json(cli, command: str) -> None:
     ended = cli(command, "--help")
@@ -103,6 +154,7 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
         (("search", "--model", "gpt2", "--fix", "precision=int3"), "fp32, tf32"),
         (("search", "--model", "gpt2", "--fix", "precision"), "knob=value"),
         (("search", "--model", "gpt2", "--fix", "tp=1", "--fix", "tp=2"), "given twice"),
+        (("search", "--model", "gpt2", "--bound", "tp=1..2", "--bound", "tp=1,4"), "given twice"),
         (("search", "--model", "gpt2", "--memory-limit", "lots"), "8GiB"),
         (("search", "--model", "gpt2", "--memory-limit", "120%"), "at most 100"),
         (("search", "--model", "gpt2", "--device", "tpu"), "cuda or cpu"),

@@ -13,7 +13,7 @@ import pytest
 
 from autoplan.planner.plan import Plan
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("probed_machine")]
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "model_type": "gpt2",
@@ -58,7 +58,7 @@ def searches(tmp_path_factory: pytest.TempPathFactory) -> Searches:
 
 @pytest.fixture(scope="module")
 def found(searches: Searches) -> dict[str, Any]:
-    return searches.search("--budget", "90s", "--max-trials", "3")
+    return searches.search("--budget", "30s", "--max-trials", "3")
 
 
 def test_the_document(searches: Searches, found: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def test_the_document(searches: Searches, found: dict[str, Any]) -> None:
 
 
 def test_the_same_command_answers_from_its_record(searches: Searches, found: dict[str, Any]) -> None:
-    again = searches.search("--budget", "90s", "--max-trials", "3")
+    again = searches.search("--budget", "30s", "--max-trials", "3")
     assert again["from_record"] and again["status"] == "plan_found"
     assert [t["number"] for t in again["trials"]] == [t["number"] for t in found["trials"]]
     assert all(trial["resumed"] for trial in again["trials"])

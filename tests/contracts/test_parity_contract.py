@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autoplan.strategies.analysis.structure import find_structure
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import DEGREES, TrainingConfig
 from autoplan.strategies.prepare import STRATEGIES
 from tests.contracts.parity_contract import check_parity
 from tests.recorded import make_hardware
@@ -16,7 +16,6 @@ WORKLOADS = {
     "classifier": lambda: classifier(),
     "batch_norm": lambda: classifier(norm=True, fixed_micro_batch=4),
 }
-DEGREES = {"dp_replicate", "dp_shard", "reshard_after_forward", "tp", "pp", "pp_schedule", "pp_microbatches"}
 SLOW = {("compile", "block"), ("compile", "model")}
 
 
@@ -26,8 +25,8 @@ def offered(workload_name):
     with torch.device("meta"):
         structure = find_structure(workload.build_model())
     for strategy in STRATEGIES:
-        if strategy.name in DEGREES or strategy.name.startswith("virtual"):
-            continue
+        if strategy.name in DEGREES:
+            continue  # on several ranks: tests/strategies/parallel/test_parallel_parity.py
         choices = strategy.choices(workload, structure, make_hardware(), "cpu")
         for value in choices.values[0 if strategy.name == "micro_batch" else 1 :]:
             if (strategy.name, value) not in SLOW or workload_name in ("gpt2", "batch_norm"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("probed_machine")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,7 +32,7 @@ def losses(text: str) -> dict[int, float]:
 
 def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq-len", "32", "--global-batch", "8"]
-    small += ["--budget", "60s", "--max-trials", "2", "--fix", "compile=off", "--device", "cpu"]
+    small += ["--budget", "30s", "--max-trials", "2", "--fix", "compile=off", "--device", "cpu"]
     small += ["--data", str(tmp_path), "--learning-rate", "0.01", "--total-steps", "40"]
     script = str(ROOT / "examples" / "train_gpt2.py")
     whole = run(tmp_path, script, *small, "--steps", "12", "--checkpoint", "whole.pt")
@@ -47,8 +47,20 @@ def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
 
 def test_image_classifier_is_planned(tmp_path: Path) -> None:
     workload = str(ROOT / "examples" / "image_classifier.py") + ":tiny_classifier"
-    command = ["-m", "autoplan", "search", "--model", workload, "--budget", "60s", "--max-trials", "2", "--json"]
+    command = ["-m", "autoplan", "search", "--model", workload, "--budget", "30s", "--max-trials", "2", "--json"]
     document = json.loads(run(tmp_path, *command, "--fix", "compile=off", "--device", "cpu"))
     assert document["status"] == "plan_found" and document["plan"]["workload"]["unit"] == "samples"
     assert document["plan"]["parity"]["passed"] and document["plan"]["workload"]["global_batch"] == 16
     run(tmp_path, "-m", "autoplan", "run", "--steps", "2")
+
+
+def test_the_tutorial_searches_trains_and_resumes(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "tutorial.py")
+    search = ["-m", "autoplan", "search", "--model", f"{script}:workload", "--global-batch", "8", "--budget", "30s"]
+    run(tmp_path, *search, "--max-trials", "2", "--fix", "compile=off", "--device", "cpu", "--out", "plan.json")
+    whole = run(tmp_path, script, "--steps", "40", "--checkpoint", "whole.pt")
+    assert losses(whole)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
+    run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
+    resumed = run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
+    assert "resumed at step 20" in resumed
+    assert losses(resumed)[40] == pytest.approx(losses(whole)[40], abs=2e-4), "the loss differs after resuming"

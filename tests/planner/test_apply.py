@@ -1,12 +1,18 @@
 """plan.prepare: the plan on the user's own parts, and what it says where they do not fit the plan."""
 
+import copy
+import dataclasses
 import functools
+import inspect
 import warnings
 
 import pytest
 import torch
 
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
+from autoplan.planner.apply import prepare_plan
+from autoplan.planner.plan import Plan
+from autoplan.strategies.analysis.training_facts import read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
@@ -174,3 +180,130 @@ def test_a_fixed_micro_batch_is_the_plans():
     loaded = type(plan).model_validate_json(plan.model_dump_json())
     run = loaded.prepare(functools.partial(Classifier, True), sgd, image_loss)
     assert torch.isfinite(run.step(image_batch(8, 0)).loss)
+
+
+def test_plan_prepare_and_what_it_calls_have_one_signature():
+    given = [list(inspect.signature(function).parameters.values())[1:] for function in (Plan.prepare, prepare_plan)]
+    assert given[0] == given[1] and len(given[0]) == 10
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in given[0])
+    returns = [inspect.signature(function).return_annotation for function in (Plan.prepare, prepare_plan)]
+    assert returns[0] == returns[1] == "TrainingRun"
+    signature = inspect.signature(Plan.prepare)
+    assert repr(signature.parameters["max_grad_norm"].default) == "AS_SEARCHED"
+    assert repr(signature.parameters["schedule"].default) == "AS_SEARCHED"
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def grouped(parameters, decay=0.1, lr=0.05, decayed_dim=2):
+    """The usual decay and no-decay groups, by the number of dims."""
+    parameters = list(parameters)
+    decayed = [parameter for parameter in parameters if parameter.dim() >= decayed_dim]
+    rest = [parameter for parameter in parameters if all(parameter is not other for other in decayed)]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def searched_plan(**fields):
+    """A plan as another process reads it: of Python objects, with what the search saw of the training."""
+    workload = dataclasses.replace(classifier(), **fields)
+    facts = read_training_facts(workload, workload.build_model())
+    plan = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(workload), training=facts)
+    return Plan.model_validate_json(plan.model_dump_json())
+
+
+def test_clipping_and_seed_are_those_of_the_search():
+    plan = searched_plan(max_grad_norm=0.25, seed=11)
+    run = plan.prepare(Classifier(), sgd, image_loss)
+    assert run.workload.max_grad_norm == 0.25 and run.workload.seed == 11
+    run.optimizer.zero_grad()
+    result = run.step(image_batch(8, 0))
+    assert float(result.grad_norm) > 0.25, "clipping would change nothing"
+    assert plan.prepare(Classifier(), sgd, image_loss, max_grad_norm=None).workload.max_grad_norm is None
+
+
+def test_the_run_of_a_loaded_plan_trains_as_a_plain_loop_with_clipping_and_schedule():
+    plan = searched_plan(max_grad_norm=0.25, build_schedule=halving, build_optimizer=grouped)
+    torch.manual_seed(5)
+    model = Classifier()
+    plain = copy.deepcopy(model)
+    run = plan.prepare(model, grouped, image_loss, schedule=halving)
+    optimizer = grouped(plain.parameters())
+    schedule = halving(optimizer)
+    for index in range(3):
+        run.step(image_batch(8, index))
+        total, count = image_loss(plain, image_batch(8, index))
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    for (name, wanted), found in zip(plain.named_parameters(), run.model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_schedule_of_the_search_is_not_dropped_in_silence():
+    plan = searched_plan(build_schedule=halving)
+    with pytest.raises(PlanError, match=r"StepLR \(learning rates 0.1, 0.05") as error:
+        plan.prepare(Classifier(), sgd, image_loss)
+    assert "schedule=None" in error.value.hint
+    assert plan.prepare(Classifier(), sgd, image_loss, schedule=None).schedule is None
+    assert plan.prepare(Classifier(), sgd, image_loss, schedule=halving).schedule.gamma == 0.5
+
+
+def test_the_objects_of_the_same_process_keep_their_schedule():
+    workload = classifier(build_schedule=halving, max_grad_norm=0.5, seed=3)
+    plan = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(workload))
+    for run in (plan.prepare(), plan.prepare(Classifier(), sgd, image_loss)):
+        assert run.schedule.gamma == 0.5 and (run.workload.max_grad_norm, run.workload.seed) == (0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1), r"1 parameter group\(s\), not 2"),
+        (functools.partial(grouped, decay=0.0), "weight_decay in group 0 is 0.0, not 0.1"),
+        (functools.partial(grouped, lr=0.01), "lr in group 0 is 0.01, not 0.05"),
+        (functools.partial(torch.optim.SGD, lr=0.05), "torch.optim.sgd.SGD, not torch.optim.adamw.AdamW"),
+        (functools.partial(grouped, decayed_dim=3), "group 0 has"),
+    ],
+)
+@pytest.mark.parametrize("made", ["instance", "function"])
+def test_an_optimizer_that_trains_otherwise_is_refused(optimizer, says, made):
+    plan = searched_plan(build_optimizer=grouped)
+    with pytest.raises(PlanError, match=says):
+        plan.prepare(Classifier() if made == "instance" else Classifier, optimizer, image_loss)
+    run = plan.prepare(Classifier(), optimizer, image_loss, changed_ok=True)
+    assert torch.isfinite(run.step(image_batch(8, 0)).loss)
+
+
+def test_an_optimizer_with_a_schedule_attached_counts_with_its_first_rate():
+    plan = searched_plan(build_optimizer=grouped, build_schedule=halving)
+    model = Classifier()
+    optimizer = grouped(model.parameters())
+    halving(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0125
+    assert plan.prepare(model, optimizer, image_loss, schedule=None).optimizer.param_groups[0]["lr"] == 0.0125
+
+
+def test_other_dropout_rates_are_said():
+    plan = searched_plan()
+    model = torch.nn.Sequential(Classifier(), torch.nn.Dropout(0.3))
+    with pytest.warns(UserWarning, match="dropout rates .'0.3': 1.*search had 0"):
+        plan.prepare(model, sgd, image_loss)
+
+
+def test_a_plan_of_before_says_what_it_does_not_know():
+    plan = Plan.model_validate_json(image_plan().model_dump_json())
+    with pytest.warns(UserWarning, match="does not know the max_grad_norm and schedule"):
+        plan.prepare(Classifier(), sgd, image_loss)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this plan does not know")
+        plan.prepare(Classifier(), sgd, image_loss, schedule=None, max_grad_norm=1.0)
+
+
+def test_a_wrong_keyword_is_refused_by_name(plan):
+    with pytest.raises(TypeError, match="optimiser"):
+        plan.prepare(optimiser=None)

@@ -21,6 +21,8 @@ from autoplan.probes.profile import Link
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.record import Reading
 
+pytestmark = pytest.mark.alone
+
 SIZES = [4096 * 4**power for power in range(6)]
 
 

@@ -36,6 +36,35 @@ def test_peaks_are_dense_and_in_order(file: str, chip: ChipSheet) -> None:
     assert 1 << 30 < chip.memory_bytes.value < 1 << 40
 
 
+# What one multiprocessor computes in a clock is fixed by its generation, so the dense 16-bit peak is one of few
+# multiples of the vector float32 peak: a sparse figure, or that of another card, is not. Some cards have half the rate.
+TENSOR_RATIOS = {
+    "Volta": (8,),
+    "Turing": (8,),
+    "Ampere": (2, 4, 16),
+    "Ada Lovelace": (2, 4),
+    "Hopper": (14, 15, 16),
+    "Blackwell": (2, 4, 30),
+    "CDNA 3": (8,),
+}
+
+
+@pytest.mark.parametrize("file, chip", CHIPS, ids=[file for file, _ in CHIPS])
+def test_dense_16_bit_peaks_fit_the_generation(file: str, chip: ChipSheet) -> None:
+    peaks = chip.peak_flops_per_s
+    ratio = peaks["float16"].value / peaks["float32"].value
+    assert any(ratio == pytest.approx(multiple, rel=0.05) for multiple in TENSOR_RATIOS[chip.architecture]), ratio
+
+
+@pytest.mark.parametrize("file, chip", CHIPS, ids=[file for file, _ in CHIPS])
+def test_clocks_and_power_are_those_of_a_gpu(file: str, chip: ChipSheet) -> None:
+    """Vector float32: 64 or 128 lanes a multiprocessor (256 on CDNA 3), two operations a clock of 1.3 to 2.7 GHz."""
+    assert chip.multiprocessors is not None and chip.power_w is not None
+    per_clock = chip.peak_flops_per_s["float32"].value / chip.multiprocessors.value / 2
+    assert any(1.3e9 < per_clock / lanes < 2.7e9 for lanes in (64, 128, 256)), per_clock
+    assert 50 < chip.power_w.value <= 1200
+
+
 def test_no_name_means_two_chips() -> None:
     names = Counter(
         name
@@ -54,6 +83,14 @@ def test_no_name_means_two_chips() -> None:
         ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe 80GB"),
         ("NVIDIA H200", "NVIDIA H200 SXM 141GB"),
         ("nvidia geforce  rtx 4090", "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA A40", "NVIDIA A40 48GB"),
+        ("NVIDIA L40", "NVIDIA L40 48GB"),
+        ("NVIDIA RTX A4000", "NVIDIA RTX A4000 16GB"),
+        ("NVIDIA RTX 4500 Ada Generation", "NVIDIA RTX 4500 Ada 24GB"),
+        (
+            "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+            "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation 96GB",
+        ),
     ],
 )
 def test_driver_names_are_found(driver_name: str, sheet: str) -> None:
@@ -68,6 +105,10 @@ def test_driver_names_are_found(driver_name: str, sheet: str) -> None:
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA H1000",
+        "NVIDIA A40-48Q",
+        "NVIDIA RTX 4000 SFF Ada Generation",
+        "NVIDIA RTX 5000 Ada Generation Laptop GPU",
+        "NVIDIA H100",
         "NVIDIA",
         "",
         "Some Accelerator 9000",
@@ -75,6 +116,12 @@ def test_driver_names_are_found(driver_name: str, sheet: str) -> None:
 )
 def test_a_name_that_only_looks_alike_is_unknown(name: str) -> None:
     assert catalog.find(name) is None
+
+
+def test_part_of_a_name_matches_all_that_it_may_mean() -> None:
+    assert [chip.short_name for chip in catalog.matching("a100_sxm")] == ["A100 SXM 40GB", "A100 SXM 80GB"]
+    assert [chip.short_name for chip in catalog.matching("L40")] == ["L40 48GB"], "a whole name is one chip"
+    assert catalog.matching("NVIDIA GeForce RTX 4090 Laptop GPU") == ()
 
 
 def test_near_names_are_for_people() -> None:
@@ -110,6 +157,7 @@ def test_links_have_sources_and_unique_names() -> None:
         ("PCIe 5", 16, 63.0e9),
         ("NDR", 1, 50e9),
         ("RoCE 100", 1, 12.5e9),
+        ("Infinity Fabric 4", 7, 448e9),
     ],
 )
 def test_link_rates_one_direction(name: str, count: int, bytes_per_s: float) -> None:
@@ -123,5 +171,6 @@ def test_an_unknown_link_has_no_rate() -> None:
 
 def test_chips_name_links_that_exist() -> None:
     for file, chip in catalog.chips().items():
-        for name in (chip.nvlink, chip.pcie):
+        for name in (chip.gpu_link, chip.pcie):
             assert name is None or catalog.find_link(name) is not None, f"{file}: {name}"
+        assert (chip.gpu_link is None) == (chip.gpu_links == 0), file

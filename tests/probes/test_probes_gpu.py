@@ -1,4 +1,4 @@
-"""The GPU readings, through a driver that can be told to know little, refuse everything or not be there."""
+"""The GPU readings, through a fake driver that knows little, refuses everything or is missing."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_v1_the_tightest_level_wins(tmp_path: Path) -> None:
     limits = read_cgroup_limits(root)
     assert limits.version == 1
     assert limits.memory_limit_bytes == 8 * GIB
-    assert limits.memory_free_bytes == 3 * GIB, "what the page cache holds can be had back"
+    assert limits.memory_free_bytes == 3 * GIB, "the page cache can be reclaimed"
     assert limits.memory_source == "/sys/fs/cgroup/memory/job/memory.limit_in_bytes"
     assert limits.cpu_limit == 2.5
 

@@ -29,6 +29,8 @@ from autoplan.probes.timing import (
 )
 from autoplan.probes.worker import OtherProcesses, ProbeRequest, probe_devices
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 
@@ -249,7 +251,7 @@ def test_cpu_time_of_other_processes_is_seen() -> None:
 
 
 class Written:
-    """A rank's context that keeps what it is told."""
+    """A rank's context that records its calls."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []

@@ -22,11 +22,13 @@ from autoplan.processes import Zygote
 from autoplan.record import Reading
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
+pytestmark = pytest.mark.alone
+
 BUDGET_S = 1.5
 
 
 class NoZygote:
-    """Stands where nothing may be started."""
+    """A zygote for calls that must not start anything."""
 
     def run(self, *args: object, **options: object) -> None:
         raise AssertionError("something was measured")
@@ -80,7 +82,7 @@ def test_a_damaged_cache_is_measured_again_with_a_note(zygote: Zygote, tmp_path:
     profile = read_host_profile()
     path = cache_path(profile.fingerprint, "cpu", tmp_path)
     path.write_text(text)
-    again = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path)
+    again = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1)
     assert any("measured again" in note for note in again.notes)
     assert again.device("cpu").operations
     cached, problem = load_cached(path)
@@ -99,10 +101,10 @@ def test_the_cache_has_a_place_of_its_own_per_device_kind(tmp_path: Path) -> Non
 
 
 def test_progress_is_told(zygote: Zygote, tmp_path: Path) -> None:
-    told: list[str] = []
-    run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=tmp_path, on_progress=told.append)
-    assert any("matmul" in text for text in told)
-    assert len(told) == len(list(dict.fromkeys(told)))
+    progress: list[str] = []
+    run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=tmp_path, on_progress=progress.append)
+    assert any("matmul" in text for text in progress)
+    assert len(progress) == len(list(dict.fromkeys(progress)))
 
 
 def test_a_device_that_does_not_work_is_an_error_with_the_reason(zygote: Zygote) -> None:

@@ -12,6 +12,8 @@ from autoplan.processes import Ended, RankReport, Task, TaskFailedError, Zygote,
 from tests.processes import process_targets as targets
 from tests.processes.helpers import survivors, wait_until
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 
 

@@ -1,4 +1,4 @@
-"""Whoever is killed, the planner, the zygote or a rank: nobody is left 5 seconds later."""
+"""The planner, the zygote or a rank is killed: no process is left 5 seconds later."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 
 from autoplan.processes import Task, Zygote, linux, sweep_abandoned
 from tests.processes.helpers import survivors, wait_until
+
+pytestmark = pytest.mark.alone
 
 Planners = list[subprocess.Popen[str]]
 
@@ -155,7 +157,7 @@ def test_planner_and_zygote_killed_at_once_are_swept_for_by_the_next(
     os.kill(zygote_pid, signal.SIGKILL)
     os.kill(planner.process.pid, signal.SIGKILL)
     planner.process.communicate(timeout=30)
-    # At most, since any other Zygote that starts on this machine meanwhile sweeps too.
+    # At most, since any other Zygote that starts on this machine at the same time sweeps too.
     assert wait_until(lambda: len(survivors(token)) <= 4, GONE_WITHIN_S), "the ranks die with the zygote"
     sweep_abandoned()
     assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)

@@ -1,4 +1,4 @@
-"""What the literature reckons by hand, for a model on a chip: FLOPs, bytes per parameter, memory account, ratios."""
+"""The back-of-the-envelope estimate of the literature: FLOPs, bytes per parameter, memory by part, ratios."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ STATE_BYTES = {
     "fp32, SGD with momentum": (4, 4, 0, 4),
     "fp32, SGD": (4, 4, 0, 0),
 }
-# the usual account: 16-bit weights and gradients, fp32 master and moments (Rajbhandari et al. 2020: 16 bytes)
+# the usual breakdown: 16-bit weights and gradients, fp32 master and moments (Rajbhandari et al. 2020: 16 bytes)
 USUAL = "bf16 with fp32 master and 16-bit gradients, AdamW"
 
 
-def reckon(
+def back_of_envelope(
     model: Transformer, cluster: Cluster, *, seq_len: int, global_batch: int, tokens: float | None
 ) -> dict[str, Any]:
-    """The account as a document; every figure follows from the formula beside it."""
+    """The estimate as a document; every figure follows from the formula beside it."""
     chip = find_chip(cluster.chip)
     peak = chip.peak("bf16") or chip.peak("fp16")
     assert peak is not None, "every chip of the catalogue has 16-bit units"
     n = model.parameters
-    account: dict[str, Any] = {
+    document: dict[str, Any] = {
         "parameters": n,
         "flops": _flops(model, seq_len, global_batch, tokens, peak, cluster),
         "bytes_per_parameter": {name: sum(parts) for name, parts in STATE_BYTES.items()},
-        "memory_account": _memory(model, seq_len),
+        "memory_breakdown": _memory(model, seq_len),
         "tensor_parallel_limit": _tensor_limit(model, chip.intra_bytes_per_s, peak),
     }
     pipeline = []
@@ -51,12 +51,12 @@ def reckon(
                     "layers": model.layers // p,
                 }
             )
-    account["pipeline"] = {
+    document["pipeline"] = {
         "formula": "bubble (p-1)/m of the ideal time; the first stage holds min(p, m) micro-batches of L/p layers",
         "by_depth": pipeline,
     }
-    account["gradient_exchange"] = _gradient_exchange(model, cluster, seq_len, global_batch, peak)
-    return account
+    document["gradient_exchange"] = _gradient_exchange(model, cluster, seq_len, global_batch, peak)
+    return document
 
 
 def _flops(
@@ -80,7 +80,7 @@ def _flops(
 
 
 def _memory(model: Transformer, s: int, batch: int = 8) -> dict[str, Any]:
-    """The account of one copy of a model: states at 16 bytes per parameter, activations of a batch of sequences."""
+    """The breakdown of one copy of a model: states at 16 bytes per parameter, activations of a batch of sequences."""
     n = model.parameters
     weights, gradients, master, moments = (float(b * n) for b in STATE_BYTES[USUAL])
     kept = batch * s * model.hidden * 34.0 * model.layers

@@ -61,12 +61,12 @@ def parse_cluster(
         UsageError: a cluster that cannot be: no GPU, an unknown chip, several nodes and no link between them.
     """
     given = _read_file(Path(text)) if text.endswith(".json") else _read_text(text)
-    if inter_gbits_per_s_per_gpu is not None:
-        given["inter_gbits_per_s_per_gpu"] = inter_gbits_per_s_per_gpu
-    if intra_gbytes_per_s is not None:
-        given["intra_gbytes_per_s"] = intra_gbytes_per_s
-    if input_tokens_per_s is not None:
-        given["input_tokens_per_s"] = input_tokens_per_s
+    links = {
+        "inter_gbits_per_s_per_gpu": inter_gbits_per_s_per_gpu,
+        "intra_gbytes_per_s": intra_gbytes_per_s,
+        "input_tokens_per_s": input_tokens_per_s,
+    }
+    given |= {name: value for name, value in links.items() if value is not None}
     try:
         cluster = Cluster.model_validate(given)
     except ValidationError as error:
@@ -78,24 +78,40 @@ def parse_cluster(
             if size
             else "nodes, gpus_per_node and chip must be given; what is not known is left out (docs/estimate.md).",
         ) from None
+    return with_links(cluster, usual=not text.endswith(".json"))
+
+
+def with_links(cluster: Cluster, *, usual: bool) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster with the links that its servers are usually sold with, where it does not say them.
+
+    Args:
+        cluster: As it was given.
+        usual: Whether a link between nodes may be assumed; who writes a file is asked to say it.
+
+    Returns:
+        The cluster, and what was assumed, in sentences.
+
+    Raises:
+        UsageError: an unknown chip, or several nodes and no link between them.
+    """
     chip = find_chip(cluster.chip)
     assumed = list(chip.assumed)
     if cluster.intra_gbytes_per_s is None:
         rate = chip.intra_bytes_per_s / 1e9
-        kind = chip.sheet.nvlink if chip.sheet.nvlink_links else f"{chip.sheet.pcie} x16"
+        kind = chip.sheet.gpu_link if chip.sheet.gpu_links else f"{chip.sheet.pcie} x16"
         assumed.append(f"inside a node: {kind}, {rate:.0f} GB/s per GPU and direction")
-    if cluster.inter_gbits_per_s_per_gpu is None:
-        known = chip.sheet.nvlink_links and not text.endswith(".json")
-        usual = USUAL_GBITS_PER_GPU.get(chip.sheet.architecture) if known else None
-        if usual is None and cluster.nodes > 1:
-            raise UsageError(
-                f"{cluster.nodes} nodes of {chip.sheet.name}, and no link between them is given",
-                hint="Give --inter-gbits-per-gpu (25, 100, 400), or inter_gbits_per_s_per_gpu in the cluster file.",
-            )
-        if usual is not None:
-            cluster = cluster.model_copy(update={"inter_gbits_per_s_per_gpu": usual})
-            where = "between nodes" if cluster.nodes > 1 else "between nodes, where more than this one are priced"
-            assumed.append(f"{where}: {usual:.0f} Gbit/s per GPU, as such servers are sold")
+    if cluster.inter_gbits_per_s_per_gpu is not None:
+        return cluster, tuple(assumed)
+    sold = USUAL_GBITS_PER_GPU.get(chip.sheet.architecture) if usual and chip.sheet.gpu_links else None
+    if sold is None and cluster.nodes > 1:
+        raise UsageError(
+            f"{cluster.nodes} nodes of {chip.sheet.name}, and no link between them is given",
+            hint="Give --inter-gbits-per-gpu (25, 100, 400), or inter_gbits_per_s_per_gpu in the cluster file.",
+        )
+    if sold is not None:
+        cluster = cluster.model_copy(update={"inter_gbits_per_s_per_gpu": sold})
+        where = "between nodes" if cluster.nodes > 1 else "between nodes, where more than this one are estimated"
+        assumed.append(f"{where}: {sold:.0f} Gbit/s per GPU, as such servers are sold")
     return cluster, tuple(assumed)
 
 
@@ -121,5 +137,5 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}", hint="docs/estimate.md shows a cluster file.") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no object", hint="docs/estimate.md shows a cluster file.")
+        raise UsageError(f"{path} has no object in it", hint="docs/estimate.md shows a cluster file.")
     return document

@@ -12,22 +12,25 @@ import numpy as np
 
 from autoplan.errors import UsageError
 from autoplan.planner.cost.analytical.chips import Chip, find_chip
-from autoplan.planner.cost.analytical.layouts import (
-    ATTENTION,
-    CHECKPOINTING,
-    OPTIMIZER_STATE_BYTES,
-    PRECISIONS,
-    STATES,
-    STEP_TEMPORARY_BYTES,
-    chip_columns,
-    dimension_columns,
+from autoplan.planner.cost.analytical.inputs import (
+    ALIASES,
+    IGNORED_KNOBS,
+    OTHER_INPUTS,
+    ROW_ALIASES,
+    Inputs,
+    flag,
+    number,
+    read_inputs,
+    read_settings,
+    read_sharding,
+    whole,
 )
+from autoplan.planner.cost.analytical.legality import Degrees, contradiction
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
-from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
+from autoplan.planner.cost.columns import CHECKPOINTING, SCHEDULES, SHARDINGS, Floats, checkpointed_share
+from autoplan.strategies.config import KNOBS, check_knob
 
-INPUT = (
-    "id",
-    "model",
+DIMENSIONS = (
     "layers",
     "hidden",
     "heads",
@@ -36,35 +39,13 @@ INPUT = (
     "vocab",
     "gated_mlp",
     "tied_embeddings",
-    "seq_len",
-    "chip",
-    "num_gpus",
-    "gpus_per_node",
-    "intra_gbytes_per_s",
-    "inter_gbits_per_s_per_gpu",
-    "input_tokens_per_s",
-    "tp",
-    "sequence_parallel",
-    "pp",
-    "virtual_stages",
-    "schedule",
-    "dp_replicate",
-    "dp_shard",
-    "sharding",
-    "micro_batch",
-    "global_batch",
-    "precision",
-    "checkpointing",
-    "compile",
-    "attention",
-    "optimizer",
-    "states",
-    "trainable_parameters",
-    "loss",
-    "gradient_sync",
-    "flat_parameters",
 )
-_PLAIN_NUMBER = "Write a plain number above 0, without a unit, or leave the cell empty."
+CLUSTER = ("chip", "num_gpus", "gpus_per_node", "intra_gbytes_per_s", "inter_gbits_per_s_per_gpu", "input_tokens_per_s")
+INPUT = ("id", "model", *DIMENSIONS, "seq_len", "global_batch", *CLUSTER, *KNOBS, *OTHER_INPUTS, "dp", "accumulation")
+"""The columns that are read, under the names used here."""
+_ROW_ALIASES = ALIASES | ROW_ALIASES
+READ = (*INPUT, *_ROW_ALIASES)
+"""The same with other trainers' names."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -97,208 +78,192 @@ def unread_columns(names: Iterable[str], known: Sequence[str]) -> list[str]:
     return out
 
 
-def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as the columns of Layouts, with the defaults filled in.
+def read_row(row: Mapping[str, Any]) -> Inputs:
+    """A row's inputs under the names used here, and what was read as something else.
 
     Raises:
-        UsageError: a value is missing, is no number, or the degrees do not multiply to the GPUs.
-        WorkloadError: no such model.
+        UsageError: the row has more cells than the header.
+        ConfigError: two names of one input with different values.
     """
     if row.get(None) is not None:  # type: ignore[call-overload]
         raise UsageError("the row has more cells than the header", hint="Put cells that hold a comma in quotes.")
-    model = _model(row)
-    name = given(row, "chip")
-    if name is None:
+    inputs = read_inputs({name: value for name, value in row.items() if name in READ}, _ROW_ALIASES)
+    ignored = [f"{knob} changes nothing here ({why})" for knob, why in IGNORED_KNOBS.items() if knob in inputs.values]
+    return Inputs(values=inputs.values, notes=(*inputs.notes, *ignored))
+
+
+def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as the columns of Layouts; what is not given is at TrainingConfig's default.
+
+    Raises:
+        UsageError: a value is missing, is no number, contradicts another, or the degrees do not multiply to the GPUs.
+        ConfigError: a value that its knob does not take.
+        WorkloadError: no such model.
+    """
+    values = read_row(row).values
+    model = _model(values)
+    if "chip" not in values:
         raise UsageError("chip is not given", hint="Name the GPU, for example A100 SXM 80GB.")
-    chip = find_chip(name)
-    precision = _choice(row, "precision", PRECISIONS, "bf16")
-    peak = chip.peak(precision)
-    if peak is None:
-        have = ", ".join(p for p in PRECISIONS if chip.peak(p) is not None)
-        raise UsageError(f"{chip.sheet.name} has no {precision} units", hint=f"It has {have}.")
-    degrees = _degrees(row, model)
-    optimizer = _choice(row, "optimizer", tuple(OPTIMIZER_STATE_BYTES), "adamw")
-    states = _states(row, precision)
-    narrow = states == "16bit" and not optimizer.endswith("8bit")
+    chip = find_chip(values["chip"])
+    seq_len = whole(values, "seq_len", model.max_length or 2048)
+    degrees = _degrees(values, model)
+    reason = contradiction(degrees, model, seq_len)
+    if reason is not None:
+        raise UsageError(reason[0], hint=reason[1])
+    policy = check_knob("checkpointing", values.get("checkpointing", "none"))
     return {
-        **dimension_columns(model),
-        "trainable": min(_number(row, "trainable_parameters", float(model.parameters)), float(model.parameters)),
-        "seq_len": float(_whole(row, "seq_len", model.max_length or 2048)),
-        **chip_columns(chip, peak),
-        **_links(row, chip, degrees),
-        "input_tokens_per_s": _number(row, "input_tokens_per_s", np.inf),
-        **{name: float(degrees[name]) for name in ("tp", "pp", "dp_replicate", "dp_shard", "micro_batch")},
-        "gpus_per_node": float(degrees["gpus_per_node"]),
-        "global_batch": float(degrees["global_batch"]),
-        "virtual_stages": float(_whole(row, "virtual_stages", 1)),
-        "sequence_parallel": _flag(row, "sequence_parallel", degrees["tp"] > 1),
-        "schedule": SCHEDULES.index(_choice(row, "schedule", SCHEDULES, "1f1b")),
-        "sharding": SHARDINGS.index(_choice(row, "sharding", SHARDINGS, degrees["sharding"])),
-        "precision": PRECISIONS.index(precision),
-        "checkpointing": CHECKPOINTING.index(_choice(row, "checkpointing", CHECKPOINTING, "none")),
-        "compiled": COMPILES.index(_choice(row, "compile", COMPILES, "off")),
-        "attention": ATTENTION.index("eager" if (given(row, "attention") or "flash").lower() == "eager" else "flash"),
-        "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer] / (2 if narrow else 1),
-        "step_bytes": STEP_TEMPORARY_BYTES.get(optimizer, 0.0) / (2 if narrow else 1),
-        "half_states": states == "16bit",
-        "master_states": states == "master",
-        "whole_gradients": _choice(row, "gradient_sync", ("every", "last"), "every") == "last",
-        "flat_parameters": _flag(row, "flat_parameters", False),
-        "chunked_loss": _choice(row, "loss", ("full", "chunked"), "full") == "chunked",
+        **read_settings(values, model, chip, {}).columns,
+        **_links(values, chip, degrees),
+        **_degree_columns(values, degrees),
+        "seq_len": float(seq_len),
+        "checkpointing": CHECKPOINTING.index(policy),
+        "checkpointed": checkpointed_share(policy, model.layers),
     }
 
 
-def _links(row: Mapping[str, Any], chip: Chip, degrees: Mapping[str, Any]) -> dict[str, Any]:
+def _degree_columns(values: Mapping[str, str], d: Degrees) -> dict[str, Any]:
+    micro = whole(values, "micro_batch", 1)
+    per_pass = whole(values, "pp_microbatches", d.accumulation) if d.pp > 1 else d.accumulation
+    if d.accumulation % per_pass:
+        raise UsageError(
+            f"pp_microbatches={per_pass} does not divide the {d.accumulation} micro-batches of a step",
+            hint="Leave it out: a pipeline then takes all of them in one pass.",
+        )
+    return {
+        **{name: float(getattr(d, name)) for name in ("tp", "pp", "virtual_stages", "dp_replicate", "dp_shard")},
+        "micro_batch": float(micro),
+        "accumulation": float(d.accumulation),
+        "passes": d.accumulation / per_pass if d.pp > 1 else 1.0,
+        "global_batch": float(micro * d.accumulation * d.dp_replicate * d.dp_shard),
+        "schedule": SCHEDULES.index(d.pp_schedule),
+        "sharding": SHARDINGS.index(d.sharding),
+        "scatters_each": d.gradient_sync == "every",
+        "sequence_parallel": d.tp > 1 if d.sequence_parallel is None else d.sequence_parallel,
+    }
+
+
+def _links(values: Mapping[str, str], chip: Chip, d: Degrees) -> dict[str, Any]:
     """Bandwidths; the one between nodes may be left out where there is one node."""
-    intra = _number(row, "intra_gbytes_per_s", chip.intra_bytes_per_s / 1e9)
+    gpus = d.tp * d.pp * d.dp_replicate * d.dp_shard
+    per_node = whole(values, "gpus_per_node", min(gpus, 8))
+    intra = number(values, "intra_gbytes_per_s", chip.intra_bytes_per_s / 1e9)
     # on one node nothing passes between nodes
-    inter = _number(row, "inter_gbits_per_s_per_gpu", 1e3)
-    per_node = degrees["gpus_per_node"]
-    gpus = degrees["tp"] * degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"]
-    if gpus > per_node and given(row, "inter_gbits_per_s_per_gpu") is None:
+    inter = number(values, "inter_gbits_per_s_per_gpu", 1e3)
+    if gpus > per_node and "inter_gbits_per_s_per_gpu" not in values:
         raise UsageError(
             f"{gpus} GPUs at {per_node} a node need a link between nodes, and none is given",
             hint="Give inter_gbits_per_s_per_gpu, or gpus_per_node if they are in one node.",
         )
-    return {"intra_bytes_per_s": intra * 1e9, "inter_bytes_per_s": inter * 1e9 / 8}
+    return {
+        "gpus_per_node": float(per_node),
+        "intra_bytes_per_s": intra * 1e9,
+        "inter_bytes_per_s": inter * 1e9 / 8,
+        "input_tokens_per_s": number(values, "input_tokens_per_s", np.inf),
+    }
 
 
-def _states(row: Mapping[str, Any], precision: str) -> str:
-    """What is kept in which width; 16bit: all of it ("bf16-true"); master: the optimizer keeps fp32 copies."""
-    states = _choice(row, "states", STATES, "fp32")
-    if states != "fp32" and precision not in ("bf16", "fp16"):
-        raise UsageError(
-            f"states={states} goes with bf16 or fp16, not with {precision}",
-            hint="Give one of these as precision, or leave states out.",
-        )
-    return states
-
-
-def _model(row: Mapping[str, Any]) -> Transformer:
-    name = given(row, "model")
-    missing = [k for k in ("layers", "hidden", "heads") if given(row, k) is None]
+def _model(values: Mapping[str, str]) -> Transformer:
+    missing = [k for k in ("layers", "hidden", "heads") if k not in values]
     if missing:
-        if name is not None:
-            return find_transformer(name)
+        if "model" in values:
+            return find_transformer(values["model"])
         if len(missing) < 3:
             raise UsageError(f"{' and '.join(missing)} not given", hint="A model takes layers, hidden and heads.")
         raise UsageError(
             "neither a model nor its layers, hidden and heads are given",
             hint="Give model (a built-in name or a config.json), or layers, hidden and heads.",
         )
-    hidden, heads = _whole(row, "hidden", 0), _whole(row, "heads", 0)
-    gated = _flag(row, "gated_mlp", False)
+    hidden, heads = whole(values, "hidden", 0), whole(values, "heads", 0)
+    gated = flag(values, "gated_mlp", False)
     if hidden % heads:
         raise UsageError(
             f"{heads} heads do not divide a hidden size of {hidden}",
             hint="hidden is the width of the whole model, over all heads.",
         )
     return Transformer(
-        layers=_whole(row, "layers", 0),
+        layers=whole(values, "layers", 0),
         hidden=hidden,
         heads=heads,
-        kv_heads=_whole(row, "kv_heads", heads),
-        ffn=_whole(row, "ffn", 4 * hidden),
-        vocab=_whole(row, "vocab", 51200),
+        kv_heads=whole(values, "kv_heads", heads),
+        ffn=whole(values, "ffn", 4 * hidden),
+        vocab=whole(values, "vocab", 51200),
         gated_mlp=gated,
-        tied_embeddings=_flag(row, "tied_embeddings", not gated),
+        tied_embeddings=flag(values, "tied_embeddings", not gated),
     )
 
 
-def _degrees(row: Mapping[str, Any], model: Transformer) -> dict[str, Any]:
+def _degrees(values: Mapping[str, str], model: Transformer) -> Degrees:
     """The degrees, with what is not given worked out from the number of GPUs."""
-    tp, pp = _whole(row, "tp", 1), _whole(row, "pp", 1)
+    tp, pp = whole(values, "tp", 1), whole(values, "pp", 1)
     if pp > model.layers or tp > model.heads:
         raise UsageError(
             f"tp {tp} x pp {pp} is more than the {model.heads} heads and {model.layers} layers can be split into",
             hint="tp splits heads and pp splits layers.",
         )
-    gpus = _whole(row, "num_gpus", 0)
-    if gpus % (tp * pp):
+    replicate, shard, sharding = _data_parallel(values, tp * pp)
+    virtual = whole(values, "virtual_stages", 1)
+    schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+    return Degrees(
+        tp=tp,
+        pp=pp,
+        virtual_stages=virtual,
+        pp_schedule=check_knob("pp_schedule", values.get("pp_schedule", schedule)),
+        dp_replicate=replicate,
+        dp_shard=shard,
+        sharding=sharding,
+        gradient_sync=check_knob("gradient_sync", values.get("gradient_sync", "last")),
+        accumulation=_accumulation(values, replicate * shard, pp),
+        sequence_parallel=flag(values, "sequence_parallel", False) if "sequence_parallel" in values else None,
+        flat_parameters=flag(values, "flat_parameters", False),
+    )
+
+
+def _data_parallel(values: Mapping[str, str], model_ranks: int) -> tuple[int, int, str]:
+    """dp_replicate, dp_shard and what is sharded; of the degrees those that are not given come from the GPUs.
+
+    Args:
+        values: The row's inputs.
+        model_ranks: tp x pp.
+    """
+    gpus = whole(values, "num_gpus", 0) or model_ranks * whole(values, "dp", 0)
+    if gpus % model_ranks:
         raise UsageError(
-            f"tp {tp} x pp {pp} does not divide {gpus} GPUs",
+            f"tp x pp of {model_ranks} does not divide {gpus} GPUs",
             hint="num_gpus is tp x pp x dp_replicate x dp_shard.",
         )
-    sharding = given(row, "sharding")
-    replicate, shard = _data_parallel(row, gpus // (tp * pp), sharding)
-    dp = replicate * shard
-    if gpus and dp * tp * pp != gpus:
+    sharding = read_sharding(values)
+    replicate, shard = whole(values, "dp_replicate", 0), whole(values, "dp_shard", 0)
+    dp = gpus // model_ranks or max(replicate, 1) * max(shard, 1)
+    if not replicate and not shard:
+        replicate, shard = (dp, 1) if sharding in (None, "ddp") else (1, dp)
+    replicate = replicate or max(1, dp // shard)
+    shard = shard or max(1, dp // replicate)
+    if replicate * shard != dp or ("dp" in values and whole(values, "dp", 0) != dp):
         raise UsageError(
-            f"dp_replicate {replicate} x dp_shard {shard} x tp {tp} x pp {pp} = {dp * tp * pp}, not the {gpus} GPUs",
+            f"dp_replicate {replicate} x dp_shard {shard} x tp x pp of {model_ranks} = "
+            f"{replicate * shard * model_ranks}, not the {gpus} GPUs",
             hint="Leave out num_gpus or one of the degrees: it is worked out.",
         )
-    micro = _whole(row, "micro_batch", 1)
-    batch = _whole(row, "global_batch", micro * dp * pp)
+    return replicate, shard, sharding or ("zero3" if shard > 1 else "ddp")
+
+
+def _accumulation(values: Mapping[str, str], dp: int, pp: int) -> int:
+    """Micro-batches of a step on a rank: from the global batch, or as given; else as many as there are stages."""
+    micro = whole(values, "micro_batch", 1)
+    batch = whole(values, "global_batch", micro * dp * whole(values, "accumulation", pp))
     if batch % (micro * dp):
         raise UsageError(
             f"micro_batch {micro} x dp {dp} does not divide the global batch of {batch}",
             hint="global_batch, in sequences, is micro_batch x dp_replicate x dp_shard x accumulation.",
         )
-    return {
-        "tp": tp,
-        "pp": pp,
-        "dp_replicate": replicate,
-        "dp_shard": shard,
-        "sharding": sharding or ("zero3" if shard > 1 else "ddp"),
-        "micro_batch": micro,
-        "global_batch": batch,
-        "gpus_per_node": _whole(row, "gpus_per_node", min(dp * tp * pp, 8)),
-    }
-
-
-def _data_parallel(row: Mapping[str, Any], dp: int, sharding: str | None) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) for so many data-parallel ranks; dp 0: as many as the row's degrees come to."""
-    replicate, shard = _whole(row, "dp_replicate", 0), _whole(row, "dp_shard", 0)
-    dp = dp or max(replicate, 1) * max(shard, 1)
-    if not replicate and not shard:
-        replicate, shard = (dp, 1) if sharding in (None, "ddp") else (1, dp)
-    replicate = replicate or max(1, dp // shard)
-    shard = shard or max(1, dp // replicate)
-    return (replicate * shard, 1) if sharding == "ddp" else (replicate, shard)
-
-
-def given(row: Mapping[str, Any], name: str) -> str | None:
-    """The text of a cell; None where it is empty or there is no such column."""
-    value = row.get(name)
-    return None if value is None or str(value).strip() == "" else str(value).strip()
-
-
-def _number(row: Mapping[str, Any], name: str, default: float) -> float:
-    text = given(row, name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise UsageError(f"{name} is {text!r}, not a number", hint=_PLAIN_NUMBER) from None
-    if not np.isfinite(value) or value <= 0:
-        raise UsageError(f"{name} is {text}; it must be above 0", hint=_PLAIN_NUMBER)
-    return value
-
-
-def _whole(row: Mapping[str, Any], name: str, default: int) -> int:
-    value = _number(row, name, float(default))
-    if value != int(value):
-        raise UsageError(f"{name} is {value:g}, not a whole number", hint=_PLAIN_NUMBER)
-    return int(value)
-
-
-def _flag(row: Mapping[str, Any], name: str, default: bool) -> bool:
-    text = given(row, name)
-    if text is None:
-        return default
-    if text.lower() in ("1", "true", "yes"):
-        return True
-    if text.lower() in ("0", "false", "no"):
-        return False
-    raise UsageError(f"{name} is {text!r}, not true or false", hint="Or leave the cell empty for the default.")
-
-
-def _choice(row: Mapping[str, Any], name: str, allowed: Sequence[str], default: str) -> str:
-    text = (given(row, name) or default).lower()
-    if text not in allowed:
-        raise UsageError(f"{name} is {text!r}, which is none of its values", hint=f"It is one of {', '.join(allowed)}.")
-    return text
+    accumulation = batch // (micro * dp)
+    if whole(values, "accumulation", accumulation) != accumulation:
+        raise UsageError(
+            f"accumulation is {values['accumulation']}, and micro_batch {micro} x dp {dp} in a global batch of {batch} "
+            f"makes {accumulation}",
+            hint="Leave it out: it is worked out.",
+        )
+    return accumulation
 
 
 def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> Floats:
@@ -310,7 +275,7 @@ def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> Floats:
     seconds = np.full(len(rows), np.nan)
     for i, row in enumerate(rows):
         try:
-            seconds[i] = _number(row, "step_time_s", np.nan)
+            seconds[i] = number(row, "step_time_s", np.nan)
         except UsageError as error:
             raise UsageError(f"row {i + 1}: {error.message}", hint=error.hint) from None
     return seconds

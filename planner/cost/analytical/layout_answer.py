@@ -1,4 +1,4 @@
-"""What a search of layouts says: one layout whole, why the others lose, how the best scales, the fewest GPUs."""
+"""What a search of layouts says: one layout in full, why the others lose, how the best scales, the fewest GPUs."""
 
 from __future__ import annotations
 
@@ -8,47 +8,68 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError
-from autoplan.planner.cost.analytical.layout_search import Answer, Question, powers, search_layouts
-from autoplan.planner.cost.analytical.layouts import ATTENTION, CHECKPOINTING, PRECISIONS, Layouts
-from autoplan.planner.cost.analytical.memory import MEMORY_PARTS
+from autoplan.planner.cost.analytical.explain import bound, step_interval
+from autoplan.planner.cost.analytical.layout_search import Answer, Question, powers, search_layouts, without
 from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_tokens
-from autoplan.planner.cost.analytical.verdicts import bound_of, step_interval
-from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS
+from autoplan.planner.cost.columns import CHECKPOINTING, SCHEDULES, SHARDINGS
+
+FAMILIES: dict[str, tuple[str, ...] | None] = {
+    "tp": None,
+    "pp": None,
+    "sharding": SHARDINGS,
+    "checkpointing": CHECKPOINTING,
+    "micro_batch": None,
+    "virtual_stages": None,
+    "gradient_sync": ("last", "every"),
+}
+"""What layouts are compared by, with the names of codes."""
 
 
-def describe(layouts: Layouts, i: int) -> dict[str, Any]:
-    """The knobs of one layout; `gradient_sync`: reduced at every micro-step or once, at the last one of a step."""
-    every = layouts.sharding[i] >= SHARDINGS.index("zero2") and layouts.accumulation[i] > 1
+def describe(answer: Answer, i: int) -> dict[str, Any]:
+    """The knobs of one layout, under TrainingConfig's names and in its values: what `autoplan search --fix` takes."""
+    layouts = answer.layouts
+    pp = int(layouts.pp[i])
     return {
-        "tp": int(layouts.tp[i]),
-        "pp": int(layouts.pp[i]),
+        "micro_batch": int(layouts.micro_batch[i]),
         "dp_replicate": int(layouts.dp_replicate[i]),
         "dp_shard": int(layouts.dp_shard[i]),
-        "sharding": SHARDINGS[int(layouts.sharding[i])],
+        "reshard_after_forward": bool(layouts.sharding[i] != SHARDINGS.index("shard_grad_op")),
+        "gradient_sync": "every" if layouts.scatters_each[i] else "last",
+        "tp": int(layouts.tp[i]),
+        "pp": pp,
+        "pp_schedule": SCHEDULES[int(layouts.schedule[i])],
+        "pp_microbatches": int(layouts.accumulation[i] / layouts.passes[i]) if pp > 1 else 1,
         "virtual_stages": int(layouts.virtual_stages[i]),
-        "schedule": SCHEDULES[int(layouts.schedule[i])],
-        "micro_batch": int(layouts.micro_batch[i]),
-        "accumulation": int(layouts.accumulation[i]),
-        "gradient_sync": "every" if every and not layouts.whole_gradients[i] else "last",
         "checkpointing": CHECKPOINTING[int(layouts.checkpointing[i])],
-        "precision": PRECISIONS[int(layouts.precision[i])],
-        "compile": COMPILES[int(layouts.compiled[i])],
-        "attention": ATTENTION[int(layouts.attention[i])],
-        "sequence_parallel": bool(layouts.sequence_parallel[i]),
+        **answer.settings.knobs,
     }
 
 
-def show_layout(answer: Answer, i: int, *, spread: float) -> dict[str, Any]:
-    """One priced layout as a document: knobs, time by part, memory by part, MFU, HFU, verdict.
+def other_inputs(answer: Answer, i: int) -> dict[str, Any]:
+    """What of one layout TrainingConfig has no knob for, so that autoplan cannot run it: what other trainers do."""
+    sharding = SHARDINGS[int(answer.layouts.sharding[i])]
+    return answer.settings.other | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
+
+
+def show_layout(answer: Answer, i: int, *, sd: float) -> dict[str, Any]:
+    """One estimated layout as a document: knobs, time by part, memory by part, MFU, HFU, verdict.
 
     `input_tokens_per_s_needed`: what the loaders of a node have to deliver so that nothing waits for them.
+
+    Args:
+        answer: The search's.
+        i: The layout.
+        sd: Standard deviation of the logarithm of the step time.
     """
     table, layouts = answer.table, answer.layouts
     step = float(table.step_time_s[i])
-    low, high = step_interval(table, layouts, i, spread=spread)
+    low, high = step_interval(table, layouts, i, sd=sd)
     needed = node_tokens(layouts.take(slice(i, i + 1)))[0] / (step - table.input_s[i])
     return {
-        "layout": describe(layouts, i),
+        "layout": describe(answer, i),
+        "other_inputs": other_inputs(answer, i),
+        "accumulation": int(layouts.accumulation[i]),
+        "sharding": SHARDINGS[int(layouts.sharding[i])],
         "step_time_s": step,
         "step_time_low_s": low,
         "step_time_high_s": high,
@@ -56,11 +77,11 @@ def show_layout(answer: Answer, i: int, *, spread: float) -> dict[str, Any]:
         "mfu": float(table.mfu[i]),
         "hfu": float(table.hfu[i]),
         "peak_memory_bytes": float(table.peak_memory_bytes[i]),
-        "verdict": answer.verdicts[i],
-        "bound": bound_of(table, i),
+        "verdict": str(answer.verdicts[i]),
+        "bound": bound(table, i),
         "input_tokens_per_s_needed": float(needed),
-        "time_parts_s": {name.removesuffix("_s"): float(getattr(table, name)[i]) for name in TIME_PARTS},
-        "memory_parts_bytes": {name.removesuffix("_bytes"): float(getattr(table, name)[i]) for name in MEMORY_PARTS},
+        "time_parts_s": table.time_parts_s(i),
+        "memory_parts_bytes": table.memory_parts_bytes(i),
     }
 
 
@@ -70,15 +91,8 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
     if best is None:
         return []
     out = []
-    columns: tuple[tuple[str, Any, tuple[str, ...] | None], ...] = (
-        ("tp", answer.layouts.tp, None),
-        ("pp", answer.layouts.pp, None),
-        ("sharding", answer.layouts.sharding, SHARDINGS),
-        ("checkpointing", answer.layouts.checkpointing, CHECKPOINTING),
-        ("micro_batch", answer.layouts.micro_batch, None),
-        ("virtual_stages", answer.layouts.virtual_stages, None),
-    )
-    for knob, column, names in columns:
+    for knob, names in FAMILIES.items():
+        column = getattr(answer.layouts, "scatters_each" if knob == "gradient_sync" else knob)
         for value in np.unique(column):
             if value == column[best]:
                 continue
@@ -91,7 +105,7 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
                 family = np.flatnonzero(column == value)
                 i = int(family[np.argmin(answer.table.peak_memory_bytes[family])])
                 why = _too_large(answer, i)
-            out.append({"family": f"{knob}={label}", "why": why, "best_of_family": describe(answer.layouts, i)})
+            out.append({"family": f"{knob}={label}", "why": why, "best_of_family": describe(answer, i)})
     return out
 
 
@@ -101,13 +115,13 @@ def _slower(answer: Answer, i: int, best: int) -> str:
     ratio = float(table.step_time_s[i] / table.step_time_s[best]) - 1
     if ratio < 5e-4:
         return "as fast: both wait for the input" if table.input_s[i] > 0 else "as fast, to a thousandth"
-    grown = {name: float(getattr(table, name)[i] - getattr(table, name)[best]) for name in TIME_PARTS}
-    part = max(grown, key=lambda name: grown[name])
-    return f"{ratio:+.1%} step time, most of it {part.removesuffix('_s')}"
+    here, there = table.time_parts_s(i), table.time_parts_s(best)
+    part = max(TIME_PARTS, key=lambda name: here[name] - there[name])
+    return f"{ratio:+.1%} step time, most of it {part}"
 
 
 def _too_large(answer: Answer, i: int) -> str:
-    """How much memory the leanest layout of a family takes."""
+    """How much memory the smallest layout of a family takes."""
     need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
     text = f"at least {need:.1f} of {have:.1f} GiB on a GPU"
     return f"too close to call: {text}" if answer.verdicts[i] == "too_close" else f"does not fit: {text}"
@@ -133,8 +147,9 @@ def scaling(question: Question) -> list[dict[str, Any]]:
                 "step_time_s": step,
                 "tokens_per_s": question.global_batch * question.seq_len / step,
                 "mfu": float(answer.table.mfu[i]),
-                "bound": bound_of(answer.table, i),
-                "layout": describe(answer.layouts, i),
+                "bound": bound(answer.table, i),
+                "layout": describe(answer, i),
+                "other_inputs": other_inputs(answer, i),
             }
         )
     return out
@@ -150,7 +165,8 @@ def smallest_cluster(question: Question) -> dict[str, Any] | None:
         if answer is not None and answer.best is not None:
             return {
                 "num_gpus": count,
-                "layout": describe(answer.layouts, answer.best),
+                "layout": describe(answer, answer.best),
+                "other_inputs": other_inputs(answer, answer.best),
                 "step_time_s": float(answer.table.step_time_s[answer.best]),
                 "peak_memory_bytes": float(answer.table.peak_memory_bytes[answer.best]),
             }
@@ -161,9 +177,9 @@ def _try(question: Question, num_gpus: int) -> Answer | None:
     cluster = question.cluster.of(num_gpus)
     if cluster.nodes > 1 and cluster.inter_gbits_per_s_per_gpu is None:
         return None
-    # a dp_shard for all GPUs is none for more or fewer
-    other = num_gpus != question.cluster.num_gpus
-    fixed = {knob: value for knob, value in question.fixed.items() if not (other and knob == "dp_shard")}
+    fixed = question.fixed
+    if num_gpus != question.cluster.num_gpus:  # degrees for all GPUs are none for more or fewer
+        fixed = without(fixed, "dp_shard", "dp_replicate", "dp", "accumulation", "pp_microbatches")
     try:
         return search_layouts(replace(question, cluster=cluster, fixed=fixed))
     except ConfigError:

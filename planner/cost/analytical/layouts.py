@@ -1,53 +1,48 @@
-"""Layouts: transformers on clusters as columns, one row per way to train one model on one cluster."""
+"""Layouts: transformers on clusters as columns, one row per configuration of one model on one cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.planner.cost.analytical.chips import Chip
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.candidates import Floats, Ints
+from autoplan.planner.cost.columns import CHECKPOINTING, Bools, Columns, Floats, Ints
+from autoplan.planner.cost.states import ModelSize, StateWidths, state_widths
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
-CHECKPOINTING = ("none", "selective", "full")
-ATTENTION = ("flash", "eager")
-STATES = ("fp32", "16bit", "master")
+# own: as the model has it, which for transformers' models is sdpa (fused attention on GPUs)
+ATTENTION = ("own", "eager", "sdpa")
+# fused: never holds all logits. chunked: other trainers' loss, which casts its logits to fp32 a chunk at a time
+LOSSES = ("full", "fused", "chunked")
 OPTIMIZER_STATE_BYTES = {
     "adamw": 8.0,
     "adam": 8.0,
-    "adamw_fused": 8.0,
     "adamw_8bit": 2.0,
     "sgd_momentum": 4.0,
     "sgd": 0.0,
     "lion": 4.0,
 }
-# torch steps Adam through foreach unless told otherwise (torch.optim, "Algorithms"): one temporary the size of what is
-# stepped, the square root of the second moment
-STEP_TEMPORARY_BYTES = {"adamw": 4.0, "adam": 4.0}
+# A foreach Adam step has one temporary of the size of what it steps, the square root of the second moment, in fp32
+# (torch.optim, "Algorithms").
+FOREACH_TEMPORARY_BYTES = {"adamw": 4.0, "adam": 4.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layouts:
-    """Columns of one length; codes index SHARDINGS, SCHEDULES, COMPILES, PRECISIONS, CHECKPOINTING, ATTENTION.
+class Layouts(Columns):
+    """Columns, and what else the closed form needs; attention and loss are codes of ATTENTION and LOSSES.
 
     Attributes:
         attention_width, kv_width: Width of queries; of keys.
+        trainable: Parameters that are trained; the others are frozen (LoRA).
         peak_flops_per_s: Dense, in the row's precision; memory_*: of the chip; processors: multiprocessors (SMs).
+        matmul_efficiency: What large matrix products reach of the peak before any calibration.
         intra_bytes_per_s, inter_bytes_per_s: Per GPU, one direction.
         input_tokens_per_s: What all loader workers of one node deliver together; infinite where it is not known.
-        matmul_efficiency: What large matrix products reach of the peak before any calibration.
-        trainable: Parameters that are trained; the others are frozen (LoRA).
-        step_bytes: Per trained parameter, what the optimizer step allocates and frees.
-        half_states: Weights, gradients and optimizer states in 16 bits too, no fp32 copies.
-        master_states: 16-bit weights and gradients, under ZeRO-3 too; the optimizer keeps fp32 masters and makes fp32
-            gradients for its step.
-        whole_gradients: Sharded gradients are reduced at the last micro-step only, and kept whole until then.
+        optimizer_bytes: Per trained parameter, the optimizer's own states.
+        foreach_bytes: Per trained parameter, what a foreach step of this optimizer allocates and frees.
         flat_parameters: Frozen weights have gradients too, as in a FlatParameter of FSDP1.
-        chunked_loss: The loss casts its logits to fp32 a chunk at a time.
     """
 
     layers: Floats
@@ -57,12 +52,12 @@ class Layouts:
     kv_width: Floats
     ffn: Floats
     vocab: Floats
-    gated_mlp: NDArray[np.bool_]
-    tied: NDArray[np.bool_]
+    gated_mlp: Bools
     parameters: Floats
     block_parameters: Floats
     trainable: Floats
     seq_len: Floats
+    global_batch: Floats
     peak_flops_per_s: Floats
     memory_bytes_per_s: Floats
     memory_bytes: Floats
@@ -72,59 +67,55 @@ class Layouts:
     intra_bytes_per_s: Floats
     inter_bytes_per_s: Floats
     input_tokens_per_s: Floats
-    tp: Floats
-    sequence_parallel: NDArray[np.bool_]
-    pp: Floats
-    virtual_stages: Floats
-    schedule: Ints
-    dp_replicate: Floats
-    dp_shard: Floats
-    sharding: Ints
-    micro_batch: Floats
-    global_batch: Floats
-    precision: Ints
-    checkpointing: Ints
-    compiled: Ints
     attention: Ints
+    loss: Ints
     optimizer_bytes: Floats
-    step_bytes: Floats
-    half_states: NDArray[np.bool_]
-    master_states: NDArray[np.bool_]
-    whole_gradients: NDArray[np.bool_]
-    flat_parameters: NDArray[np.bool_]
-    chunked_loss: NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    @property
-    def dp(self) -> Floats:
-        """Data-parallel degree."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def num_gpus(self) -> Floats:
-        """All ranks."""
-        return self.dp * self.tp * self.pp
-
-    @property
-    def accumulation(self) -> Floats:
-        """Micro-batches per optimizer step on a rank."""
-        return self.global_batch / (self.micro_batch * self.dp)
-
-    @property
-    def passes(self) -> Floats:
-        """Pipeline passes per step: all micro-batches go in one."""
-        return np.ones(len(self))
+    foreach_bytes: Floats
+    flat_parameters: Bools
 
     @property
     def trained_share(self) -> Floats:
         """Share of the parameters that is trained: 1 but for LoRA and the like."""
         return self.trainable / self.parameters
 
-    def take(self, index: Any) -> Layouts:
-        """The rows at an index (mask or positions)."""
-        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
+    @property
+    def selective(self) -> Bools:
+        """Checkpointing per operation: products' results are kept, the rest is computed again."""
+        return np.asarray(self.checkpointing == CHECKPOINTING.index("selective"))
+
+    @property
+    def eager_attention(self) -> Bools:
+        """Attention that writes its scores to memory."""
+        return np.asarray(self.attention == ATTENTION.index("eager"))
+
+    @property
+    def compute_width(self) -> Floats:
+        """Bytes of an element that products read and write."""
+        return np.where(self.half, 2.0, 4.0)
+
+    @property
+    def size(self) -> ModelSize:
+        """Elements, as the shared equations take them."""
+        return ModelSize(
+            parameters=self.parameters,
+            trainable=self.trainable,
+            num_blocks=self.layers,
+            block_parameters=self.block_parameters,
+            largest_parameter=self.vocab * self.hidden,
+            flat_parameters=self.flat_parameters,
+        )
+
+    @property
+    def widths(self) -> StateWidths:
+        """Bytes per parameter of each state."""
+        return state_widths(
+            self, device="cuda", optimizer_bytes=self.optimizer_bytes, temporary_bytes=self.foreach_bytes
+        )
+
+
+def make_layouts(rows: list[dict[str, Any]]) -> Layouts:
+    """Layouts from one mapping per row, as `csv_rows.parse_row` gives them."""
+    return Layouts(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(Layouts)})
 
 
 def dimension_columns(model: Transformer) -> dict[str, Any]:
@@ -138,7 +129,6 @@ def dimension_columns(model: Transformer) -> dict[str, Any]:
         "ffn": float(model.ffn),
         "vocab": float(model.vocab),
         "gated_mlp": model.gated_mlp,
-        "tied": model.tied_embeddings,
         "parameters": float(model.parameters),
         "block_parameters": float(model.block_parameters),
         "trainable": float(model.parameters),

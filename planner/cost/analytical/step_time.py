@@ -1,4 +1,4 @@
-"""Prices transformers on clusters in closed form: every quantity is an array over rows, no loop over layers or steps.
+"""Step time of transformers on clusters in closed form: every quantity is an array over rows, no loop over layers.
 
 Notation as in the field: b micro-batch, s sequence, h hidden, f ffn width, a heads, L layers, V vocabulary, t tensor,
 p pipeline, d data degrees, m micro-batches of a step on a rank. One micro-batch of one block is, forward,
@@ -7,50 +7,74 @@ p pipeline, d data degrees, m micro-batches of a step on a rank. One micro-batch
     4 b s^2 h / t                                                                        attention (half, causal flash)
     norms, residuals, activation                                                         passes over memory
 
-and twice that backward (Megatron-LM, arXiv 2104.04473 and 2205.05198). Each product is priced by its shape.
-Memory: paper_memory.py.
+and twice that backward (Megatron-LM, arXiv 2104.04473 and 2205.05198). The time of each product follows from its shape.
+States, communication and the pipeline are those of `planner.cost`; memory is in `analytical.memory`.
+
+Constants that say "tables" were set by the step times of llm-foundry, fms-fsdp and vTrain (docs/accuracy.md); those
+that say "assumed" come from what is written beside them, and nothing was fitted to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from autoplan.planner.cost.analytical.layouts import ATTENTION, CHECKPOINTING, PRECISIONS, Layouts
-from autoplan.planner.cost.analytical.memory import memory_parts
-from autoplan.planner.cost.candidates import COMPILES, SCHEDULES, SHARDINGS, Floats
-from autoplan.planner.cost.communication import RAMP_S, Links, exchange
-from autoplan.planner.cost.pipeline import pass_seconds
+from autoplan.planner.cost.analytical.layouts import Layouts
+from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, memory_parts
+from autoplan.planner.cost.columns import PRECISIONS, Bools, Floats
+from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
+from autoplan.planner.cost.step import step_seconds
 from autoplan.record import Record
 
+# cuBLAS's and CUTLASS's common tile of a product's result. Source: NVIDIA "Matrix Multiplication Background".
 TILE = 128.0
-# What a product's inner loop costs to fill and drain, in elements of k (CUTLASS: prologue of some stages of 32)
+# What a product's inner loop costs to fill and drain, in elements of k (CUTLASS: prologue of some stages of 32): tables
 K_FILL = 96.0
+# Passes over memory reach so much of the datasheet's bandwidth: BabelStream 85-92 % on A100, less the short kernels of
+# a training step; tables. The search assumes 0.85 where its probe did not run (traced/rates.py), for one long pass.
 BANDWIDTH_EFFICIENCY = 0.82
-LINK_EFFICIENCY = 0.8
 # Fused attention's share of the rate of large products (FlashAttention-2, arXiv 2307.08691 figures 4 to 6: 50-70 % of
-# what products reach, backward lower)
+# what products reach, backward lower): tables
 FLASH_EFFICIENCY = 0.5
+# Plain attention's two products are batched ones of small k: tables (vTrain)
 EAGER_EFFICIENCY = 0.85
-# Host seconds per operation of an eager block, Python, autograd and module hooks included (0.9 ms a block forward)
+# Host seconds per operation of an eager block, Python, autograd and module hooks included (0.9 ms a block forward):
+# tables (vTrain's smallest models). The search measures its own machine's (traced/rates.py).
 LAUNCH_S = 3.3e-5
-# operations of a block, forward: unfused eager; what torch.compile leaves of them per block
+# Operations of a block, forward: unfused eager, counted; what torch.compile leaves of them, by COMPILES: assumed
 BLOCK_LAUNCHES = 26.0
 COMPILED_LAUNCHES = np.array([1.0, 0.5, 0.4])
-# passes of 2 bytes over b s h that norms, residuals, dropout and biases make forward, unfused and compiled
+HEAD_LAUNCHES = 40.0
+# Passes of 2 bytes over b s h that norms, residuals, dropout and biases make forward, and over b s f that the
+# activation makes, by COMPILES: counted for a plain block; compiled: tables (fms-fsdp)
 BLOCK_PASSES = np.array([18.0, 10.0, 10.0])
 ACTIVATION_PASSES = np.array([5.0, 3.0, 3.0])
-# fp8 products reach less of their peak, and each operand is scaled, cast and transposed first (Transformer Engine)
+# Bytes read and written per logit (16 bits and fp32, log-softmax and its gradient) and per element of the hidden
+# states: counted
+LOGIT_BYTES = 26.0
+HEAD_BYTES = 12.0
+# A backward's time beside its forward's: fused attention recomputes (FlashAttention-2); passes and launches: tables
+ATTENTION_BACKWARD = 2.5
+MEMORY_BACKWARD = 1.6
+LAUNCH_BACKWARD = 1.7
+# Selective checkpointing runs attention and half of the element-wise operations again: assumed
+SELECTIVE_AGAIN = {"matmul": 0.0, "attention": 1.0, "memory": 0.5, "launch": 0.5}
+# fp8 products reach less of their peak, and each operand is scaled, cast and transposed first (Transformer Engine):
+# tables (llm-foundry's fp8 rows)
 FP8_EFFICIENCY = 0.8
 FP8_PASSES = 8.0
+# Host seconds to launch one collective: assumed
 COLLECTIVE_LAUNCH_S = 20e-6
-# Host time of a pipeline stage per micro-batch: to receive, run, send, twice, and to pick the next instruction
+# Host time of a pipeline stage per micro-batch: to receive, run, send, twice, and to pick the next instruction: tables
+# (vTrain)
 PIPELINE_TURN_S = 2e-3
-# Largest share of a micro-step behind which gathers and gradient reductions hide
-OVERLAP = 0.85
+# Bytes per parameter of an optimizer step: Adam reads gradient, master weight and two moments and writes three and the
+# 16-bit weight, and unscaling, the norm and clipping pass over fp32 gradients four times more: counted. With
+# 2 x its states' bytes on top that is Adam's 46.
+STEP_BYTES = 30.0
+STEP_OVERHEAD_S = 1e-3
 
 
 class Factors(Record):
@@ -64,6 +88,8 @@ class Factors(Record):
     optimizer: float = Field(default=0.0, description="the optimizer step")
 
 
+# How far off each is taken to be before any measurement, as standard deviations of logarithms: assumed. Not those of
+# the search (calibrate.py), which are about measured rates.
 FACTOR_SD = {
     "matmul": 0.2,
     "attention": 0.3,
@@ -72,14 +98,14 @@ FACTOR_SD = {
     "communication": 0.4,
     "optimizer": 0.3,
 }
-# What stays after calibration and before: standard deviation of the logarithm of the time
+# What stays after calibration and before: standard deviations of the logarithm of the time over the tables' rows
 CALIBRATED_SD = 0.11
 UNCALIBRATED_SD = 0.17
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PaperTable:
-    """Prices as columns; seconds per optimizer step, bytes of the fullest GPU.
+class EstimateTable:
+    """Estimates as columns: seconds per optimizer step, bytes of the fullest GPU.
 
     `input_s` is what loading takes beyond the rest of the step, which it runs beside.
     """
@@ -93,13 +119,13 @@ class PaperTable:
     bubble_s: Floats
     optimizer_s: Floats
     input_s: Floats
-    weights_bytes: Floats
+    parameters_bytes: Floats
     gradients_bytes: Floats
     optimizer_bytes: Floats
     activations_bytes: Floats
     loss_bytes: Floats
     gathered_bytes: Floats
-    step_bytes: Floats
+    temporaries_bytes: Floats
     overhead_bytes: Floats
     peak_memory_bytes: Floats
     model_flops: Floats
@@ -107,21 +133,17 @@ class PaperTable:
     mfu: Floats
     hfu: Floats
 
-    def take(self, index: Any) -> PaperTable:
-        """The rows at an index."""
-        return PaperTable(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+    def time_parts_s(self, i: int) -> dict[str, float]:
+        """Seconds of one row's step by part; they add up to the step."""
+        return {name: float(getattr(self, f"{name}_s")[i]) for name in TIME_PARTS}
+
+    def memory_parts_bytes(self, i: int) -> dict[str, float]:
+        """Bytes of one row's peak by part; they add up to it."""
+        return {name: float(getattr(self, f"{name}_bytes")[i]) for name in MEMORY_PARTS}
 
 
-TIME_PARTS = (
-    "matmul_s",
-    "attention_s",
-    "memory_s",
-    "launch_s",
-    "communication_s",
-    "bubble_s",
-    "optimizer_s",
-    "input_s",
-)
+TIME_PARTS = ("matmul", "attention", "memory", "launch", "communication", "bubble", "optimizer", "input")
+KINDS = ("matmul", "attention", "memory", "launch")
 
 
 def product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Floats) -> Floats:
@@ -142,71 +164,77 @@ def product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Float
     return np.asarray(np.maximum(work, moved))
 
 
-def price(rows: Layouts, factors: Factors | None = None) -> PaperTable:
-    """Prices every row."""
+def estimate_layouts(rows: Layouts, factors: Factors | None = None) -> EstimateTable:
+    """Step time and peak memory of every row.
+
+    Args:
+        rows: The layouts.
+        factors: What measured step times have taught; None: nothing.
+    """
     f = factors or Factors()
-    width = np.where(rows.precision <= PRECISIONS.index("tf32"), 4.0, 2.0)
-    tokens = rows.micro_batch * rows.seq_len
-    block, head = _block(rows, tokens, width, f), _head(rows, tokens, width, f)
-    full = rows.checkpointing == CHECKPOINTING.index("full")
-    selective = rows.checkpointing == CHECKPOINTING.index("selective")
-    # forward once, backward as what each part adds, recomputation once more
-    blocks = np.ceil(rows.layers / rows.pp)
-    stage: dict[str, Floats] = {}
-    for name in ("matmul", "attention", "memory", "launch"):
-        forward, backward = block[name]
-        again = np.where(full, forward, 0.0)
-        if name in ("attention", "memory", "launch"):
-            again = again + np.where(selective, (0.5 if name != "attention" else 1.0) * forward, 0.0)
-        stage[name] = blocks * (forward + backward + again)
-    inner = {name: stage[name] / blocks * rows.layers for name in stage}
-    for name in ("matmul", "memory", "launch"):
-        stage[name] = stage[name] + head[name]  # the last stage has the head on top of its blocks
-        inner[name] = inner[name] + head[name]
-    moved = _communication(rows, width, full)
-    speed = np.exp(f.communication)
-    device = stage["matmul"] + stage["attention"] + stage["memory"]
-    waiting = (rows.tp > 1) * blocks * (4 + 2 * full) * COLLECTIVE_LAUNCH_S * np.exp(f.launch)
-    inline = moved.tensor_s * speed + moved.send_s * speed
-    # collectives are launched by the same host thread: what it cannot keep up with shows, the rest hides
-    launch = np.maximum(stage["launch"] + waiting - device - inline, 0.0)
+    stage, through = _compute_seconds(rows, f)
+    moved = _exchange(rows, f)
     turn = np.where(rows.pp > 1, PIPELINE_TURN_S * np.exp(f.launch), 0.0)
-    launch = launch + turn
-    one = device + launch + inline
-    every = np.maximum(inner["matmul"] + inner["attention"] + inner["memory"], inner["launch"])
-    every = np.maximum(every + rows.pp * (inline + turn), one)
+    device = stage["matmul"] + stage["attention"] + stage["memory"]
+    launch = _shown_launch_seconds(rows, f, stage["launch"], device + moved.tensor_s + moved.send_s) + turn
+    all_stages = np.maximum(through["matmul"] + through["attention"] + through["memory"], through["launch"])
+    step = step_seconds(rows, moved, stage_s=device + launch, all_stages_s=all_stages + rows.pp * turn, device="cuda")
     m = rows.accumulation
-    whole = pass_seconds(rows, one, every, m)  # type: ignore[arg-type]
-    bubble = np.maximum(whole - m * one, 0.0)
-    hidden = OVERLAP * (device + launch)
-    gather = m * np.maximum(moved.gather_s * speed - hidden, 0.05 * moved.gather_s * speed)
-    gradient = moved.gradient_s * speed
-    last = np.where((rows.sharding >= SHARDINGS.index("zero2")) & ~rows.whole_gradients, m, 1.0)
-    gradient = np.maximum(gradient - 0.5 * hidden * last, 0.15 * gradient)
-    communication = m * inline + gather + gradient + moved.after_s * speed
-    optimizer = _optimizer_seconds(rows) * np.exp(f.optimizer)
-    busy = m * (device + launch) + bubble + communication + optimizer
+    parts = {
+        "matmul_s": m * stage["matmul"],
+        "attention_s": m * stage["attention"],
+        "memory_s": m * stage["memory"],
+        "launch_s": m * launch,
+        "communication_s": step.communication_s,
+        "bubble_s": step.bubble_s,
+        "optimizer_s": _optimizer_seconds(rows) * np.exp(f.optimizer),
+    }
+    return _as_table(rows, parts)
+
+
+def _as_table(rows: Layouts, parts: dict[str, Floats]) -> EstimateTable:
+    """The table of what the GPUs take, with what the input adds, FLOPs and memory."""
+    busy = sum(parts.values(), np.zeros(len(rows)))
     # loaders prefetch: a batch is made while the step before it runs
     waited = np.maximum(loading_seconds(rows) - busy, 0.0)
     step = busy + waited
     model_flops, hardware_flops = flops(rows)
-    available = rows.peak_flops_per_s * rows.num_gpus * step
-    return PaperTable(
+    available = rows.peak_flops_per_s * rows.num_ranks * step
+    memory = memory_parts(rows)
+    return EstimateTable(
         step_time_s=step,
-        matmul_s=m * stage["matmul"],
-        attention_s=m * stage["attention"],
-        memory_s=m * stage["memory"],
-        launch_s=m * launch,
-        communication_s=communication,
-        bubble_s=bubble,
-        optimizer_s=optimizer,
         input_s=waited,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         mfu=model_flops / available,
         hfu=hardware_flops / available,
-        **memory_parts(rows, width, full, selective),
+        peak_memory_bytes=memory.pop("peak"),
+        **parts,
+        **{f"{name}_bytes": value for name, value in memory.items()},
     )
+
+
+def _compute_seconds(rows: Layouts, f: Factors) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Seconds by kind of one micro-batch on the fullest stage, and through all stages.
+
+    A block runs forward once and backward, and forward once more as far as it is checkpointed; the last stage has the
+    head on top of its blocks.
+    """
+    block, head = _block(rows, f), _head(rows, f)
+    stage, through = {}, {}
+    for kind in KINDS:
+        forward, backward = block[kind]
+        again = rows.checkpointed * forward + np.where(rows.selective, SELECTIVE_AGAIN[kind] * forward, 0.0)
+        one = forward + backward + again
+        stage[kind] = np.ceil(rows.layers / rows.pp) * one + head.get(kind, 0.0)
+        through[kind] = rows.layers * one + head.get(kind, 0.0)
+    return stage, through
+
+
+def _shown_launch_seconds(rows: Layouts, f: Factors, launch: Floats, busy: Floats) -> Floats:
+    """What shows of the host's time: collectives are launched by the same thread; what it cannot keep up with shows."""
+    collectives = (rows.tp > 1) * np.ceil(rows.layers / rows.pp) * (4 + 2 * rows.checkpointed)
+    return np.asarray(np.maximum(launch + collectives * COLLECTIVE_LAUNCH_S * np.exp(f.launch) - busy, 0.0))
 
 
 def node_tokens(rows: Layouts) -> Floats:
@@ -240,97 +268,92 @@ def flops(rows: Layouts) -> tuple[Floats, Floats]:
     attention = 4 * rows.seq_len**2 * rows.attention_width * rows.layers
     head = 2 * rows.seq_len * rows.hidden * rows.vocab
     model = 3 * sequences * (products + attention + head)
-    full = rows.checkpointing == CHECKPOINTING.index("full")
-    selective = rows.checkpointing == CHECKPOINTING.index("selective")
-    again = np.where(full, products + attention, np.where(selective, attention, 0.0))
+    again = rows.checkpointed * (products + attention) + np.where(rows.selective, attention, 0.0)
     return model, model + sequences * again
 
 
-def _block(rows: Layouts, tokens: Floats, width: Floats, f: Factors) -> dict[str, tuple[Floats, Floats]]:
+def _fp8(rows: Layouts) -> Bools:
+    return np.asarray(rows.precision == PRECISIONS.index("fp8"))
+
+
+def _block(rows: Layouts, f: Factors) -> dict[str, tuple[Floats, Floats]]:
     """Seconds of one block and micro-batch, forward and backward, by kind."""
-    t = rows.tp
-    h, a = rows.hidden, rows.attention_width
+    forward, backward = _block_products(rows)
+    attention = _attention_seconds(rows)
+    memory = _block_memory_seconds(rows)
+    launches = BLOCK_LAUNCHES * COMPILED_LAUNCHES[rows.compiled] * LAUNCH_S
+    by, at, me, la = (np.exp(x) for x in (f.matmul, f.attention, f.memory, f.launch))
+    return {
+        "matmul": (forward * by, backward * by),
+        "attention": (attention * at, ATTENTION_BACKWARD * attention * at),
+        "memory": (memory * me, MEMORY_BACKWARD * memory * me),
+        "launch": (launches * la, LAUNCH_BACKWARD * launches * la),
+    }
+
+
+def _block_products(rows: Layouts) -> tuple[Floats, Floats]:
+    """Seconds of a block's matrix products, forward and backward; a frozen weight has no gradient of its own."""
+    t, h, a = rows.tp, rows.hidden, rows.attention_width
+    tokens, width = rows.micro_batch * rows.seq_len, rows.compute_width
     up = np.where(rows.gated_mlp, 2.0, 1.0) * rows.ffn
     forward, backward = np.zeros(len(rows)), np.zeros(len(rows))
     for n, k in (((a + 2 * rows.kv_width) / t, h), (h, a / t), (up / t, h), (h, rows.ffn / t)):
         forward = forward + product_seconds(tokens, n, k, rows, width)
-        # a frozen weight has no gradient of its own
         backward = backward + product_seconds(tokens, k, n, rows, width)
         backward = backward + rows.trained_share * product_seconds(n, k, tokens, rows, width)
-    rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(rows.precision == PRECISIONS.index("fp8"), 0.5, 1)
-    square = 4 * rows.micro_batch * rows.seq_len**2 * a / t
-    head_dim = a / rows.heads
+    return forward, backward
+
+
+def _attention_seconds(rows: Layouts) -> Floats:
+    """Seconds of a block's attention, forward; fused attention skips what the causal mask hides, plain does not."""
+    rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(_fp8(rows), 0.5, 1)
+    square = 4 * rows.micro_batch * rows.seq_len**2 * rows.attention_width / rows.tp
+    head_dim = rows.attention_width / rows.heads
     shaped = head_dim / (head_dim + 24)
-    flash = rows.attention == ATTENTION.index("flash")
-    attention = np.where(
-        flash, 0.5 * square / (FLASH_EFFICIENCY * shaped * rate), square / (EAGER_EFFICIENCY * shaped * rate)
-    )
-    bandwidth = BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s
-    shared = np.where(rows.sequence_parallel, t, 1.0)
-    casts = np.where(rows.precision == PRECISIONS.index("fp8"), FP8_PASSES, 0.0)
-    passes = (
-        2.0 * tokens * ((BLOCK_PASSES[rows.compiled] + casts) * h / shared + ACTIVATION_PASSES[rows.compiled] * up / t)
-    )
+    eager = square / (EAGER_EFFICIENCY * shaped * rate)
+    return np.where(rows.eager_attention, eager, 0.5 * square / (FLASH_EFFICIENCY * shaped * rate))
+
+
+def _block_memory_seconds(rows: Layouts) -> Floats:
+    """Seconds of a block's passes over memory, forward: norms, residuals, activation, and plain attention's scores."""
+    tokens = rows.micro_batch * rows.seq_len
+    up = np.where(rows.gated_mlp, 2.0, 1.0) * rows.ffn
+    shared = np.where(rows.sequence_parallel, rows.tp, 1.0)
+    outer = (BLOCK_PASSES[rows.compiled] + np.where(_fp8(rows), FP8_PASSES, 0.0)) * rows.hidden / shared
+    passes = 2.0 * tokens * (outer + ACTIVATION_PASSES[rows.compiled] * up / rows.tp)
     # scores written, softmax and dropout read and written, the mask, read again: 6 passes of the s x s matrix
-    scores = np.where(flash, 0.0, 12.0 * rows.micro_batch * rows.heads / t * rows.seq_len**2)
-    memory = (passes + scores) / bandwidth
-    launches = BLOCK_LAUNCHES * COMPILED_LAUNCHES[rows.compiled] * LAUNCH_S + np.zeros(len(rows))
-    by, at, me, la = (np.exp(x) for x in (f.matmul, f.attention, f.memory, f.launch))
-    return {
-        "matmul": (forward * by, backward * by),
-        "attention": (attention * at, 2.5 * attention * at),
-        "memory": (memory * me, 1.6 * memory * me),
-        "launch": (launches * la, 1.7 * launches * la),
-    }
+    square = 12.0 * rows.micro_batch * rows.heads / rows.tp * rows.seq_len**2
+    scores = np.where(rows.eager_attention, square, 0.0)
+    return np.asarray((passes + scores) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s))
 
 
-def _head(rows: Layouts, tokens: Floats, width: Floats, f: Factors) -> dict[str, Floats]:
+def _head(rows: Layouts, f: Factors) -> dict[str, Floats]:
     """Seconds of embedding, output head and loss, forward and backward."""
     n, k = rows.vocab / rows.tp, rows.hidden
+    tokens, width = rows.micro_batch * rows.seq_len, rows.compute_width
     seconds = product_seconds(tokens, n, k, rows, width)
     seconds = seconds + product_seconds(tokens, k, n, rows, width)
     seconds = seconds + rows.trained_share * product_seconds(n, k, tokens, rows, width)
     # the head stays in 16 bits
-    seconds = seconds * np.where(rows.precision == PRECISIONS.index("fp8"), 2 * FP8_EFFICIENCY, 1.0)
-    # logits in 16 bits and in fp32, log-softmax and its gradient: some 26 bytes read and written per logit
-    moved = tokens * (26.0 * n + 12.0 * k) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
+    seconds = seconds * np.where(_fp8(rows), 2 * FP8_EFFICIENCY, 1.0)
+    moved = tokens * (LOGIT_BYTES * n + HEAD_BYTES * k) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
     return {
         "matmul": seconds * np.exp(f.matmul),
         "memory": moved * np.exp(f.memory),
-        "launch": np.full(len(rows), 40 * LAUNCH_S * np.exp(f.launch)),
+        "launch": np.full(len(rows), HEAD_LAUNCHES * LAUNCH_S * np.exp(f.launch)),
     }
 
 
-def _communication(rows: Layouts, width: Floats, full: Floats) -> Any:
-    links = Links(
-        intra_bytes_per_s=LINK_EFFICIENCY * rows.intra_bytes_per_s,
-        inter_bytes_per_s=LINK_EFFICIENCY * rows.inter_bytes_per_s,
-        ranks_per_node=rows.gpus_per_node,
-        ramp_s=RAMP_S,
-    )
-    sharded = rows.sharding == SHARDINGS.index("zero3")
-    return exchange(
-        rows,  # type: ignore[arg-type]
-        links,
-        parameters=rows.parameters / (rows.tp * rows.pp),
-        boundary_bytes=width * rows.micro_batch * rows.seq_len * rows.hidden,
-        num_blocks=rows.layers,
-        block_all_reduces=4.0 + 2.0 * full,
-        gather_bytes=width,
-        gradient_bytes=np.where(sharded | rows.half_states, width, np.where(width == 2, 4.0, width))
-        * np.where(rows.flat_parameters, 1.0, rows.trained_share),
-        reduce_every_micro_step=~rows.whole_gradients,
-    )
+def _exchange(rows: Layouts, f: Factors) -> Exchange:
+    """What a rank exchanges, over links of which the datasheet is known."""
+    links = datasheet_links(rows.intra_bytes_per_s, rows.inter_bytes_per_s, rows.gpus_per_node)
+    boundary = boundary_width(rows) * rows.micro_batch * rows.seq_len * rows.hidden
+    moved = exchange(rows, links, rows.size, rows.widths, boundary)
+    return Exchange(**{kind.name: getattr(moved, kind.name) * np.exp(f.communication) for kind in fields(Exchange)})
 
 
 def _optimizer_seconds(rows: Layouts) -> Floats:
-    """Adam reads gradient, master weight and two moments and writes three and the 16-bit weight: 30 bytes; unscaling,
-    the norm and clipping pass over fp32 gradients four times more: 16."""
-    shards = np.where(rows.sharding > 0, rows.dp_shard, 1.0)
-    mine = rows.trainable / (rows.tp * rows.pp * shards)
-    return np.asarray(
-        mine * (30.0 + 2 * rows.optimizer_bytes) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s) + 1e-3
-    )
-
-
-assert COMPILES == ("off", "block", "model") and SCHEDULES[0] == "gpipe"
+    """Seconds of the optimizer step over a rank's share of the trained parameters."""
+    mine = rows.trainable / (rows.tp * rows.pp * rows.shards)
+    moved = mine * (STEP_BYTES + 2 * rows.optimizer_bytes)
+    return np.asarray(moved / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s) + STEP_OVERHEAD_S)

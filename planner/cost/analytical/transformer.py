@@ -1,6 +1,6 @@
 """Transformers by their dimensions: parameters, and the dimensions of the known families read from their config.json.
 
-Nothing is traced and no torch is loaded: this is what `autoplan estimate` prices clusters with.
+Nothing is traced and no torch is loaded: this is what `autoplan estimate` estimates clusters with.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
         )
     raise WorkloadError(
         f"{name} is of type {kind!r}, for which no closed form is known",
-        hint=f"The closed form knows gpt2, bert, {', '.join(_GATED)}. Any model can be traced and priced on this "
+        hint=f"The closed form knows gpt2, bert, {', '.join(_GATED)}. Any model can be traced and predicted on this "
         "machine with autoplan search --dry-run; or give its dimensions in a table: --rows.",
     )
 

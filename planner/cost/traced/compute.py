@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.candidates import COMPILES, OPTIMIZERS, Candidates, Floats
+from autoplan.planner.cost.columns import COMPILES, DTYPES, Floats
+from autoplan.planner.cost.traced.candidates import Candidates
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
 
@@ -25,11 +26,12 @@ FUSED_BYTES = np.array([1.0, 0.45, 0.42])
 FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
 
-# Passes over fp32 parameters that an Adam step makes in each form, reads and writes: the fused one reads parameter,
-# gradient and two moments and writes three; the others also read and write every intermediate.
+# Passes over fp32 parameters that an Adam step makes in each form (by OPTIMIZERS), reads and writes, counted: the fused
+# one reads parameter, gradient and two moments and writes three; the others also read and write every intermediate.
 OPTIMIZER_PASSES = np.array([20.0, 20.0, 7.0])
-# operations that a step launches per parameter tensor
+# Operations that a step launches per parameter tensor, counted; foreach and fused forms take many tensors at once.
 OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
+# Clipping by the norm reads the gradients, reads them again and writes them: counted.
 CLIP_PASSES = 3.0
 
 # Selective checkpointing asks its policy in Python at every operation of a block, forward and recomputation (assumed;
@@ -48,7 +50,7 @@ FAULTS_APART = 1.0
 # (assumed from 0.3 to 0.5 ms on small blocks)
 CHECKPOINT_DISPATCH_S = 3e-4
 
-# Timed matrix products that take so much longer than the probe's law are not believed; only large ones are compared,
+# Timed matrix products that take so much longer than the probe's fit are left out; only large ones are compared,
 # for small ones are mostly the host's time
 SLOWER_THAN_PROBED = 3.0
 COMPARED_FLOPS = 1e8
@@ -62,22 +64,18 @@ class SegmentTimes:
 
     block: Floats
     rest: Floats
-    block_forward: Floats
-    rest_forward: Floats
 
 
-def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, candidates: Candidates) -> SegmentTimes:
+def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates) -> SegmentTimes:
     """Times of one micro-step for candidates of one variant.
 
     Returns:
-        Arrays of shape (parts, candidates); the forward's share as (candidates,).
+        Arrays of shape (parts, candidates).
     """
     size = len(candidates)
     times = SegmentTimes(
         block=np.zeros((len(PARTS), size)),
         rest=np.zeros((len(PARTS), size)),
-        block_forward=np.zeros(size),
-        rest_forward=np.zeros(size),
     )
     slow = rates.thread_slowdown(candidates.threads)
     whole = candidates.compiled == COMPILES.index("model")
@@ -102,11 +100,6 @@ def segment_times(variant: VariantProfile, profile: ModelProfile, rates: Rates, 
         if group.kind == "memory":
             dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], 1.0)
         target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
-        if group.phase == "forward":
-            if group.segment == "block":
-                times.block_forward += seconds
-            else:
-                times.rest_forward += seconds
     return times
 
 
@@ -132,26 +125,26 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
     if group.kind == "attention" or group.m.at(1) == 0:
         rate = rates.attention_rate(group.dtype) if group.kind == "attention" else None
         if rate is None:
-            rate = 1 / rates.matmul_law(group.dtype).coefficients[0]
+            rate = 1 / rates.matmul_fit(group.dtype).coefficients[0]
         return np.asarray(flops / rate)
     sizes = {}
     for name in ("m", "n", "k", "batch"):
-        law = getattr(group, name)
-        sizes[name] = law.fixed + law.per_sample * samples
+        fit = getattr(group, name)
+        sizes[name] = fit.fixed + fit.per_sample * samples
         if group.tensor_split == name:
             sizes[name] = sizes[name] / tp
     count = np.maximum(sizes["batch"], 1.0)
     out = np.zeros_like(samples)
-    for code in np.unique(candidates.matmul_dtype):
-        here = candidates.matmul_dtype == code
-        dtype = _product_dtype(group.dtype, candidates.dtypes[int(code)])
-        law = rates.matmul_law(dtype)
+    for code in np.unique(candidates.precision):
+        here = candidates.precision == code
+        dtype = _product_dtype(group.dtype, DTYPES[int(code)])
+        fit = rates.matmul_fit(dtype)
         batch = count[here] if isinstance(count, np.ndarray) else count
-        one = law.coefficients.copy()
+        one = fit.coefficients.copy()
         one[4] = 0.0  # a batch is one launch
         m, n, k = (np.broadcast_to(sizes[name], samples.shape)[here] for name in ("m", "n", "k"))
         out[here] = (
-            batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + law.coefficients[4]
+            batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + fit.coefficients[4]
         )
     return out
 
@@ -161,14 +154,16 @@ def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
     assert group.measured_s is not None
     work = group.flops if group.flops.at(1) > 0 else group.bytes_moved
     here = work.fixed + work.per_sample * samples
-    few = max(work.at(group.measured_samples), 1.0)
+    small_batch = max(work.at(group.measured_samples), 1.0)
     if group.measured_more_s is None:
-        return np.asarray(group.measured_s * here / few)
-    many = work.at(group.measured_more_samples)
-    between = group.measured_s + (group.measured_more_s - group.measured_s) * (here - few) / max(many - few, 1.0)
-    beyond = group.measured_more_s * here / many
-    below = group.measured_s * here / few
-    return np.where(here > many, beyond, np.where(here < few, below, between))
+        return np.asarray(group.measured_s * here / small_batch)
+    large_batch = work.at(group.measured_more_samples)
+    between = group.measured_s + (group.measured_more_s - group.measured_s) * (here - small_batch) / max(
+        large_batch - small_batch, 1.0
+    )
+    beyond = group.measured_more_s * here / large_batch
+    below = group.measured_s * here / small_batch
+    return np.where(here > large_batch, beyond, np.where(here < small_batch, below, between))
 
 
 def discard_outlier_timings(profile: ModelProfile, rates: Rates) -> ModelProfile:
@@ -181,13 +176,13 @@ def discard_outlier_timings(profile: ModelProfile, rates: Rates) -> ModelProfile
     ratios = []
     for variant in profile.variants.values():
         for group in variant.groups:
-            sizes = [law.at(group.measured_samples) for law in (group.m, group.n, group.k)]
+            sizes = [fit.at(group.measured_samples) for fit in (group.m, group.n, group.k)]
             large = group.flops.at(group.measured_samples) >= COMPARED_FLOPS
             if group.measured_s is None or group.kind != "matmul" or not (large and all(sizes)):
                 continue
             m, n, k = (np.array([size]) for size in sizes)
             batch = max(group.batch.at(group.measured_samples), 1.0)
-            ratios.append(group.measured_s / float(batch * rates.matmul_law(group.dtype).seconds(m, n, k)[0]))
+            ratios.append(group.measured_s / float(batch * rates.matmul_fit(group.dtype).seconds(m, n, k)[0]))
     if not ratios or np.median(ratios) < SLOWER_THAN_PROBED:
         return profile
     variants = {
@@ -219,27 +214,18 @@ def _product_dtype(traced: str, wanted: str) -> str:
     return "tf32" if wanted == "tf32" else "float32"
 
 
-def micro_step_parts(times: SegmentTimes, blocks: Floats | float, rest_share: Floats | float) -> Floats:
-    """Seconds of the parts of a micro-step on a rank that holds so many blocks and that share of the rest."""
-    return times.block * blocks + times.rest * rest_share
-
-
-def total(parts: Floats, *, overlapped_dispatch: bool) -> Floats:
-    """Seconds of a micro-step from its parts: the host's dispatch hides behind the GPU's work, not on a CPU."""
-    work = parts[:-1].sum(axis=0)
-    return np.maximum(work, parts[-1]) if overlapped_dispatch else work + parts[-1]
-
-
 def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidates, share: Floats) -> Floats:
     """Seconds of clipping and stepping, over the share of the trainable parameters that a rank holds.
 
     An optimizer without state (SGD) makes 3 passes, one with momentum 5.
     """
     states = profile.optimizer_state_bytes_per_parameter / 4
-    passes = OPTIMIZER_PASSES[candidates.optimizer] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
+    passes = (
+        OPTIMIZER_PASSES[candidates.optimizer_step] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
+    )
     clip = CLIP_PASSES if profile.clips_gradients else 0.0
     moved = 4.0 * profile.trainable * share * (passes + clip)
-    launches = OPTIMIZER_LAUNCHES[candidates.optimizer] * profile.parameter_tensors
+    launches = OPTIMIZER_LAUNCHES[candidates.optimizer_step] * profile.parameter_tensors
     work = moved / rates.memory_bytes_per_s
     dispatch = launches * rates.dispatch_s
     if rates.device == "cuda":
@@ -254,6 +240,3 @@ def executed_flops(variant: VariantProfile, num_blocks: int, samples: Floats) ->
         count = group.count * (num_blocks if group.segment == "block" else 1)
         out += count * (group.flops.fixed + group.flops.per_sample * samples)
     return out
-
-
-assert OPTIMIZERS == ("for_loop", "foreach", "fused")

@@ -2,8 +2,9 @@
 
     peak = parameters + optimizer states + gradients + activations (+ gathered units + buckets) + context + slack
 
-Activations come from the traced peaks: the largest bytes alive in each part of a micro-step. On one rank the trace is
-the truth and this file only puts the parts together; with degrees each part is divided as the degree divides it.
+States are those of `planner.cost.states`. Activations come from the traced peaks: the largest bytes alive in each part
+of a micro-step. On one rank the trace is the truth and this file only puts the parts together; with degrees each part
+is divided as the degree divides it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.planner.cost.candidates import OPTIMIZERS, SHARDINGS, Candidates, Floats
+from autoplan.planner.cost.columns import Columns, Floats
 from autoplan.planner.cost.pipeline import held_micro_batches
+from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, state_bytes, state_widths
+from autoplan.planner.cost.traced.candidates import Candidates
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantProfile
-
-# DDP's buckets are views of the gradients (gradient_as_bucket_view); one bucket of 25 MiB is in flight besides
-DDP_BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,8 +36,27 @@ class MemoryParts:
         return self.parameters + self.optimizer + self.gradients + self.activations + self.gathered
 
 
-def _at(law: LinearFit, samples: Floats) -> Floats:
-    return np.asarray(law.fixed + law.per_sample * samples)
+def profile_size(profile: ModelProfile) -> ModelSize:
+    """A traced model's elements, as the shared equations take them."""
+    return ModelSize(
+        parameters=float(profile.parameters),
+        trainable=float(profile.trainable),
+        num_blocks=float(profile.num_blocks),
+        block_parameters=float(profile.block_parameters),
+        largest_parameter=float(profile.largest_parameter),
+    )
+
+
+def profile_widths(profile: ModelProfile, columns: Columns) -> StateWidths:
+    """Bytes per parameter under the workload's own optimizer, on the device that the model was traced for."""
+    optimizer = profile.optimizer_state_bytes_per_parameter
+    return state_widths(
+        columns,
+        device=profile.device,
+        optimizer_bytes=optimizer,
+        temporary_bytes=4.0 if optimizer >= 4 else 0.0,
+        parameter_bytes=profile.parameter_bytes / max(profile.parameters, 1),
+    )
 
 
 def traced_memory(
@@ -52,68 +71,46 @@ def traced_memory(
         candidates: All of that variant.
     """
     c = candidates
-    mine = 1 / (c.tp * c.pp)
-    shards = np.where(c.sharding > 0, c.dp_shard, 1.0)
-    zero3 = c.sharding == SHARDINGS.index("zero3")
-    scattered = np.isin(c.sharding, (2, 3))
-    parameters = profile.parameter_bytes * mine / np.where(scattered, shards, 1.0)
-    # FSDP2 keeps whole gradients between micro-steps of which only the last scatters (techniques/data_parallel.py)
-    kept_whole = ~scattered | (~c.scatters_each & (c.accumulation > 1))
-    gradients = 4.0 * profile.trainable * mine / np.where(kept_whole, 1.0, shards)
-    optimizer = profile.optimizer_state_bytes_per_parameter * profile.trainable * mine / shards
-    gathered = np.where(
-        zero3,
-        2 * 4.0 * profile.largest_unit_parameters * mine,
-        np.where(c.sharding == SHARDINGS.index("zero2"), 4.0 * profile.parameters * mine, 0.0),
-    )
-    gathered = np.where(shards > 1, gathered, 0.0)
-    gathered = gathered + np.where((c.dp_replicate > 1) & (c.sharding == 0), DDP_BUCKET_BYTES, 0.0)
-
-    block, outside = _unit_gradient_bytes(profile)
-    first, later = _micro_step_peak(
-        variant,
-        full,
-        c,
-        profile.fewest_samples,
-        kept=1 / np.where(kept_whole, 1.0, shards),
-        # of those kept whole the last micro-step copies one block's at a time
-        unscattered=np.where(kept_whole, np.where(scattered, block, 0.0), outside + 2 * block),
-    )
-    held = held_micro_batches(c, c.accumulation / c.passes)
-    saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
-    # of a pipeline's first stage: L/p blocks for each of the micro-batches it holds, beyond the one that runs
-    scale = np.where(c.pp > 1, 1 / c.pp, 1.0) / np.where(c.sequence_parallel, c.tp, 1.0)
-    waiting = np.maximum(held - 1, 0.0) * saved * scale
-    first, later = first * scale + waiting, later * scale + waiting
+    states = state_bytes(c, profile_size(profile), profile_widths(profile, c))
+    first, later = _stage_peaks(variant, full, profile, c)
+    # one micro-step with the gradients that it makes; of several the later ones, beside all gradients
+    micro_steps = np.where(c.accumulation > 1, np.maximum(first, later + states.gradients), first)
+    peak = np.maximum(micro_steps, states.gradients + np.maximum(states.temporaries, _scattered_last(profile, c)))
+    gradients = np.minimum(states.gradients, peak)
     batch = _at(profile.batch_bytes, c.micro_batch * c.accumulation)
+    return _memory_parts(states, gradients=gradients, activations=peak - gradients + batch)
 
-    # a micro-step with all gradients held, one without, or the optimizer step with its temporaries
-    temporaries = np.where(
-        c.optimizer == OPTIMIZERS.index("foreach"),
-        4.0 * profile.trainable * mine / shards,
-        np.where(c.optimizer == OPTIMIZERS.index("for_loop"), 8.0 * profile.largest_parameter * mine / shards, 0.0),
-    )
-    if profile.optimizer_state_bytes_per_parameter < 4:
-        temporaries = np.zeros(len(c))
-    micro = np.where(c.accumulation > 1, np.maximum(first, later + gradients), first)
-    # what lies outside the blocks is scattered at the very end, when nothing else of the micro-step is left
-    at_end = np.where(kept_whole, 0.0, 2 * outside * mine)
-    peak = np.maximum(micro, gradients + np.maximum(temporaries, at_end))
-    shown_gradients = np.minimum(gradients, peak)
+
+def _memory_parts(states: StateBytes, *, gradients: Floats, activations: Floats) -> MemoryParts:
     return MemoryParts(
-        parameters=np.asarray(parameters),
-        optimizer=np.asarray(optimizer),
-        gradients=np.asarray(shown_gradients),
-        activations=np.asarray(peak - shown_gradients + batch),
-        gathered=np.asarray(gathered),
+        parameters=states.parameters,
+        optimizer=states.optimizer,
+        gradients=np.asarray(gradients),
+        activations=np.asarray(activations),
+        gathered=states.gathered,
     )
 
 
-def _blend(none: LinearFit, full: LinearFit, candidates: Candidates) -> Floats:
-    """Between no block and every block checkpointed whole."""
-    share = candidates.checkpointed
-    samples = candidates.micro_batch
-    return np.asarray((1 - share) * _at(none, samples) + share * _at(full, samples))
+def _stage_peaks(
+    variant: VariantProfile, full: VariantProfile, profile: ModelProfile, c: Candidates
+) -> tuple[Floats, Floats]:
+    """Largest bytes alive in a micro-step on the first pipeline stage: with the gradients it makes, and without them.
+
+    The stage has L/p blocks, and the activations of every micro-batch that waits for its backward.
+    """
+    first, later = _micro_step_peak(variant, full, profile, c)
+    saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
+    scale = np.where(c.pp > 1, 1 / c.pp, 1.0) / np.where(c.sequence_parallel, c.tp, 1.0)
+    held = held_micro_batches(c, c.accumulation / c.passes)
+    waiting = np.maximum(held - 1, 0.0) * saved * scale
+    return first * scale + waiting, later * scale + waiting
+
+
+def _scattered_last(profile: ModelProfile, c: Candidates) -> Floats:
+    """Bytes at the very end of a backward that scatters as it goes: gradients of what lies outside the blocks, twice,
+    when nothing else of the micro-step is left."""
+    _, outside = _unit_gradient_bytes(profile)
+    return np.asarray(np.where(c.keeps_whole_gradients, 0.0, 2 * outside / (c.tp * c.pp)))
 
 
 def _unit_gradient_bytes(profile: ModelProfile) -> tuple[float, float]:
@@ -129,39 +126,53 @@ def _unit_gradient_bytes(profile: ModelProfile) -> tuple[float, float]:
 
 
 def _micro_step_peak(
-    variant: VariantProfile,
-    full: VariantProfile,
-    candidates: Candidates,
-    fewest_samples: float,
-    *,
-    kept: Floats,
-    unscattered: Floats,
+    variant: VariantProfile, full: VariantProfile, profile: ModelProfile, c: Candidates
 ) -> tuple[Floats, Floats]:
-    """Largest bytes alive in a micro-step: with the gradients it makes, and without those that are kept.
-
-    Args:
-        variant, full, candidates: As `traced_memory` has them.
-        fewest_samples: The smallest micro-batch that was traced.
-        kept: The share of the gradients made that this rank keeps; the rest is scattered as the backward goes on.
-        unscattered: Bytes of gradients on their way that the backward holds besides.
-    """
+    """Largest bytes alive in a micro-step of a whole model: with the gradients it makes, and without them."""
+    block, outside = _unit_gradient_bytes(profile)
+    whole = c.keeps_whole_gradients
+    # of the gradients made, the share that the rank keeps; the rest is scattered as the backward goes on
+    kept = 1 / np.where(whole, 1.0, c.shards)
+    # on their way: of whole ones the last micro-step copies a block's at a time; else those of two blocks (one whose
+    # backward runs, one that is copied) and of all outside the blocks are not scattered yet
+    unscattered = np.where(whole, np.where(c.shards_gradients, block, 0.0), outside + 2 * block)
     of_full = {peak.part: peak for peak in full.peaks}
-    first = np.zeros(len(candidates))
-    later = np.zeros(len(candidates))
+    first, later = np.zeros(len(c)), np.zeros(len(c))
     for peak in variant.peaks:
         other = of_full.get(peak.part, peak)
-        here = _blend(peak.first, other.first, candidates), _blend(peak.later, other.later, candidates)
+        made = _blend(peak.first, other.first, c), _blend(peak.later, other.later, c)
         if variant.key.loss == "fused" and peak.part == "head":
-            # the fused loss works in chunks: below the fewest samples traced there is one, and it shrinks with them
-            fewest = np.full(len(candidates), max(fewest_samples, 1.0))
-            few = replace(candidates, micro_batch=np.minimum(candidates.micro_batch, fewest))
-            at_fewest = replace(candidates, micro_batch=fewest)
-            shrunk = few.micro_batch / fewest
-            here = (
-                np.minimum(here[0], np.where(shrunk < 1, shrunk * _blend(peak.first, other.first, at_fewest), here[0])),
-                np.minimum(here[1], np.where(shrunk < 1, shrunk * _blend(peak.later, other.later, at_fewest), here[1])),
+            least = max(profile.fewest_samples, 1.0)
+            made = (
+                _chunked(made[0], peak.first, other.first, c, least),
+                _chunked(made[1], peak.later, other.later, c, least),
             )
         more = unscattered if peak.part in ("backward", "tail") else 0.0
-        first = np.maximum(first, here[1] + kept * (here[0] - here[1]) + more)
-        later = np.maximum(later, here[1] + more)
+        first = np.maximum(first, made[1] + kept * (made[0] - made[1]) + more)
+        later = np.maximum(later, made[1] + more)
     return first, later
+
+
+def _chunked(peak: Floats, plain: LinearFit, full: LinearFit, c: Candidates, fewest_samples: float) -> Floats:
+    """The peak of a loss that works in chunks: below the fewest samples traced there is one, and it shrinks with them.
+
+    Args:
+        peak: As the linear fits have it.
+        plain, full: The fits without and with full checkpointing.
+        c: The candidates.
+        fewest_samples: The smallest micro-batch that was traced.
+    """
+    shrunk = np.minimum(c.micro_batch, fewest_samples) / fewest_samples
+    at_fewest = _blend(plain, full, replace(c, micro_batch=np.full(len(c), fewest_samples)))
+    return np.minimum(peak, np.where(shrunk < 1, shrunk * at_fewest, peak))
+
+
+def _at(fit: LinearFit, samples: Floats) -> Floats:
+    return np.asarray(fit.fixed + fit.per_sample * samples)
+
+
+def _blend(none: LinearFit, full: LinearFit, candidates: Candidates) -> Floats:
+    """Between no block and every block checkpointed whole."""
+    share = candidates.checkpointed
+    samples = candidates.micro_batch
+    return np.asarray((1 - share) * _at(none, samples) + share * _at(full, samples))

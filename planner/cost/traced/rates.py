@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoplan.planner.cost.candidates import Floats
+from autoplan.planner.cost.columns import Floats
 from autoplan.probes.profile import Device
 
 # What dense kernels reach of a datasheet's peak and bandwidth on large problems, where nothing was measured. Source:
@@ -32,7 +32,7 @@ _BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8"
 
 
 @dataclass(kw_only=True, slots=True)
-class MatmulLaw:
+class MatmulFit:
     """Seconds of a matrix product in one dtype: coefficients of 2mnk, mn, nk, mk and a constant."""
 
     coefficients: Floats
@@ -49,7 +49,7 @@ class Rates:
     """What one device does per second.
 
     Attributes:
-        matmul: A law per dtype.
+        matmul: A linear fit per dtype.
         attention_flops_per_s: Fused attention per dtype, FLOPs as torch's counter has them (no causal discount).
         memory_bytes_per_s: Reads and writes together.
         dispatch_s: Host time per eager operation, autograd included.
@@ -58,7 +58,7 @@ class Rates:
     """
 
     device: str
-    matmul: dict[str, MatmulLaw]
+    matmul: dict[str, MatmulFit]
     attention_flops_per_s: dict[str, float]
     memory_bytes_per_s: float
     dispatch_s: float
@@ -67,8 +67,8 @@ class Rates:
     threads: int = 0
     assumed: list[str] = field(default_factory=list)
 
-    def matmul_law(self, dtype: str) -> MatmulLaw:
-        """The law of a dtype, or of float32 where that one was never measured."""
+    def matmul_fit(self, dtype: str) -> MatmulFit:
+        """The fit of a dtype, or of float32 where that one was never measured."""
         return self.matmul.get(dtype) or self.matmul["float32"]
 
     def attention_rate(self, dtype: str) -> float:
@@ -90,13 +90,13 @@ def from_device(device: Device) -> Rates:
     assumed: list[str] = []
     matmul = {}
     for dtype in ("float32", "tf32", "bfloat16", "float16", "float8"):
-        law = _measured_law(device, dtype) or _datasheet_law(device, dtype)
-        if law is not None:
-            matmul[dtype] = law
+        fit = _measured_fit(device, dtype) or _datasheet_fit(device, dtype)
+        if fit is not None:
+            matmul[dtype] = fit
     if "float32" not in matmul:
         # a machine that was never probed: a product per cycle and lane of some 3 GHz core with 512-bit vectors
         cores = device.cores or 1
-        matmul["float32"] = MatmulLaw(coefficients=np.array([1 / (5e10 * cores), 0, 0, 0, 5e-6]), measured=False)
+        matmul["float32"] = MatmulFit(coefficients=np.array([1 / (5e10 * cores), 0, 0, 0, 5e-6]), measured=False)
         assumed.append("matmul rate: not measured, 50 GFLOP/s a core")
     attention = {}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -105,8 +105,8 @@ def from_device(device: Device) -> Rates:
             # the probe counts 6bhs^2d for causal forward and backward; torch's counter 4 + 10 = 14 without the mask
             attention[dtype] = rate * 14 / 6
     if not attention:
-        for dtype, law in matmul.items():
-            attention[dtype] = ASSUMED_ATTENTION_EFFICIENCY / law.coefficients[0] / ASSUMED_MATMUL_EFFICIENCY
+        for dtype, fit in matmul.items():
+            attention[dtype] = ASSUMED_ATTENTION_EFFICIENCY / fit.coefficients[0] / ASSUMED_MATMUL_EFFICIENCY
         assumed.append("attention rate: not measured, a share of the matmul rate")
     bandwidth = device.memory_bandwidth_bytes_per_s
     if bandwidth is None or bandwidth.value is None:
@@ -148,7 +148,7 @@ def _thread_speed(device: Device) -> dict[int, float]:
     return {r.shape[3]: r.rate.value for r in readings if len(r.shape) == 4 and r.rate.value is not None}
 
 
-def _measured_law(device: Device, dtype: str) -> MatmulLaw | None:
+def _measured_fit(device: Device, dtype: str) -> MatmulFit | None:
     points = [
         (*r.shape[:3], r.seconds.value)
         for r in device.readings("matmul", dtype)
@@ -156,22 +156,22 @@ def _measured_law(device: Device, dtype: str) -> MatmulLaw | None:
     ]
     if len(points) < 3:
         return None
-    return MatmulLaw(coefficients=fit_matmul_law(np.array(points, dtype=np.float64)), measured=True)
+    return MatmulFit(coefficients=fit_matmul(np.array(points, dtype=np.float64)), measured=True)
 
 
-def _datasheet_law(device: Device, dtype: str) -> MatmulLaw | None:
+def _datasheet_fit(device: Device, dtype: str) -> MatmulFit | None:
     peak = device.datasheet_peak_flops_per_s.get(dtype)
     bandwidth = device.datasheet_memory_bandwidth_bytes_per_s
     if peak is None or peak.value is None:
         return None
     per_byte = 0.0 if bandwidth is None or bandwidth.value is None else 0.5 / bandwidth.value
     size = _BYTES[dtype] * per_byte
-    return MatmulLaw(
+    return MatmulFit(
         coefficients=np.array([1 / (ASSUMED_MATMUL_EFFICIENCY * peak.value), size, size, size, 4e-6]), measured=False
     )
 
 
-def fit_matmul_law(points: Floats) -> Floats:
+def fit_matmul(points: Floats) -> Floats:
     """Least squares of relative errors over (m, n, k, seconds) rows, no coefficient negative.
 
     Five terms at most, so every subset of them is tried and the best without a negative one is kept.

@@ -1,4 +1,4 @@
-"""The exported script runs where autoplan cannot be imported, and its losses are those of the plan's own run."""
+"""The exported script runs without autoplan, and its losses are those of the plan's own run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.pytorch_script import PytorchTarget
@@ -17,6 +19,7 @@ from autoplan.planner.export.run import export_plan
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import load_workload, make_spec
+from autoplan.strategies.workloads.workload import Workload
 from tests.recorded import make_plan
 
 STEPS = 3
@@ -78,17 +81,22 @@ def tiny_plan(folder: Path, config: TrainingConfig, fields: dict | None = None, 
     return make_plan(config, workload=workload, accumulation=config.accumulation(8))
 
 
-def run_script(path: Path, folder: Path) -> list[float]:
-    """The losses that the script prints, in an interpreter that refuses to import autoplan."""
+def guard_against_autoplan(folder: Path) -> None:
+    """Writes what makes an interpreter refuse to import autoplan, with folder/guard on its path."""
     (folder / "guard").mkdir(exist_ok=True)
     (folder / "guard" / "sitecustomize.py").write_text(
         "import sys\n"
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'autoplan':\n"
-        "            raise ImportError('autoplan is not to be had here')\n"
+        "            raise ImportError('autoplan cannot be imported here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
     )
+
+
+def run_script(path: Path, folder: Path) -> list[float]:
+    """The losses that the script prints, in an interpreter that refuses to import autoplan."""
+    guard_against_autoplan(folder)
     environment = {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(path), "--steps", str(STEPS)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
@@ -98,8 +106,6 @@ def run_script(path: Path, folder: Path) -> list[float]:
 
 def run_plan(plan: Plan) -> list[float]:
     """The losses of the plan's own run."""
-    import torch
-
     from autoplan.strategies.prepare import prepare
 
     threads = torch.get_num_threads()
@@ -110,6 +116,57 @@ def run_plan(plan: Plan) -> list[float]:
         return [float(run.step(workload.make_batch(run.local_batch, number)).loss) for number in range(STEPS)]
     finally:
         torch.set_num_threads(threads)
+
+
+INTERPRETER = """
+import json, os, runpy, sys, traceback
+import torch, transformers.models.gpt2.modeling_gpt2
+for line in sys.stdin:
+    script, output, steps = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.chdir(os.path.dirname(script))
+        sys.argv = [script, "--steps", str(steps)]
+        status = 1
+        try:
+            runpy.run_path(script, run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Imports torch and transformers once, and runs each script in a fork: some seconds less for each."""
+
+
+@pytest.fixture(scope="module")
+def run_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], list[float]]]:
+    """The losses that a script prints, in a fork of an interpreter that refuses to import autoplan."""
+    folder = tmp_path_factory.mktemp("interpreter")
+    guard_against_autoplan(folder)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "guard"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", INTERPRETER]
+    running = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert running.stdin is not None and running.stdout is not None
+
+    def run(path: Path) -> list[float]:
+        assert running.stdin is not None and running.stdout is not None
+        output = path.with_suffix(".out")
+        print(json.dumps([str(path), str(output), STEPS]), file=running.stdin, flush=True)
+        status = running.stdout.readline().strip()
+        text = output.read_text()
+        assert status == "0", text[-3000:]
+        return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+
+    yield run
+    running.stdin.close()
+    running.wait()
+    running.stdout.close()
 
 
 CONFIGS = {
@@ -126,11 +183,13 @@ CONFIGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_script_trains_as_the_plan_does(name: str, tmp_path: Path) -> None:
+def test_the_script_trains_as_the_plan_does(
+    name: str, run_forked: Callable[[Path], list[float]], tmp_path: Path
+) -> None:
     plan = tiny_plan(tmp_path, CONFIGS[name])
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
     wanted = run_plan(plan)
-    assert run_script(path, tmp_path) == pytest.approx(wanted, rel=1e-5)
+    assert run_forked(path) == pytest.approx(wanted, rel=1e-5)
     assert wanted[0] != wanted[-1], "nothing was trained"
 
 
@@ -183,10 +242,10 @@ def test_compiled_blocks(tmp_path: Path) -> None:
     ],
     ids=lambda fields: fields["model_type"],
 )
-def test_other_families(fields: dict, tmp_path: Path) -> None:
+def test_other_families(fields: dict, run_forked: Callable[[Path], list[float]], tmp_path: Path) -> None:
     plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=4, checkpointing="full"), fields)
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
-    assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-5)
+    assert run_forked(path) == pytest.approx(run_plan(plan), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -197,6 +256,154 @@ def test_a_users_own_file(tmp_path: Path) -> None:
     plan = make_plan(config, workload=spec, accumulation=4)
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
     assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-6)
+
+
+NORMED_FILE = """
+import torch
+from torch import nn
+
+import autoplan
+from autoplan.strategies.workloads.workload import LossSum
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Sequential(nn.BatchNorm1d(12), nn.Dropout(0.5))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x):
+        x = self.frozen(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build():
+    net = Net()
+    net.frozen.eval().requires_grad_(False)
+    return net
+
+
+def make_batch(count, index):
+    generator = torch.Generator().manual_seed(index)
+    image = torch.randn(count, 12, generator=generator) * 3 + 1
+    return {"image": image, "label": (image.sum(1) > 0).long()}
+
+
+def loss(model, batch):
+    logits = model(batch["image"])
+    return LossSum(nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"]))
+
+
+def normed() -> autoplan.Workload:
+    return autoplan.Workload(
+        name="normed",
+        build_model=build,
+        make_batch=make_batch,
+        loss=loss,
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        global_batch=8,
+        fixed_micro_batch=4,
+    )
+"""
+
+STATE = """
+import sys, torch
+sys.argv = ["train.py"]
+import train
+device = torch.device("cpu")
+module, optimizer, schedule = train.prepare(device)
+for number in range(3):
+    train.train_step(module, optimizer, schedule, train.make_batch(train.GLOBAL_BATCH, number), device)
+torch.save(module.model.state_dict(), "state.pt")
+"""
+
+
+def in_the_script(path: Path, folder: Path, code: str) -> str:
+    """Runs code that imports the script, where autoplan cannot be imported; returns what it prints."""
+    guard_against_autoplan(folder)
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'guard'}:{folder}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def plain_state(workload: Workload) -> dict[str, torch.Tensor]:
+    """The state after three steps of a plain loop in micro-batches of 4; what is in evaluation mode stays there."""
+    torch.manual_seed(workload.seed)
+    model = workload.build_model()
+    optimizer = workload.build_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for number in range(STEPS):
+        batch = workload.make_batch(8, number)
+        for start in (0, 4):
+            total, _ = workload.loss(model, {key: value[start : start + 4] for key, value in batch.items()})
+            (total / 8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_buffers_are_those_of_a_plain_loop(checkpointing: str, tmp_path: Path) -> None:
+    """Running statistics count a micro-batch once, and parts in evaluation mode stay as they are."""
+    (tmp_path / "mine.py").write_text(NORMED_FILE)
+    spec = make_spec(model=f"{tmp_path / 'mine.py'}:normed", global_batch=8)
+    config = TrainingConfig.model_validate({"micro_batch": 4, "checkpointing": checkpointing})
+    (path,) = export_plan(make_plan(config, workload=spec, accumulation=2), "pytorch", tmp_path / "train.py").paths
+    in_the_script(path, tmp_path, STATE)
+    found = torch.load(tmp_path / "state.pt")
+    wanted = plain_state(load_workload(spec))
+    assert found.keys() == wanted.keys() and any("running_var" in name for name in wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert int(found["blocks.0.norm.num_batches_tracked"]) == 2 * STEPS
+    assert int(found["frozen.0.num_batches_tracked"]) == 0
+
+
+@pytest.mark.slow
+def test_no_cache_is_kept_during_a_step_and_the_setting_is_put_back(tmp_path: Path) -> None:
+    """A T5's decoder has a configuration of its own; a loss that names no use_cache would fill its cache."""
+    (tmp_path / "mine.py").write_text(
+        "import torch, autoplan\n"
+        "from transformers import T5Config, T5ForConditionalGeneration\n"
+        "from autoplan.strategies.workloads.workload import LossSum\n"
+        "FIELDS = dict(vocab_size=64, d_model=32, d_ff=64, d_kv=16, num_layers=2, num_heads=2, dropout_rate=0.0)\n"
+        "seen = []\n"
+        "def loss(model, batch):\n"
+        "    out = model(input_ids=batch['x'], labels=batch['x'])\n"
+        "    seen.append((out.past_key_values is not None, model.decoder.config.use_cache))\n"
+        "    return LossSum(out.loss * batch['x'].numel(), batch['x'].numel())\n"
+        "def workload() -> autoplan.Workload:\n"
+        "    return autoplan.Workload(name='t5', loss=loss, global_batch=4, sequence_length=8,\n"
+        "        build_model=lambda: T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **FIELDS)),\n"
+        "        make_batch=lambda n, i: {'x': torch.randint(0, 64, (n, 8))},\n"
+        "        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))\n"
+    )
+    spec = make_spec(model=f"{tmp_path / 'mine.py'}:workload", global_batch=4)
+    config = TrainingConfig(micro_batch=2, checkpointing="selective", precision="bf16")
+    (path,) = export_plan(make_plan(config, workload=spec, accumulation=2), "pytorch", tmp_path / "train.py").paths
+    assert "cache_enabled=False" in path.read_text()
+    code = STATE + (
+        "import user_workload\n"
+        "assert user_workload.seen and not any(cached or used for cached, used in user_workload.seen)\n"
+        "assert module.model.config.use_cache and module.model.decoder.config.use_cache\n"
+        "print('put back')\n"
+    )
+    assert "put back" in in_the_script(path, tmp_path, code)
 
 
 def test_what_the_script_cannot_carry_is_refused(tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ def each_group(run: Any, **options: Any) -> None:
 
 
 def clipping_never_applied(run: Any) -> None:
-    run._build.clip_gradients = lambda parameters, limit: torch.nn.utils.get_total_norm(
+    run._build.gradients.clip = lambda parameters, limit: torch.nn.utils.get_total_norm(
         [parameter.grad for parameter in parameters if parameter.grad is not None]
     )
 
 
 def clipping_to_another_norm(run: Any) -> None:
-    honest = run._build.clip_gradients
-    run._build.clip_gradients = lambda parameters, limit: honest(parameters, 1.1 * limit)
+    honest = run._build.gradients.clip
+    run._build.gradients.clip = lambda parameters, limit: honest(parameters, 1.1 * limit)
 
 
 def gradients_never_cleared(run: Any) -> None:

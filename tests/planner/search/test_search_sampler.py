@@ -1,4 +1,4 @@
-"""The surrogate, the picker and Optuna's study: legal picks, better picks with evidence, one fixed distribution."""
+"""The surrogate, the samplers and Optuna's study: legal, better with evidence, one fixed distribution per knob."""
 
 import math
 from pathlib import Path
@@ -9,13 +9,15 @@ import numpy as np
 import optuna
 import pytest
 
+from autoplan.errors import UsageError
 from autoplan.planner.records import Interval, LeftOutFamily, Outcome, PeakMemory, Trial
+from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.reasons import explain_choices
-from autoplan.planner.search.sampler import NoCandidateError, Picker
-from autoplan.planner.search.selection import CandidateRuns, contenders, enter, rank, speed_ratio
+from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, RedrawingSampler, make_sampler
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, make_distributions
+from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, choices_of, make_distributions
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
 LIMIT = float(8 << 30)
@@ -25,7 +27,8 @@ CANDIDATES = tuple(
     for p in ("fp32", "bf16")
     for c in ("none", "full")
 )
-VALUES = {knob: tuple(dict.fromkeys(getattr(config, knob) for config in CANDIDATES)) for knob in KNOBS}
+VALUES = choices_of(CANDIDATES)
+SPACES = make_distributions(VALUES)
 
 
 def true_time(config: TrainingConfig) -> float:
@@ -78,41 +81,178 @@ def make_trial(number: int, config: TrainingConfig, outcome: Outcome | None = No
     return Trial(**(values | fields))
 
 
-def make_picker(kind: str = "ours") -> Picker:
-    cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu", time_box_s=5.0)
-    estimator: Any = Estimates()
-    return Picker(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT, device="cpu", kind=kind, seed=0)  # type: ignore[arg-type]
+class Search:
+    """A search over the machine of these tests, in a study in memory."""
+
+    def __init__(self, kind: Any = "autoplan") -> None:
+        cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu", time_box_s=5.0)
+        estimator: Any = Estimates()
+        self.model = CandidateModel(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT)
+        self.sampler: CandidateSampler = make_sampler(kind, self.model, SPACES, seed=0)
+        self.study = SearchStudy(None, SPACES, (), self.sampler)
+
+    def run_one(self, number: int) -> TrainingConfig | None:
+        """One trial; None where the sampler has no further one."""
+        if self.sampler.reason_to_stop() is not None:
+            return None
+        asked = self.study.ask(number)
+        config = TrainingConfig.model_validate(asked.params)
+        trial = make_trial(number, config)
+        self.model.observe(trial)
+        self.study.tell(asked, trial)
+        return config
+
+    def run(self, most: int = len(CANDIDATES)) -> list[TrainingConfig]:
+        """So many trials at most, as far as the sampler goes."""
+        done: list[TrainingConfig] = []
+        while len(done) < most and (config := self.run_one(len(done))) is not None:
+            done.append(config)
+        return done
 
 
-@pytest.mark.parametrize("kind", ["ours", "tpe", "random"])
-def test_every_pick_is_legal_and_new(kind: str):
-    picker = make_picker(kind)
-    seen: list[TrainingConfig] = []
-    for number in range(len(CANDIDATES)):
-        try:
-            config = picker.pick()
-        except NoCandidateError as end:
-            assert not end.out_of_time
-            assert kind == "ours"  # the others go on until all were tried
-            break
-        seen.append(config)
-        picker.told(make_trial(number, config))
-    assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(CANDIDATES)
-    if kind != "ours":
-        assert set(seen) == set(CANDIDATES)
+FOREIGN = {
+    "tpe": lambda: "tpe",
+    "random": lambda: "random",
+    "an object": lambda: optuna.samplers.TPESampler(seed=1),
+    "grid": lambda: optuna.samplers.GridSampler({k: v for k, v in VALUES.items() if len(v) > 1}, seed=0),
+    "a grid that ends": lambda: optuna.samplers.GridSampler(
+        {k: [v[-1]] if k == "micro_batch" else list(v) for k, v in VALUES.items() if len(v) > 1}, seed=0
+    ),
+    "genetic": lambda: optuna.samplers.NSGAIISampler(population_size=4, seed=0),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_every_trial_of_a_foreign_sampler_is_legal_and_new_until_all_were_tried(kind: str):
+    search = Search(FOREIGN[kind]())
+    done = search.run()
+    assert isinstance(search.sampler, RedrawingSampler)
+    assert len(set(done)) == len(done) and set(done) == set(CANDIDATES)
+    stop = search.sampler.reason_to_stop()
+    assert stop is not None and not stop.out_of_time
+    states = {trial.state.name for trial in search.study.study.trials}
+    assert states == {"COMPLETE", "PRUNED"}, "what was drawn again is no trial of the search"
+
+
+def test_a_gaussian_process_of_optunas_copes_with_every_outcome_and_learns():
+    pytest.importorskip("scipy")
+    search = Search(optuna.samplers.GPSampler(seed=0, n_startup_trials=4))
+    for number, outcome in enumerate((Outcome.CRASHED, Outcome.OUT_OF_MEMORY, Outcome.PRUNED, Outcome.INTERRUPTED)):
+        asked = search.study.ask(number)
+        trial = make_trial(number, TrainingConfig.model_validate(asked.params), outcome)
+        search.model.observe(trial)
+        search.study.tell(asked, trial)
+    done = [search.run_one(number) for number in range(4, 13)]
+    assert None not in done and set(done) <= set(CANDIDATES)
+    fitting = [config for config in CANDIDATES if true_memory(config) <= LIMIT]
+    assert min(fitting, key=true_time) in done
+
+
+def test_a_sampler_that_draws_one_illegal_point_for_ever_is_left_for_a_random_legal_one():
+    class Stubborn(optuna.samplers.RandomSampler):
+        drawn = 0
+
+        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+            self.drawn += param_name == "micro_batch"
+            return param_distribution.choices[0]
+
+    stubborn = Stubborn()
+    search = Search(stubborn)
+    assert len(set(search.run(4))) == 4
+    assert 4 <= stubborn.drawn <= 20
+
+
+def test_every_trial_of_ours_is_legal_and_new():
+    search = Search()
+    done = search.run()
+    assert len(set(done)) == len(done) < len(CANDIDATES) and set(done) <= set(CANDIDATES)
+    stop = search.sampler.reason_to_stop()
+    assert stop is not None and "could still win" in stop.text and not stop.out_of_time
 
 
 def test_our_sampler_finds_the_best_that_fits_in_fewer_trials_than_there_are():
-    picker = make_picker()
     fitting = [config for config in CANDIDATES if true_memory(config) <= LIMIT]
-    best = min(fitting, key=true_time)
-    for number in range(8):
-        config = picker.pick()
-        picker.told(make_trial(number, config))
-        if config == best:
-            return
-    pytest.fail(f"{best.describe()} was not picked in 8 of {len(CANDIDATES)} trials")
+    assert min(fitting, key=true_time) in Search().run(8)
+
+
+def test_the_earlier_name_of_our_sampler_is_taken_and_an_object_of_it_is_refused():
+    assert isinstance(Search("autoplan").sampler, AutoplanSampler)
+    with pytest.raises(UsageError, match="sampler is AutoplanSampler"):
+        Search(AutoplanSampler(CANDIDATES))
+
+
+def test_a_configuration_that_is_given_is_measured_whatever_the_sampler_says():
+    search = Search()
+    plain = TrainingConfig(micro_batch=1)
+    asked = search.study.ask(0, plain)
+    assert TrainingConfig.model_validate(asked.params) == plain
+    assert search.sampler.model.trials == []
+
+
+# Our sampler in a study that is no search's.
+
+
+def test_our_sampler_in_a_plain_study_asks_and_tells():
+    sampler = AutoplanSampler(CANDIDATES)
+    study = optuna.create_study(sampler=sampler)
+    done = []
+    while sampler.reason_to_stop(study) is None:
+        trial = study.ask(sampler.distributions)
+        config = TrainingConfig.model_validate(trial.params)
+        done.append(config)
+        if config.micro_batch == 8 and config.checkpointing == "none":
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, true_time(config))
+    assert len(set(done)) == len(done) <= len(CANDIDATES)
+    assert TrainingConfig.model_validate(study.best_params) == TrainingConfig(micro_batch=4, precision="bf16")
+
+
+def test_our_sampler_ends_optunas_own_loop_and_takes_other_parameters():
+    sampler = AutoplanSampler(CANDIDATES, seed=0)
+    study = optuna.create_study(sampler=sampler)
+    rates = []
+
+    def objective(trial: optuna.Trial) -> float:
+        params = {knob: trial.suggest_categorical(knob, d.choices) for knob, d in sampler.distributions.items()}
+        rates.append(trial.suggest_float("learning_rate", 1e-4, 1e-2))
+        return true_time(TrainingConfig.model_validate(params))
+
+    study.optimize(objective, n_trials=50)
+    assert len(study.trials) <= len(CANDIDATES) and len(set(rates)) == len(rates)
+    assert TrainingConfig.model_validate({k: study.best_params[k] for k in KNOBS}).micro_batch == 8
+
+
+def test_our_sampler_learns_from_a_constraint_and_goes_round_what_runs_now():
+    sampler = AutoplanSampler(CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT))
+    study = optuna.create_study(sampler=sampler)
+    first, second = (study.ask(sampler.distributions) for _ in range(2))
+    assert first.params != second.params, "the first is still running"
+    first.set_constraint("memory", 0.2)
+    study.tell(first, 1.0)
+    study.tell(second, 1.0)
+    sampler.learn(study)
+    assert [trial.outcome for trial in sampler.model.trials] == [Outcome.OUT_OF_MEMORY, Outcome.OK]
+
+
+def test_after_the_last_candidate_the_best_comes_again():
+    sampler = AutoplanSampler(CANDIDATES[:3])
+    study = optuna.create_study(sampler=sampler)
+    for _ in range(5):
+        trial = study.ask(sampler.distributions)
+        study.tell(trial, true_time(TrainingConfig.model_validate(trial.params)))
+    assert study.trials[3].params == study.trials[4].params == study.best_params
+
+
+def test_a_study_that_maximises_or_a_value_that_is_no_time_is_refused():
+    sampler = AutoplanSampler(CANDIDATES)
+    with pytest.raises(ValueError, match="minimise"):
+        optuna.create_study(direction="maximize", sampler=sampler).ask(sampler.distributions)
+    study = optuna.create_study(sampler=sampler)
+    with pytest.raises(ValueError, match="above zero"):
+        study.tell(study.ask(sampler.distributions), -1.0)
+    with pytest.raises(UsageError, match="no candidates"):
+        AutoplanSampler(())
 
 
 def test_what_was_learnt_of_one_carries_over_to_its_neighbours():
@@ -121,7 +261,7 @@ def test_what_was_learnt_of_one_carries_over_to_its_neighbours():
     prior = Prior.of(estimates.table(CANDIDATES))
     config = TrainingConfig(micro_batch=4, precision="bf16")
     trials = [make_trial(0, config)]
-    belief = surrogate.believe(prior, trials, Prior.of(estimates.table([config])))
+    belief = surrogate.posterior(prior, trials, Prior.of(estimates.table([config])))
     here = CANDIDATES.index(config)
     near = CANDIDATES.index(TrainingConfig(micro_batch=2, precision="bf16"))
     far = CANDIDATES.index(TrainingConfig(micro_batch=1, precision="fp32", checkpointing="full"))
@@ -136,9 +276,9 @@ def test_out_of_memory_lowers_the_chance_of_larger_neighbours():
     estimates = Estimates()
     prior = Prior.of(estimates.table(CANDIDATES))
     config = TrainingConfig(micro_batch=4)
-    before = surrogate.believe(prior, [], prior)
+    before = surrogate.posterior(prior, [], prior)
     trials = [make_trial(0, config, Outcome.OUT_OF_MEMORY)]
-    after = surrogate.believe(prior, trials, Prior.of(estimates.table([config])))
+    after = surrogate.posterior(prior, trials, Prior.of(estimates.table([config])))
     larger = CANDIDATES.index(TrainingConfig(micro_batch=4, precision="bf16"))
     assert after.fits[CANDIDATES.index(config)] < 0.2
     assert after.fits[larger] < before.fits[larger]
@@ -150,7 +290,7 @@ def test_failures_make_neighbours_less_likely_but_not_impossible():
     prior = Prior.of(estimates.table(CANDIDATES))
     failed = TrainingConfig(micro_batch=2, precision="bf16")
     trials = [make_trial(0, failed, Outcome.CRASHED)]
-    works = surrogate.believe(prior, trials, Prior.of(estimates.table([failed]))).works
+    works = surrogate.posterior(prior, trials, Prior.of(estimates.table([failed]))).works
     near = CANDIDATES.index(TrainingConfig(micro_batch=4, precision="bf16"))
     far = CANDIDATES.index(TrainingConfig(micro_batch=8, precision="fp32", checkpointing="full"))
     assert 0 < works[near] < works[far] <= 1
@@ -173,19 +313,19 @@ def test_similarity_is_one_for_the_same_and_less_for_each_knob():
     assert row[0] == 1.0 > row[1] > row[2] > 0
 
 
-def test_a_trial_that_would_break_the_budget_is_not_picked():
-    picker = make_picker()
-    picker.time_left_s = 0.5
-    with pytest.raises(NoCandidateError) as end:
-        picker.pick()
-    assert end.value.out_of_time
+@pytest.mark.parametrize("kind", ["autoplan", "random"])
+def test_a_trial_that_would_break_the_budget_is_a_reason_to_stop(kind: str):
+    search = Search(kind)
+    search.sampler.time_left_s = 0.5
+    stop = search.sampler.reason_to_stop()
+    assert stop is not None and stop.out_of_time
 
 
 # The study.
 
 
 def test_the_study_has_one_distribution_per_knob_and_closes_what_was_left_running(tmp_path: Path):
-    study = SearchStudy(tmp_path / "s.sqlite3", VALUES, ())
+    study = SearchStudy(tmp_path / "s.sqlite3", SPACES, ())
     asked = study.ask(0, CANDIDATES[0])
     trial = make_trial(0, CANDIDATES[0])
     study.tell(asked, trial)
@@ -196,21 +336,29 @@ def test_the_study_has_one_distribution_per_knob_and_closes_what_was_left_runnin
     study.study._storage.set_trial_user_attr(
         with_dead_owner._trial_id, "owner", {"boot_id": "gone", "pid": 1, "start_time": 0}
     )
-    again = SearchStudy(tmp_path / "s.sqlite3", VALUES, (trial,))
+    again = SearchStudy(tmp_path / "s.sqlite3", SPACES, (trial,))
     assert [t.state.name for t in again.study.trials] == ["COMPLETE", "PRUNED", "FAIL"]
     assert again.notes == ["trial 2 of the study was left running by a dead process; closed"]
     first = again.study.trials[0]
     assert first.value == trial.step_time_s.median  # type: ignore[union-attr]
     assert TrainingConfig.model_validate(first.params) == CANDIDATES[0]
     assert first.constraints["memory"] <= 0 < again.study.trials[1].constraints["memory"]
-    assert {tuple(t.distributions.items()) for t in again.study.trials} == {tuple(make_distributions(VALUES).items())}
+    assert {tuple(t.distributions.items()) for t in again.study.trials} == {tuple(SPACES.items())}
+
+
+def test_a_configuration_given_by_a_killed_search_is_not_the_next_ones(tmp_path: Path):
+    study = SearchStudy(tmp_path / "s.sqlite3", SPACES, ())
+    study.study.enqueue_trial({"micro_batch": 4})  # and killed before it was asked for
+    again = SearchStudy(tmp_path / "s.sqlite3", SPACES, (), AutoplanSampler(CANDIDATES))
+    assert [t.state.name for t in again.study.trials] == ["FAIL"]
+    assert TrainingConfig.model_validate(again.ask(0).params) == CANDIDATES[0]
 
 
 def test_a_damaged_study_is_made_again_from_the_record(tmp_path: Path):
     trials = [make_trial(number, config) for number, config in enumerate(CANDIDATES[:3])]
     path = tmp_path / "s.sqlite3"
     path.write_bytes(b"this is no database" * 300)
-    study = SearchStudy(path, VALUES, trials)
+    study = SearchStudy(path, SPACES, trials)
     assert [t.user_attrs[NUMBER] for t in study.study.trials] == [0, 1, 2]
     assert "made again from the record" in study.notes[0]
     assert list(tmp_path.glob("*.damaged-*"))
@@ -218,8 +366,8 @@ def test_a_damaged_study_is_made_again_from_the_record(tmp_path: Path):
 
 def test_a_study_that_lags_behind_the_record_catches_up(tmp_path: Path):
     trials = [make_trial(number, config) for number, config in enumerate(CANDIDATES[:3])]
-    SearchStudy(tmp_path / "s.sqlite3", VALUES, trials[:1])
-    study = SearchStudy(tmp_path / "s.sqlite3", VALUES, trials)
+    SearchStudy(tmp_path / "s.sqlite3", SPACES, trials[:1])
+    study = SearchStudy(tmp_path / "s.sqlite3", SPACES, trials)
     assert [t.user_attrs[NUMBER] for t in study.study.trials] == [0, 1, 2]
     assert optuna.importance.get_param_importances(study.study) is not None
 
@@ -245,7 +393,7 @@ def test_interleaved_runs_decide_over_single_ones():
     trials = [finalist(0, a, 1.0), finalist(1, b, 1.1)]
     trials += [finalist(2 + i, a, 1.5, purpose="finalist") for i in range(2)]
     trials += [finalist(4 + i, b, 1.1, purpose="finalist") for i in range(2)]
-    assert [entry.config for entry in rank(enter(trials))] == [b, a]
+    assert [entry.config for entry in rank(collect_runs(trials))] == [b, a]
 
 
 def test_one_noisy_finalist_run_is_no_speed_up_by_itself():
@@ -253,14 +401,14 @@ def test_one_noisy_finalist_run_is_no_speed_up_by_itself():
     plain, fast = CANDIDATES[0], CANDIDATES[1]
     trials = [finalist(0, plain, 1.15), finalist(1, fast, 1.0)]
     trials += [finalist(2, fast, 1.0, purpose="finalist"), finalist(3, plain, 38.0, purpose="finalist")]
-    entries = {entry.config: entry for entry in enter(trials)}
+    entries = {entry.config: entry for entry in collect_runs(trials)}
     ratio = speed_ratio(entries[fast], entries[plain])
     assert ratio.median == pytest.approx(math.sqrt(1.15 * 38))
     assert ratio.median == pytest.approx(entries[plain].step_time.median / entries[fast].step_time.median)
     assert ratio.low < 1.0
     trials += [finalist(4, fast, 1.0, purpose="finalist"), finalist(5, plain, 1.15, purpose="finalist")]
     trials += [finalist(6, fast, 1.0, purpose="finalist"), finalist(7, plain, 1.15, purpose="finalist")]
-    entries = {entry.config: entry for entry in enter(trials)}
+    entries = {entry.config: entry for entry in collect_runs(trials)}
     assert speed_ratio(entries[fast], entries[plain]).median == pytest.approx(1.15)
 
 
@@ -269,7 +417,7 @@ def test_only_runs_made_side_by_side_are_compared():
     trials = [finalist(0, a, 9.0), finalist(1, b, 9.0)]
     trials += [finalist(2 + i, a, 1.0 + i, purpose="finalist") for i in range(3)]  # the last is without b
     trials += [finalist(5 + i, b, 2.0 * (1.0 + i), purpose="finalist") for i in range(2)]
-    entries = {entry.config: entry for entry in enter(trials)}
+    entries = {entry.config: entry for entry in collect_runs(trials)}
     ratio = speed_ratio(entries[a], entries[b])
     assert (ratio.samples, ratio.median) == (2, pytest.approx(2.0))
 
@@ -322,16 +470,16 @@ def reasons_for(
         return SimpleNamespace(step_time_s=slower)
 
     session: Any = SimpleNamespace(
-        options=SimpleNamespace(fixed={}),
+        options=SimpleNamespace(fix={}),
         context=SimpleNamespace(
             space=SimpleNamespace(values=values), left_out=left_out, spec=SimpleNamespace(global_batch=16)
         ),
         store=SimpleNamespace(trials=tuple(trials)),
-        picker=SimpleNamespace(legal=frozenset(CANDIDATES)),
+        model=SimpleNamespace(legal=frozenset(CANDIDATES)),
         predict=predict,
         ended_by=ended_by,
     )
-    entries = enter(trials)
+    entries = collect_runs(trials)
     return {choice.knob: choice.reason for choice in explain_choices(session, entries[0], entries)}
 
 
@@ -339,25 +487,25 @@ def test_a_tie_goes_to_less_memory_and_then_to_fewer_knobs():
     plain, knobby = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=2, precision="bf16")
     lean = TrainingConfig(micro_batch=1)
     trials = [finalist(0, knobby, 1.0, 4 << 30), finalist(1, plain, 1.005, 4 << 30), finalist(2, lean, 1.01, 2 << 30)]
-    assert rank(enter(trials))[0].config == lean
-    assert rank(enter(trials[:2]))[0].config == plain
+    assert rank(collect_runs(trials))[0].config == lean
+    assert rank(collect_runs(trials[:2]))[0].config == plain
 
 
 def test_a_clear_difference_is_no_tie():
     fast, lean = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=1)
     trials = [finalist(0, fast, 1.0, 4 << 30), finalist(1, lean, 1.05, 1 << 30)]
-    assert rank(enter(trials))[0].config == fast
+    assert rank(collect_runs(trials))[0].config == fast
 
 
 def test_what_failed_as_a_finalist_is_out():
     a, b = CANDIDATES[0], CANDIDATES[1]
     trials = [finalist(0, a, 1.0), finalist(1, b, 2.0), make_trial(2, a, Outcome.CRASHED, purpose="finalist")]
-    assert [entry.config for entry in enter(trials)] == [b]
+    assert [entry.config for entry in collect_runs(trials)] == [b]
 
 
-def test_contenders_are_those_that_come_near():
+def test_finalists_are_those_whose_interval_is_near():
     trials = [
         finalist(i, config, time) for i, (config, time) in enumerate(zip(CANDIDATES, (1.0, 1.03, 2.0), strict=False))
     ]
-    chosen: list[CandidateRuns] = contenders(enter(trials))
+    chosen: list[CandidateRuns] = pick_finalists(collect_runs(trials))
     assert [entry.config for entry in chosen] == list(CANDIDATES[:2])

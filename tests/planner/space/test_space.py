@@ -11,7 +11,7 @@ from autoplan.planner.space.generate import generate
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.probes.profile import Device, OperationReading
 from autoplan.record import Reading
-from autoplan.strategies.analysis.facts import KnobChoices, LeftOutValue
+from autoplan.strategies.analysis.facts import Choices, LeftOut, offer
 from autoplan.strategies.config import TrainingConfig, parse_knob
 
 
@@ -39,16 +39,16 @@ def device(**rates: float) -> Device:
 
 
 CHOICES = (
-    KnobChoices(knob="micro_batch", values=(1, 2, 3, 4, 6, 12)),
-    KnobChoices(knob="checkpointing", values=("none", "full")),
-    KnobChoices(
+    Choices(knob="micro_batch", values=(1, 2, 3, 4, 6, 12)),
+    Choices(knob="checkpointing", values=("none", "full")),
+    Choices(
         knob="precision",
         values=("fp32", "bf16"),
-        left_out=(LeftOutValue(value="tf32", reason="TF32 is a format of NVIDIA GPUs"),),
+        left_out=(LeftOut(knob="precision", value="tf32", reason="TF32 is a format of NVIDIA GPUs"),),
     ),
-    KnobChoices(knob="compile", values=("off", "block", "model")),
-    KnobChoices(knob="compile_mode", values=("default", "max-autotune")),
-    KnobChoices(knob="dp_replicate", values=(1,)),
+    Choices(knob="compile", values=("off", "block", "model")),
+    Choices(knob="compile_mode", values=("default", "max-autotune")),
+    Choices(knob="dp_replicate", values=(1,)),
 )
 
 
@@ -98,7 +98,7 @@ def test_a_slow_precision_that_the_user_fixed_is_obeyed():
     [
         ({"precision": "tf32"}, "format of NVIDIA"),
         ({"micro_batch": 5}, "does not divide the global batch"),
-        ({"dp_shard": 2}, "share the work"),
+        ({"dp_shard": 2}, "no combination of degrees"),
         ({"compile": "off", "compile_mode": "max-autotune"}, "no legal configuration"),
         ({"colour": "blue"}, "not a knob"),
         ({"micro_batch": "many"}, "not a value"),
@@ -124,11 +124,7 @@ def test_bounds():
 
 def test_a_micro_batch_that_only_the_user_may_choose():
     reason = "bn1 (BatchNorm2d) normalises over the micro-batch"
-    choices = (
-        KnobChoices(
-            knob="micro_batch", values=(), left_out=tuple(LeftOutValue(value=v, reason=reason) for v in (1, 2, 4))
-        ),
-    )
+    choices = (offer("micro_batch", (), dict.fromkeys((1, 2, 4), reason)),)
     with pytest.raises(WorkloadError, match="BatchNorm2d"):
         generate(choices, global_batch=4, device=device())
     space = generate(choices, global_batch=4, device=device(), fixed={"micro_batch": 2})
@@ -143,7 +139,8 @@ def test_ranks_share_the_global_batch_exactly():
         assert config.micro_batch * config.dp * config.accumulation(12) == 12
 
 
-WAYS = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "pp": 2})
+PIPELINE = {"dp_replicate": 2, "pp": 2, "pp_microbatches": 2}
+WAYS = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, PIPELINE)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,9 @@ def test_a_knob_of_data_parallelism_that_is_fixed_goes_where_it_means_something(
 
 
 def test_gradients_are_scattered_at_every_micro_step_wherever_that_means_something():
-    space = generate(CHOICES, global_batch=12, device=device(), degrees=(*WAYS, {"dp_shard": 2, "pp": 2}))
+    space = generate(
+        CHOICES, global_batch=12, device=device(), degrees=(*WAYS, {"dp_shard": 2, "pp": 2, "pp_microbatches": 2})
+    )
     assert len(set(space.candidates)) == len(space.candidates)
     assert space.values["gradient_sync"] == ("last", "every")
     several = {c for c in space.candidates if c.dp_shard > 1 and c.pp == 1 and c.accumulation(12) > 1}
@@ -199,10 +198,13 @@ def test_knobs_of_data_parallelism_vary_only_where_they_are_asked_for():
         ({"fsdp_prefetch": 2, "dp_replicate": 2, "dp_shard": 1}, "nothing else gathers parameters"),
         ({"gradient_sync": "every", "dp_replicate": 2, "dp_shard": 1}, "needs FSDP2"),
         ({"gradient_sync": "every", "pp": 2}, "needs FSDP2"),
-        ({"gradient_sync": "every", "dp_shard": 2, "dp_replicate": 1, "micro_batch": 6}, "at most half of it"),
+        (
+            {"gradient_sync": "every", "dp_shard": 2, "dp_replicate": 1, "micro_batch": 6},
+            "several micro-batches per step",
+        ),
         ({"ddp_bucket_mb": 50, "dp_shard": 2}, "FSDP2 keeps the replicas' gradients together"),
         ({"ddp_static_graph": True, "pp": 2}, "several forwards before a backward"),
-        ({"ddp_static_graph": True, "micro_batch": 1}, "whole global batch"),
+        ({"ddp_static_graph": True, "micro_batch": 1}, "one micro-batch per step"),
     ],
 )
 def test_a_knob_of_data_parallelism_in_the_wrong_place_says_why(fixed: dict[str, object], text: str):

@@ -13,6 +13,7 @@ from autoplan.errors import StoreBusyError, StoreError
 from autoplan.planner.records import Interval, Outcome, Parity, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store import journal as journal_module
+from autoplan.planner.store.folders import study_folder
 from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.store.store import Store, study_identity
 from autoplan.strategies.config import TrainingConfig
@@ -84,7 +85,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path: Path, 
     monkeypatch.setattr(journal_module.os, "write", write_half)
     with pytest.raises(StoreError, match="disk is full") as caught:
         record.append({"number": 1})
-    assert "--store" in (caught.value.hint or "")
+    assert "--store" in (caught.value.flag_hint or "")
     monkeypatch.undo()
     assert path.read_text() == '{"number":0}\n'
     record.append({"number": 2})
@@ -176,6 +177,71 @@ def test_fresh_renames_and_deletes_nothing(tmp_path: Path):
     assert '"kind":"trial"' in old
 
 
+# Many studies in one store.
+
+
+def test_a_store_holds_many_studies(tmp_path: Path):
+    for identity in ("one", "two"):
+        with Store(study_folder(tmp_path / "s", identity), identity, summary={}) as store:
+            store.add_trial(make_trial(0))
+            assert store.folder == tmp_path / "s" / identity
+    assert study_folder(tmp_path / "s", "one") == tmp_path / "s" / "one"
+    assert len(open_store(tmp_path / "s" / "one", "one").trials) == 1
+
+
+def test_a_study_directly_in_the_folder_still_opens_and_another_gets_a_folder_of_its_own(tmp_path: Path):
+    with open_store(tmp_path / "s", "one") as store:  # as stores were before they held several
+        store.add_trial(make_trial(0))
+    assert study_folder(tmp_path / "s", "one") == tmp_path / "s"
+    assert study_folder(tmp_path / "s", "two") == tmp_path / "s" / "two"
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"kind":"study"}', "\u0000"])
+def test_a_record_that_says_no_identity_is_left_alone(tmp_path: Path, line: str):
+    (tmp_path / "record.jsonl").write_text(line)
+    assert study_folder(tmp_path, "one") == tmp_path / "one"
+
+
+def test_without_a_store_studies_are_in_the_users_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert study_folder(None, "one") == tmp_path / "autoplan" / "studies" / "one"
+
+
+def test_fresh_moves_a_studys_folder_and_no_other(tmp_path: Path):
+    for identity in ("one", "two"):
+        open_store(tmp_path / identity, identity).close()
+    (tmp_path / "one" / "mine.txt").write_text("")
+    with open_store(tmp_path / "one", "one", fresh=True) as store:
+        assert store.folder == tmp_path / "one"
+        assert store.renamed_to is not None and store.renamed_to.parent == tmp_path
+        assert (store.renamed_to / "mine.txt").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", store.renamed_to.name}
+
+
+def test_fresh_over_a_study_directly_in_the_folder_moves_its_own_files_alone(tmp_path: Path):
+    folder = tmp_path / "s"
+    with open_store(folder, "one") as store:
+        store.add_trial(make_trial(0))
+        (folder / "study.sqlite3-wal").write_text("")
+    open_store(folder / "two", "two").close()
+    (folder / "notes.txt").write_text("mine")
+    with open_store(folder, "one", fresh=True) as store:
+        assert store.trials == () and store.folder == folder / "one"
+        assert store.renamed_to is not None and store.renamed_to.parent == folder
+        assert {"record.jsonl", "study.sqlite3-wal", "trials"} <= {path.name for path in store.renamed_to.iterdir()}
+    assert {path.name for path in folder.iterdir()} == {"one", "two", "notes.txt", store.renamed_to.name}
+    assert study_folder(folder, "one") == folder / "one"
+
+
+def test_fresh_twice_within_a_second_keeps_both(tmp_path: Path):
+    kept = set()
+    open_store(tmp_path / "one", "one").close()
+    for _ in range(3):
+        with open_store(tmp_path / "one", "one", fresh=True) as store:
+            kept.add(store.renamed_to)
+    assert len(kept) == 3 and all(path is not None and path.exists() for path in kept)
+
+
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -221,8 +287,8 @@ def test_identity_changes_with_what_changes_the_search(tmp_path: Path):
     def identity(spec: WorkloadSpec = spec, hardware: str = "hw", **options: object) -> str:
         given: dict[str, object] = {
             "device": "cpu",
-            "fixed": {},
-            "bounds": {},
+            "fix": {},
+            "bound": {},
             "nproc": 1,
             "memory_limit_bytes": None,
         }
@@ -233,10 +299,22 @@ def test_identity_changes_with_what_changes_the_search(tmp_path: Path):
         identity(spec.model_copy(update={"identity": "1" * 16})),
         identity(hardware="other"),
         identity(device="cuda"),
-        identity(fixed={"precision": "fp32"}),
-        identity(bounds={"micro_batch": Bound(low=1, high=2)}),
+        identity(fix={"precision": "fp32"}),
+        identity(bound={"micro_batch": Bound(low=1, high=2)}),
         identity(nproc=2),
         identity(memory_limit_bytes=1 << 30),
     ]
     assert len(set(variants)) == len(variants)
     assert identity() == identity()
+
+
+def test_identities_are_those_of_the_first_stores():
+    """Stores of earlier versions open by these: what is hashed, and under which names, never changes."""
+    spec = WorkloadSpec(
+        kind="model", reference="tiny", name="tiny", sequence_length=8, global_batch=4, identity="0" * 16
+    )
+    bound = {"micro_batch": Bound(low=1, high=2), "precision": Bound(values=("fp32", "bf16"))}
+    given = study_identity(
+        spec, "hw", device="cpu", fix={"tp": 1, "compile": "off"}, bound=bound, nproc=2, memory_limit_bytes=1 << 30
+    )
+    assert given == "07ee12e42f32165c"

@@ -1,4 +1,4 @@
-"""How fast data comes: what is timed, what a failure says, how many workers a step needs."""
+"""How fast batches are made: what is timed, what a failure reports, how many workers a step needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from autoplan.planner.trace.input_benchmark import (
-    MOST_BATCHES,
-    MOST_SAMPLES,
+    MAX_BATCHES,
+    MAX_SAMPLES,
     describe_input,
     measure_input,
     workers_needed,
 )
 from autoplan.strategies.workloads.workload import LossSum, Workload
+
+pytestmark = pytest.mark.alone
 
 
 def workload_of(make_batch: Any, global_batch: int = 8) -> Workload:
@@ -42,7 +44,7 @@ def test_seconds_are_per_sample_and_measured_on_one_thread() -> None:
     seconds, why_not = measure_input(workload_of(make_batch), time_limit_s=5.0)
     assert why_not is None and seconds is not None and seconds >= 0.003
     assert {threads for _, _, threads in asked} == {1} and torch.get_num_threads() == before
-    assert asked[0][0] == 2 and len(asked) == 1 + MOST_BATCHES and {count for count, _, _ in asked[1:]} == {8}
+    assert asked[0][0] == 2 and len(asked) == 1 + MAX_BATCHES and {count for count, _, _ in asked[1:]} == {8}
 
 
 def test_quick_data_is_timed_in_batches_of_a_bounded_size() -> None:
@@ -53,7 +55,7 @@ def test_quick_data_is_timed_in_batches_of_a_bounded_size() -> None:
         return {"x": torch.zeros(count, 2)}
 
     measure_input(workload_of(make_batch, global_batch=4096), time_limit_s=5.0)
-    assert max(counts) == MOST_SAMPLES
+    assert max(counts) == MAX_SAMPLES
 
 
 def test_slow_data_ends_with_the_time_limit() -> None:
@@ -74,7 +76,7 @@ def test_a_failure_is_a_reason_and_not_the_end() -> None:
 
     assert measure_input(workload_of(make_batch)) == (
         None,
-        "data loading is not priced: make_batch raised FileNotFoundError: shard 7",
+        "data loading is not estimated: make_batch raised FileNotFoundError: shard 7",
     )
 
 
@@ -86,10 +88,12 @@ def test_as_many_workers_as_the_data_takes_steps(load_s: float, step_s: float, w
 def test_the_sentence_says_what_matters_and_no_more() -> None:
     assert describe_input(0.001, 0.1, 16) is None
     hidden = describe_input(0.05, 0.1, 16)
-    assert hidden is not None and "one loader worker beside the training keeps up" in hidden and "150 ms" in hidden
+    assert (
+        hidden is not None and "one loader worker beside the training is fast enough" in hidden and "150 ms" in hidden
+    )
     bound = describe_input(0.32, 0.1, 16)
-    assert bound is not None and "Input binds" in bound
-    assert "gives 50.0 samples/s, the steps take 160; 4 workers, each" in bound and "420 ms" in bound
+    assert bound is not None and "Data loading is the bottleneck" in bound
+    assert "makes 50.0 samples/s, the steps use 160; 4 workers, each" in bound and "420 ms" in bound
     shared = describe_input(0.32, 0.1, 16, ranks=2)
-    assert shared is not None and "one loader worker a rank gives 100 samples/s, the steps take 320" in shared
-    assert "4 workers a rank" in shared and "on each of 2 data-parallel ranks" in shared
+    assert shared is not None and "one loader worker per rank makes 100 samples/s, the steps use 320" in shared
+    assert "4 workers per rank" in shared and "on each of 2 data-parallel ranks" in shared

@@ -12,12 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from autoplan.planner.cost.candidates import from_configs
+from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.memory import traced_memory
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.model_profile import ModelProfile, VariantKey
 from autoplan.planner.trace.trace import _read_cache, _write_cache, cache_path, trace_workload
-from autoplan.planner.trace.variant_tracer import Tracer
+from autoplan.planner.trace.variant_tracer import VariantTracer
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.batch import split_batch
@@ -102,11 +102,13 @@ def test_live_bytes_are_those_of_the_real_run(
 
 
 @pytest.mark.parametrize("knobs", [{}, {"precision": "half"}, {"attention": "eager"}, {"checkpointing": "full"}])
-def test_one_run_gives_what_a_run_for_each_micro_batch_gives(spec: WorkloadSpec, knobs: dict[str, str]) -> None:
+def test_one_run_at_a_prime_micro_batch_gives_what_a_run_for_each_micro_batch_gives(
+    spec: WorkloadSpec, knobs: dict[str, str]
+) -> None:
     key = VariantKey.model_validate(knobs)
-    one, two = (Tracer(load_workload(spec), "cpu", FakeTensorMode(allow_non_fake_inputs=True)) for _ in range(2))
-    one.try_one_run(2)
-    assert one.one_run and not two.one_run
+    one, two = (VariantTracer(load_workload(spec), "cpu", FakeTensorMode(allow_non_fake_inputs=True)) for _ in range(2))
+    one.try_prime_batch(2)
+    assert one.uses_prime_batch and not two.uses_prime_batch
     assert all(one.record(key, 2, which).same_as(two.record(key, 2, which)) for which in range(2))
 
 
@@ -119,10 +121,10 @@ def test_sizes_that_do_not_grow_with_the_samples_take_a_run_for_each_micro_batch
         return LossSum(F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]))
 
     padded.loss = loss
-    for workload, one_run in ((plain, True), (padded, False)):
-        tracer = Tracer(workload, "cpu", FakeTensorMode(allow_non_fake_inputs=True))
-        tracer.try_one_run(None)
-        assert tracer.one_run is one_run
+    for workload, uses_prime_batch in ((plain, True), (padded, False)):
+        tracer = VariantTracer(workload, "cpu", FakeTensorMode(allow_non_fake_inputs=True))
+        tracer.try_prime_batch(None)
+        assert tracer.uses_prime_batch is uses_prime_batch
 
 
 class Tiny(nn.Module):

@@ -7,7 +7,7 @@ from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.trials.first_loss import first_samples, is_off, with_first_loss_compared
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from tests.planner.trials.test_stepping import make_timer
+from tests.planner.trials.test_step_timer import make_timer
 from tests.strategies.tiny import GPT2, classifier, language
 
 

@@ -54,7 +54,7 @@ def test_the_same_samples_give_the_same_interval():
     assert median_interval(samples, seed=3) == median_interval(samples, seed=3)
 
 
-def test_a_step_is_put_together_from_its_parts():
+def test_a_step_is_the_sum_of_its_parts():
     parts = {
         "first_micro_step": [2.0],
         "second_micro_step": [7.0],
@@ -90,9 +90,9 @@ def test_stop_rule():
     assert rule.decide(steady(1.0, 0.005), 1.0) == "narrow"
     assert rule.decide(steady(1.0, 0.2), 1.0) is None
     assert rule.decide(steady(1.0, 0.2), 11.0) == "time_box"
-    assert rule.decide(steady(3.0, 0.2), 1.0) == "losing"
+    assert rule.decide(steady(3.0, 0.2), 1.0) == "slower"
     assert rule.decide(steady(2.1, 0.2), 1.0) is None  # may still be faster
-    assert StopRule(time_box_s=10.0).decide(steady(99.0, 0.2), 1.0) is None  # nothing to lose against
+    assert StopRule(time_box_s=10.0).decide(steady(99.0, 0.2), 1.0) is None  # there is no best one yet
 
 
 def test_a_narrow_interval_of_few_samples_is_not_enough():
@@ -104,7 +104,7 @@ def test_rate_from_time():
     assert (rate.median, rate.low, rate.high) == (4.0, 2.0, 8.0)
 
 
-def test_scatter_is_said():
+def test_a_large_spread_gives_a_warning():
     assert spread_warning([1.0, 1.0, 1.01, 1.0]) is None
     assert spread_warning([1.0, 2.0, 1.0, 2.0, 3.0]) is not None
 

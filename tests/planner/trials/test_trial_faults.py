@@ -1,4 +1,4 @@
-"""Whatever a trial does is an outcome with a reason. The faults are in the workload; the product has no switches."""
+"""Every fault of a trial is an outcome with a reason. The faults are in the workload; the product has no switches."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_each_fault_has_its_own_outcome_and_the_next_trial_runs(
     assert after.outcome is Outcome.OK, after.reason
 
 
-def test_a_good_trial_says_all_it_measured(runner: TrialRunner):
+def test_a_good_trial_records_all_its_measurements(runner: TrialRunner):
     trial = measure(runner, 0)
     assert trial.outcome is Outcome.OK, trial.reason
     assert trial.reason is None
@@ -93,7 +93,7 @@ def test_a_good_trial_says_all_it_measured(runner: TrialRunner):
     assert trial.model_validate_json(trial.model_dump_json()) == trial
 
 
-def test_a_losing_trial_is_stopped_early(runner: TrialRunner):
+def test_a_trial_that_is_slower_than_the_best_is_stopped_early(runner: TrialRunner):
     trial = measure(runner, 0, best_high_s=1e-6)
     assert trial.outcome is Outcome.PRUNED
     assert "stopped early" in (trial.reason or "")
@@ -105,7 +105,7 @@ def test_a_trial_past_its_deadline_is_ended(runner: TrialRunner):
     assert trial.outcome is Outcome.TIMEOUT
 
 
-def test_a_trial_can_be_told_to_put_its_step_together_from_parts(runner: TrialRunner):
+def test_a_trial_can_be_asked_to_time_parts_of_a_step(runner: TrialRunner):
     trial = measure(runner, 0, method="parts")
     assert trial.outcome is Outcome.OK, trial.reason
     assert trial.method == "parts"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.planner.trials.device_watch import MemoryWatch
+from autoplan.planner.trials.device_monitor import MemoryMonitor
 from autoplan.processes import RankContext, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
@@ -101,7 +101,7 @@ def peak_of_a_step(context: RankContext, config: TrainingConfig) -> dict[str, in
     run = prepare(workload, config, device="cpu")
     batch = run.local_share(workload.make_batch(workload.global_batch, 0))
     run.step(batch)
-    watch = MemoryWatch(torch.device("cpu"), None)
+    watch = MemoryMonitor(torch.device("cpu"), None)
     before = watch.read().resident_bytes
     run.step(batch)
     after = watch.read().resident_bytes

@@ -125,16 +125,28 @@ def test_low_precision_stays_within_its_tolerance(zygote: Zygote, plain: Any, tm
     check(zygote, plain, tmp_path, "gpt2", LOW_PRECISION[name], LOW_NORM, LOW_TENSOR)
 
 
+@pytest.fixture(scope="module")
+def plain_variants(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One step of one plain process for each variant of the workload."""
+    folder, config = tmp_path_factory.mktemp("variants"), TrainingConfig(micro_batch=8)
+    return {case: run_step(zygote, "gpt2", config, folder, **options) for case, options in VARIANTS.items()}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "frozen": {"build_model": build_frozen_gpt2},
+    "not_counted_ahead": {"count": None},
+}
 EACH = DATA | TENSOR_PARALLEL | {"1f1b": PIPELINE["1f1b"]}
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("case", ["frozen", "not_counted_ahead"])
-def test_frozen_parameters_and_late_counts(zygote: Zygote, tmp_path: Path, name: str, case: str) -> None:
+@pytest.mark.parametrize("case", VARIANTS)
+def test_frozen_parameters_and_late_counts(
+    zygote: Zygote, plain_variants: dict[str, Any], tmp_path: Path, name: str, case: str
+) -> None:
     """Parameters that do not train; a workload that cannot count before its loss has run."""
-    options: dict[str, Any] = {"build_model": build_frozen_gpt2} if case == "frozen" else {"count": None}
-    expected, reference = run_step(zygote, "gpt2", TrainingConfig(micro_batch=8), tmp_path, **options)
-    result, candidate = run_step(zygote, "gpt2", config_of(EACH[name]), tmp_path, **options)
+    expected, reference = plain_variants[case]
+    result, candidate = run_step(zygote, "gpt2", config_of(EACH[name]), tmp_path, **VARIANTS[case])
     found = differences(reference, candidate)
     if case == "frozen":  # gradients are scaled to the real count after this test reads them
         assert found["gradients"] < TENSOR, found
@@ -163,26 +175,26 @@ def test_shards_are_a_share_of_the_model(zygote: Zygote, plain: Any, tmp_path: P
 def no_gradient_sync(run: TrainingRun | None) -> None:
     """The all-reduce of DDP (or FSDP2's reduce-scatter) never happens."""
     if run is not None:
-        set_sync = run._build.set_gradient_sync
-        run._build.set_gradient_sync = lambda sync: set_sync(False)
+        set_sync = run._build.hooks.set_sync
+        run._build.hooks.set_sync = lambda sync: set_sync(False)
 
 
 def wrong_scale(run: TrainingRun | None) -> None:
     """The average over ranks is taken for a sum."""
     if run is not None:
-        run._build.gradient_ranks = 1
+        run._build.gradients.ranks = 1
 
 
 def micro_steps_averaged(run: TrainingRun | None) -> None:
     """Gradients that were scattered before are averaged with the new ones, where they should be added to."""
     if run is not None:
-        run._build.gradient_ranks /= run.accumulation
+        run._build.gradients.ranks /= run.accumulation
 
 
 def replicas_apart(run: TrainingRun | None) -> None:
     """Replicas of shards (HSDP) share the last micro-step's gradients alone: what was scattered before is dropped."""
     if run is not None:
-        set_sync = run._build.set_gradient_sync
+        set_sync = run._build.hooks.set_sync
         modules: Any = [module for module in run._build.module.modules() if hasattr(module, "_get_fsdp_state")]
 
         def forget(sync: bool) -> None:
@@ -191,7 +203,7 @@ def replicas_apart(run: TrainingRun | None) -> None:
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     group._partial_reduce_output = None
 
-        run._build.set_gradient_sync = forget
+        run._build.hooks.set_sync = forget
 
 
 def embedding_not_summed(run: TrainingRun | None) -> None:
@@ -214,7 +226,7 @@ def norm_gradients_not_summed(run: TrainingRun | None) -> None:
 def untied_over_stages(run: TrainingRun | None) -> None:
     """The two stages that hold the tied embedding keep their gradients to themselves."""
     if run is not None:
-        run._build.finish_gradients.clear()
+        run._build.gradients.finish.clear()
 
 
 def head_untied(run: TrainingRun | None) -> None:

@@ -14,12 +14,8 @@ from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.techniques.degrees import (
-    coherent_with_pipeline,
-    factorings,
-    pipeline_schedules,
-    reason_against_knobs,
-)
+from autoplan.strategies.techniques.degrees import factorings, pipeline_schedules
+from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.stages import cut_stages
 from tests.strategies.parallel.world import MODELS, differences, make_workload, run_step
 
@@ -120,7 +116,7 @@ class SharedBetween(SkipsABlock):
     [
         (SkipsABlock, "does not take what"),
         (SharedBetween, "does not take what"),
-        (lambda: nn.Linear(8, 8), "0 row(s) of repeated blocks"),
+        (lambda: nn.Linear(8, 8), "0 stack(s) of repeated blocks"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(model: Any, words: str) -> None:
@@ -175,11 +171,17 @@ def test_schedules_that_torch_takes() -> None:
 
 
 def test_knobs_that_do_not_go_with_a_pipeline() -> None:
-    values = TrainingConfig(micro_batch=2, pp=2, pp_microbatches=4).model_dump()
-    assert coherent_with_pipeline(values, 8)
-    assert not coherent_with_pipeline(values | {"pp_microbatches": 2}, 8)
-    assert not coherent_with_pipeline(values | {"compile": "model"}, 8)
-    zero = values | {"pp_schedule": "zero_bubble"}
-    assert reason_against_knobs(zero) is None
-    assert "hooks" in str(reason_against_knobs(zero | {"dp_shard": 2}))
-    assert "twice" in str(reason_against_knobs(zero | {"loss": "fused"}))
+    def reason(batch: int | None = 8, **knobs: Any) -> str:
+        return str(incompatible(TrainingConfig(**({"micro_batch": 2, "pp": 2, "pp_microbatches": 4} | knobs)), batch))
+
+    assert reason() == reason(pp_microbatches=2) == "None"  # one pass, two passes
+    assert "does not divide the 4 micro-batches" in reason(pp_microbatches=3)
+    assert "idle throughout" in reason(pp_microbatches=1)
+    assert "goes in rounds" in reason(18, pp_microbatches=9, pp_schedule="interleaved_1f1b", virtual_stages=2)
+    assert "it takes 2 or more" in reason(pp_schedule="interleaved_1f1b")
+    assert "it takes 1" in reason(virtual_stages=2)
+    assert "compile=model" in reason(compile="model")
+    zero = {"pp_schedule": "zero_bubble", "virtual_stages": 2}
+    assert reason(**zero) == "None"
+    assert "hooks" in reason(16, **zero, dp_shard=2)
+    assert "twice" in reason(**zero, loss="fused")

@@ -12,8 +12,8 @@ from autoplan.errors import ConfigError
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.data_parallel_knobs import reason_against_data_parallel
 from autoplan.strategies.techniques.mesh import local_tensor, named_parameters
+from autoplan.strategies.techniques.rules import incompatible
 from tests.strategies.parallel.world import GLOBAL_BATCH, build_gpt2, make_workload, run_ranks
 
 
@@ -178,9 +178,9 @@ def test_a_knob_of_data_parallelism_on_one_rank_is_refused() -> None:
 
 
 def test_a_static_graph_takes_one_micro_batch_per_step() -> None:
-    values = TrainingConfig(micro_batch=2, dp_replicate=2, ddp_static_graph=True).model_dump()
-    assert "takes one micro-batch per step" in (reason_against_data_parallel(values, GLOBAL_BATCH) or "")
-    assert reason_against_data_parallel(values | {"micro_batch": 4}, GLOBAL_BATCH) is None
+    config = TrainingConfig(micro_batch=2, dp_replicate=2, ddp_static_graph=True)
+    assert "takes one micro-batch per step" in (incompatible(config, GLOBAL_BATCH) or "")
+    assert incompatible(config.model_copy(update={"micro_batch": 4}), GLOBAL_BATCH) is None
 
 
 def die(context: RankContext) -> None:

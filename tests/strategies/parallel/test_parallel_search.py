@@ -17,11 +17,11 @@ from tests.strategies.tiny import GPT2
 SMALL = {"precision": "fp32", "compile": "off", "optimizer_step": "own", "checkpointing": "none"}
 
 
+pytestmark = pytest.mark.usefixtures("probed_machine")
+
+
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's cache and state stay out of it; one cache for the module, so that the machine is probed once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "parallel-cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "parallel-state"))
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -29,7 +29,7 @@ def search(folder: Path, **options: Any) -> SearchResult:
     path = folder / "config.json"
     path.write_text(json.dumps(GPT2))
     spec = make_spec(model=str(path), sequence_length=32, global_batch=8)
-    values: dict[str, Any] = {"budget_s": 150.0, "device": "cpu", "store": folder / "s", "max_trials": 3, "nproc": 2}
+    values: dict[str, Any] = {"budget": 60.0, "device": "cpu", "store": folder / "s", "max_trials": 3, "nproc": 2}
     return run_search(SearchOptions(spec=spec, **(values | options)))
 
 
@@ -38,7 +38,7 @@ def search(folder: Path, **options: Any) -> SearchResult:
     "knobs", [{"dp_shard": 2}, {"dp_shard": 2, "gradient_sync": "every"}, {"tp": 2}, {"pp": 2}], ids=str
 )
 def test_a_search_measures_two_ranks(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    result = search(tmp_path, fixed=SMALL | knobs)
+    result = search(tmp_path, fix=SMALL | knobs)
     assert result.status == "plan_found", result.reason
     shared = [trial for trial in result.trials if trial.config.model_dump().items() >= knobs.items()]
     assert shared
@@ -49,13 +49,13 @@ def test_a_search_measures_two_ranks(tmp_path: Path, knobs: dict[str, Any]) -> N
 
 @pytest.mark.slow
 def test_what_is_fixed_is_kept_by_the_plan_even_if_the_baseline_is_faster(tmp_path: Path) -> None:
-    result = search(tmp_path, fixed=SMALL | {"checkpointing": "full"}, nproc=1)
+    result = search(tmp_path, fix=SMALL | {"checkpointing": "full"}, nproc=1, budget=30.0)
     assert result.plan is not None and result.plan.config.checkpointing == "full"
     assert result.plan.baseline.config.checkpointing == "none"
 
 
 def test_a_fixed_degree_that_is_not_legal_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 attention heads: tp can be 1, 2, 4"):
-        search(tmp_path, fixed={"tp": 3}, nproc=3)
-    with pytest.raises(ConfigError, match="needs 4 ranks; --nproc is 2"):
-        search(tmp_path, fixed={"dp_replicate": 4}, fresh=True)
+        search(tmp_path, fix={"tp": 3}, nproc=3)
+    with pytest.raises(ConfigError, match="needs 4 ranks; nproc is 2"):
+        search(tmp_path, fix={"dp_replicate": 4}, fresh=True)

@@ -1,5 +1,6 @@
 """What each technique does to a model: kernels of the fused loss, checkpointing, compile, optimizer forms, threads."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.errors import ConfigError
+from autoplan.errors import ConfigError, WorkloadError
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.inspect import inspect_workload, read_inspection, run_inspect_rank
+from autoplan.strategies.inspect import build_on_meta, inspect_workload, read_inspection, run_inspect_rank
 from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques import compilation
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
+from autoplan.strategies.techniques.loss import prove_fused_loss
 from autoplan.strategies.techniques.loss_kernels import (
     choose_kernel,
     chunk_rows,
@@ -23,6 +25,7 @@ from autoplan.strategies.techniques.loss_kernels import (
 from autoplan.strategies.techniques.optimizer import reason_against
 from autoplan.strategies.workloads.optimizers import rebuild
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_hardware
 from tests.strategies.tiny import LLAMA, classifier, language
 
@@ -267,6 +270,56 @@ def test_scaled_logits_leave_the_fused_loss_out():
     assert "softcapping" in choices.left_out[0].reason
 
 
+def log_z(logits):
+    return torch.logsumexp(logits.float(), -1)
+
+
+OTHER_LOSSES = {
+    "z-loss": lambda logits, labels: 1e-4 * log_z(logits[:, :-1]).square().sum(),
+    "label smoothing": lambda logits, labels: -0.1 * logits[:, :-1].float().log_softmax(-1).mean(-1).sum(),
+    "a penalty on the logits": lambda logits, labels: 1e-5 * logits.float().square().sum(),
+    "twice the weight on one class": lambda logits, labels: F.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    )[labels[:, 1:].flatten() < 3].sum(),
+}
+
+
+@pytest.mark.parametrize("term", OTHER_LOSSES)
+def test_a_loss_with_another_term_is_not_fused(term):
+    """The head says where the logits come from; what else the user's loss does with them would be lost."""
+    workload = language()
+
+    def loss(model, batch):
+        total, count = workload.loss(model, batch)
+        logits = model(input_ids=batch["input_ids"]).logits
+        return LossSum(total + OTHER_LOSSES[term](logits, batch["labels"]), count)
+
+    model = build_on_meta(workload)
+    loss_strategy = next(strategy for strategy in STRATEGIES if strategy.name == "loss")
+
+    def left_out(workload):
+        return loss_strategy.choices(workload, find_structure(model), make_hardware(), "cpu").left_out
+
+    assert left_out(workload) == ()
+    (found,) = left_out(dataclasses.replace(workload, loss=loss))
+    assert found.value == "fused" and "differs by" in found.reason
+
+
+def test_a_loss_that_counts_otherwise_is_not_fused():
+    workload = language()
+    counted = dataclasses.replace(
+        workload, loss=lambda model, batch: LossSum(workload.loss(model, batch).total, batch["labels"].numel())
+    )
+    reason = prove_fused_loss(counted, build_on_meta(workload), torch.device("cpu"))
+    assert reason is not None and "your loss counts 64 items of a batch, and the fused one 62" in reason
+
+
+def test_the_fused_loss_of_a_model_in_bf16_is_proved_in_fp32():
+    workload = language()
+    halved = dataclasses.replace(workload, build_model=lambda: workload.build_model().bfloat16())
+    assert prove_fused_loss(halved, build_on_meta(workload), torch.device("cpu")) is None
+
+
 def test_facts_of_gpt2_without_allocating_it():
     facts = inspect_workload(make_spec(model="gpt2-xl"), make_hardware(), "cpu")
     assert (facts.parameters, facts.num_blocks) == (1_557_611_200, 48)
@@ -324,3 +377,16 @@ def test_a_loss_that_fails_is_the_users_error():
     workload.loss = lambda model, batch: model(batch["pixels"])
     with pytest.raises(WorkloadError, match="KeyError.*pixels"):
         inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
+
+
+def test_a_fixed_micro_batch_is_the_only_one() -> None:
+    """Also where no dependence is found: it is the user's word for what is trained."""
+    from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
+
+    workload = language(fixed_micro_batch=2)
+    structure = find_structure(workload.build_model())
+    choices = MicroBatchStrategy().choices(workload, structure, None, "cpu")
+    assert choices.values == (2,)
+    assert "fixes the micro-batch to 2" in choices.left_out[0].reason
+    with pytest.raises(WorkloadError, match="fixes the micro-batch to 2, and the config has 4"):
+        prepare(workload, TrainingConfig(micro_batch=4))

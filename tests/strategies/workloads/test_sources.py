@@ -316,3 +316,35 @@ def test_a_package_beside_the_file_is_part_of_its_identity(tmp_path):
 def test_no_model_at_all():
     with pytest.raises(WorkloadError, match="no model was named"):
         make_spec(model=" ")
+
+
+FIXED_CLIPPING = """
+import functools
+from autoplan.strategies.workloads.workload import Workload
+from tests.strategies.tiny import Classifier, image_batch, image_loss, sgd
+
+def fixed():
+    return Workload(name="c", build_model=Classifier, make_batch=image_batch, loss=image_loss, build_optimizer=sgd,
+                    global_batch=8, max_grad_norm=1.0)
+
+def asked(max_grad_norm=1.0):
+    return Workload(name="c", build_model=Classifier, make_batch=image_batch, loss=image_loss, build_optimizer=sgd,
+                    global_batch=8, max_grad_norm=max_grad_norm)
+"""
+
+
+@pytest.mark.parametrize("none", [None, 0])
+def test_no_clipping_is_asked_of_a_function_or_refused(none, tmp_path):
+    path = tmp_path / "clipping.py"
+    path.write_text(FIXED_CLIPPING)
+    with pytest.raises(WorkloadError, match="takes no max_grad_norm"):
+        load_workload(make_spec(model=f"{path}:fixed", options={"max_grad_norm": none}))
+    assert load_workload(make_spec(model=f"{path}:asked", options={"max_grad_norm": none})).max_grad_norm is None
+    assert load_workload(make_spec(model=f"{path}:asked")).max_grad_norm == 1.0
+
+
+def test_a_part_beside_a_whole_workload_is_refused():
+    from tests.strategies.tiny import classifier
+
+    with pytest.raises(WorkloadError, match="max_grad_norm too, which would be dropped"):
+        spec_from_objects(classifier(), max_grad_norm=1.0)

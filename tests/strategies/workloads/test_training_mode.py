@@ -153,3 +153,17 @@ def test_a_block_that_runs_twice_can_be_recomputed_under_autocast(precision: str
         for value in ("none", "selective", "full")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[2] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_the_cache_setting_is_left_alone_where_nothing_is_recomputed() -> None:
+    """For packed sequences it decides what a token attends to: turning it off would train something else."""
+    seen = []
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
+        seen.append(model.config.use_cache)
+        return model_loss(model, batch)
+
+    for checkpointing in ("none", "full"):
+        run = prepare(make_workload(loss=loss), TrainingConfig(micro_batch=4, checkpointing=checkpointing))
+        run.step(token_batch(4, 0))
+    assert seen == [True, False]

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from autoplan.planner.cost.calibrate import FACTORS, TimeFit
-from autoplan.planner.cost.candidates import checkpointed_share, from_configs
+from autoplan.planner.cost.columns import checkpointed_share
 from autoplan.planner.cost.communication import Links, exchange
-from autoplan.planner.cost.traced.estimator import Estimator, binding
-from autoplan.planner.cost.traced.rates import fit_matmul_law
+from autoplan.planner.cost.prediction import bound_of
+from autoplan.planner.cost.states import ModelSize, state_widths
+from autoplan.planner.cost.traced.candidates import from_configs
+from autoplan.planner.cost.traced.estimator import Estimator
+from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.trace.model_profile import (
     LinearFit,
@@ -328,36 +331,34 @@ def test_replicas_of_shards_reduce_once_per_step_all_the_same() -> None:
     knobs = ({}, {"dp_replicate": 2}, {"dp_replicate": 2, "gradient_sync": "every"})
     configs = [TrainingConfig.model_validate({"micro_batch": 1, "dp_shard": 2} | more) for more in knobs]
     columns = from_configs(configs, 16, device="cuda")
-    scattered, last, every = exchange(
-        columns,
-        Links(intra_bytes_per_s=1e11, inter_bytes_per_s=1e10),
-        parameters=np.full(3, 1e9),
-        boundary_bytes=np.zeros(3),
-        num_blocks=16,
-        block_all_reduces=np.zeros(3),
-        gather_bytes=np.full(3, 4.0),
-        gradient_bytes=np.full(3, 4.0),
-        reduce_every_micro_step=columns.scatters_each,
-        replicas_once=True,
-    ).gradient_s
+    size = ModelSize(parameters=1e9, trainable=1e9, num_blocks=16, block_parameters=6e7, largest_parameter=4e7)
+    widths = state_widths(columns, device="cuda", optimizer_bytes=8.0, temporary_bytes=4.0)
+    links = Links(intra_bytes_per_s=1e11, inter_bytes_per_s=1e10)
+    scattered, last, every = exchange(columns, links, size, widths, np.zeros(3)).gradient_s
     assert last > scattered
     assert every - last == pytest.approx((columns.accumulation[2] - 1) * scattered)
 
 
-def test_the_matmul_law_is_found_from_its_own_times() -> None:
+def test_the_matmul_fit_is_found_from_its_own_times() -> None:
     sizes = np.array(
         [(64, 64, 64), (512, 512, 512), (64, 4096, 512), (2048, 256, 64), (1024, 1024, 2048), (32, 32, 9e4)]
     )
     m, n, k = sizes.T
     seconds = 2 * m * n * k / 2e11 + m * n * 1e-10 + 3e-6
-    law = fit_matmul_law(np.column_stack([sizes, seconds]))
+    law = fit_matmul(np.column_stack([sizes, seconds]))
     assert 1 / law[0] == pytest.approx(2e11, rel=0.02)
     assert law[1] == pytest.approx(1e-10, rel=0.1) and np.all(law >= 0)
 
 
 def test_what_binds_is_the_largest_kind() -> None:
-    assert binding({"matmul/full": 1.0, "attention": 0.5, "memory": 1.2, "optimizer": 0.1}) == "compute"
-    assert binding({"matmul/full": 1.0, "fused_memory": 1.2, "optimizer": 0.1}) == "memory_bandwidth"
+    assert (
+        bound_of({"matmul/full": 1.0, "attention": 0.5, "memory": 1.2, "optimizer": 0.1}, waits_for_input=False)
+        == "compute"
+    )
+    assert (
+        bound_of({"matmul/full": 1.0, "fused_memory": 1.2, "optimizer": 0.1}, waits_for_input=False)
+        == "memory_bandwidth"
+    )
 
 
 def test_accumulation_is_the_global_batch_over_the_ranks() -> None:

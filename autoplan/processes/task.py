@@ -1,0 +1,70 @@
+"""What goes into a run of ranks (`Task`), and how far the run is (`Progress`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import UsageError
+from autoplan.record import Record
+
+ANY_PHASE = "*"
+FIRST_PHASE = "start"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A function to run in one or more ranks, with the limits it runs under.
+
+    `target` is called as `target(context, *args)` with a `RankContext`. What it returns becomes the rank's result
+    (anything JSON can hold, or a pydantic model) unless it called `context.report(...)`.
+    """
+
+    target: str | Callable[..., Any]
+    """"package.module:function", or any callable: it travels by cloudpickle, so closures and functions of a
+    notebook or of an unguarded script work."""
+    args: tuple[Any, ...] = ()
+    ranks: int = 1
+    directory: Path | None = None
+    """Where heartbeats, results and output of the ranks are written; None takes a temporary one and removes it.
+    Files of an earlier task in it are removed first: use one directory per task."""
+    deadlines_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds allowed per phase; "*" is for phases not named. A phase with neither has no deadline of its own.
+    Before the first `context.phase(...)` a rank is in phase "start"."""
+    total_deadline_s: float | None = None
+    """Seconds allowed from the request to the end of the last rank."""
+    memory_limit_bytes: int | None = None
+    """Host memory of all ranks and their descendants together. Polled; see `autoplan.processes.supervisor`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set in the ranks before the target runs. What torch reads while it is imported needs `cold` too. The rest
+    of the environment is the planner's when the zygote was started."""
+    cold: bool = False
+    """A fresh interpreter, for settings that must be in place before torch is imported."""
+    cpu_affinity: tuple[tuple[int, ...], ...] | None = None
+    """The CPUs of each rank; None leaves them as they are."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise UsageError(f"a task was given {self.ranks} ranks; it needs at least one")
+        if self.cpu_affinity is not None and len(self.cpu_affinity) != self.ranks:
+            raise UsageError(
+                f"cpu_affinity names the CPUs of {len(self.cpu_affinity)} ranks, the task has {self.ranks}",
+                hint="give one tuple of CPU numbers per rank, or None",
+            )
+        if isinstance(self.target, str) and self.target.count(":") != 1:
+            raise UsageError(f"the target {self.target!r} is not of the form 'package.module:function'")
+
+
+class Progress(Record):
+    """The state of a task while it runs."""
+
+    seconds: float
+    """Since the request."""
+    phase: str
+    """Of rank 0."""
+    phase_seconds: float
+    facts: tuple[dict[str, Any], ...]
+    """Per rank."""
+    memory_bytes: int

@@ -1,0 +1,191 @@
+"""`autoplan.estimate(...)`: what `autoplan estimate` says, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoplan.errors import UsageError
+from autoplan.planner.cost.analytical.cluster import Cluster, parse_cluster, with_links
+from autoplan.planner.cost.analytical.cluster_report import estimate_cluster
+from autoplan.planner.cost.analytical.csv_estimates import (
+    OUTPUT,
+    EstimatedRows,
+    estimate_rows,
+    merged_row,
+    write_rows,
+)
+from autoplan.planner.cost.analytical.csv_rows import READ, measured_seconds, read_rows, unread_columns
+from autoplan.planner.cost.analytical.fit import fit_factors
+from autoplan.planner.cost.analytical.layout_search import Question
+from autoplan.planner.cost.analytical.step_time import Factors
+from autoplan.planner.cost.analytical.transformer import find_transformer
+
+DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
+DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
+
+
+def estimate(
+    model: str | None = None,
+    cluster: str | Cluster | None = None,
+    *,
+    tokens: float | None = None,
+    price_per_gpu_hour: float | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    fix: Mapping[str, Any] | None = None,
+    inter_gbits_per_gpu: float | None = None,
+    intra_gbytes_per_s: float | None = None,
+    input_tokens_per_s: float | None = None,
+    top: int = 5,
+    rows: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    out: str | Path | None = None,
+    calibrate: str | Path | None = None,
+) -> dict[str, Any]:
+    """Estimates memory, time and cost of training a transformer on a cluster, in closed form; nothing is run.
+
+    Either a model on a cluster, or the rows of a table. Loads no torch.
+
+    Args:
+        model: A built-in model's name, or the path of a Hugging Face config.json.
+        cluster: `nodes x GPUs x chip` ("256x8xH100"), `GPUs x chip`, the path of a JSON file, or a Cluster.
+        tokens: Tokens to train on, for days and cost.
+        price_per_gpu_hour: In any currency, for the cost.
+        seq_len: Tokens per sequence; None: the model's own.
+        global_batch: Sequences per optimizer step; None: some 4 million tokens.
+        fix: Values of knobs, under TrainingConfig's names or other trainers' (docs/estimate.md).
+        inter_gbits_per_gpu: Between nodes, Gbit/s per GPU and direction.
+        intra_gbytes_per_s: Inside a node, GB/s per GPU and direction.
+        input_tokens_per_s: Tokens per second that all loader workers of a node deliver together.
+        top: How many layouts the answer has.
+        rows: A CSV file, or one mapping per layout, in place of model and cluster.
+        out: With rows: a CSV file that the estimated table is written to.
+        calibrate: A CSV file of layouts with their measured step_time_s: the factors are fitted to it first.
+
+    Returns:
+        What `autoplan estimate --json` prints (docs/estimate.md): seconds, bytes, tokens per second.
+        `best[i]["layout"]` has knobs that a search can be given as fixed.
+
+    Raises:
+        UsageError: arguments that do not go together, an unknown chip or cluster, a file that cannot be read.
+        ConfigError: a knob or a value that does not exist, or no legal layout.
+        WorkloadError: an unknown model, or a family without a closed form.
+        NoFeasiblePlanError: no layout fits, and by how much.
+    """
+    _check_arguments(model, cluster, rows, out)
+    factors = None if calibrate is None else fit_to_table(Path(calibrate))
+    if rows is not None:
+        table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
+        return _table_document(table, factors, None if out is None else Path(out))
+    assert model is not None and cluster is not None
+    links = {
+        "inter_gbits_per_s_per_gpu": inter_gbits_per_gpu,
+        "intra_gbytes_per_s": intra_gbytes_per_s,
+        "input_tokens_per_s": input_tokens_per_s,
+    }
+    found, assumed = _cluster(cluster, links, price_per_gpu_hour)
+    question, more = _question(model, found, seq_len, global_batch, fix or {}, factors)
+    return estimate_cluster(question, model_name=model, tokens=tokens, assumed=(*assumed, *more), top=top)
+
+
+def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any) -> None:
+    """Raises where arguments do not go together.
+
+    Raises:
+        UsageError: which, and what to give.
+    """
+    if rows is not None and not (model is None and cluster is None):
+        raise UsageError(
+            "a table of rows and a model or a cluster do not go together",
+            hint="A table has a column for each: model, chip, num_gpus, ... (docs/estimate.md).",
+        )
+    if out is not None and rows is None:
+        raise UsageError("out goes with rows alone", hint="A cluster's estimate is what is returned, or printed.")
+    if rows is None and (model is None or cluster is None):
+        raise UsageError(
+            "an estimate needs a model and a cluster, or a table of rows",
+            hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
+        )
+
+
+def _cluster(
+    cluster: str | Cluster, links: Mapping[str, float | None], price_per_gpu_hour: float | None
+) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster, and what was assumed of it."""
+    assumed: tuple[str, ...] = ()
+    if isinstance(cluster, str):
+        cluster, assumed = parse_cluster(cluster, **links)
+    else:
+        given = {name: value for name, value in links.items() if value is not None}
+        cluster, assumed = with_links(cluster.model_copy(update=given), usual=False)
+    if price_per_gpu_hour is not None:
+        cluster = cluster.model_copy(update={"price_per_gpu_hour": price_per_gpu_hour})
+    return cluster, assumed
+
+
+def _question(
+    model: str,
+    cluster: Cluster,
+    seq_len: int | None,
+    global_batch: int | None,
+    fix: Mapping[str, Any],
+    factors: Factors | None,
+) -> tuple[Question, tuple[str, ...]]:
+    """The question, and what was assumed where nothing was said."""
+    transformer = find_transformer(model)
+    length = seq_len or transformer.max_length or DEFAULT_SEQ_LEN
+    assumed: tuple[str, ...] = ()
+    if global_batch is None:
+        gpus = cluster.num_gpus
+        # whole multiples of the GPUs, so that every layout divides it
+        global_batch = max(gpus, round(DEFAULT_TOKENS_PER_STEP / length / gpus) * gpus)
+        assumed = (f"global batch: {global_batch} sequences, {global_batch * length / 1e6:.1f}M tokens a step",)
+    question = Question(
+        model=transformer,
+        cluster=cluster,
+        seq_len=length,
+        global_batch=global_batch,
+        fixed={knob.replace("-", "_"): str(value) for knob, value in fix.items()},
+        factors=factors,
+    )
+    return question, assumed
+
+
+def fit_to_table(path: Path) -> Factors:
+    """Factors fitted to the measured step times of a table.
+
+    Raises:
+        UsageError: no row of it has one and can be estimated.
+    """
+    table = read_rows(path)
+    seconds = measured_seconds(table)
+    estimated = estimate_rows(table)
+    usable = [i for i in estimated.place if np.isfinite(seconds[i])]
+    if not usable or estimated.layouts is None:
+        failed = [reason for i, reason in estimated.reasons.items() if np.isfinite(seconds[i])]
+        reason = failed[0] if failed else "none has a step_time_s"
+        raise UsageError(
+            f"no row of {path} can be calibrated on: {reason}",
+            hint="It takes the columns of --rows, and step_time_s as it was measured.",
+        )
+    layouts = estimated.layouts.take([estimated.place[i] for i in usable])
+    return fit_factors(layouts, seconds[usable])
+
+
+def _table_document(table: list[dict[str, Any]], factors: Factors | None, out: Path | None) -> dict[str, Any]:
+    estimated: EstimatedRows = estimate_rows(table, factors)
+    calibrated = factors is not None
+    if out is not None:
+        write_rows(out, table, estimated, calibrated=calibrated)
+    names = [name for name in (table[0] if table else {}) if name is not None]
+    return {
+        "status": "ok",
+        "rows": [merged_row(row, estimated, i, calibrated=calibrated) for i, row in enumerate(table)],
+        "rows_estimated": len(estimated.place),
+        "unread": unread_columns(names, (*READ, *OUTPUT)),
+        "reasons": {str(i + 1): reason for i, reason in estimated.reasons.items()},
+        "factors": None if factors is None else factors.model_dump(),
+    }

@@ -1,0 +1,69 @@
+"""What a prediction means: its interval, whether it fits, what bounds the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.planner.cost.columns import Floats
+
+# 95 % of a normal distribution lie below its mean plus so many standard deviations: intervals of 90 %.
+Z_90 = 1.645
+
+Verdict = Literal["fits", "too_close", "does_not_fit"]
+_KINDS = {
+    "matmul": "compute",
+    "matmul/full": "compute",
+    "matmul/half": "compute",
+    "attention": "compute",
+    "memory": "memory_bandwidth",
+    "fused_memory": "memory_bandwidth",
+    "first_touch": "memory_bandwidth",
+    "optimizer": "memory_bandwidth",
+    "dispatch": "launch",
+    "launch": "launch",
+    "communication": "communication",
+    "bubble": "bubble",
+}
+
+
+def spread(sd: float | Floats) -> Floats:
+    """The factor from a prediction to the upper end of its interval of 90 %, and its inverse to the lower one.
+
+    Args:
+        sd: Standard deviation of the logarithm of the prediction.
+    """
+    return np.asarray(np.exp(Z_90 * np.asarray(sd)))
+
+
+def verdicts(low: Floats, high: Floats, limit: float | Floats | None, *, reserve: float = 0.0) -> NDArray[np.str_]:
+    """Whether peaks of memory fit a limit, in bytes, all but a reserved share of it; None: everything fits.
+
+    A peak fits if the upper end of its interval is within what is usable, does not fit if the lower end is above the
+    whole limit, and is too close to say otherwise.
+    """
+    if limit is None:
+        return np.full(np.shape(high), "fits")
+    fits = np.asarray(high) <= (1 - reserve) * np.asarray(limit)
+    too_large = np.asarray(low) > np.asarray(limit)
+    return np.where(fits, "fits", np.where(too_large, "does_not_fit", "too_close"))
+
+
+def bound_of(parts_s: Mapping[str, float], *, waits_for_input: bool) -> str:
+    """What bounds a step: the kind of work that takes most of it; input wherever the step is shorter than its input,
+    for nothing else makes such a training faster.
+
+    Args:
+        parts_s: Seconds by part; parts that are no work of the step (input) are left out of the sums.
+        waits_for_input: The input takes longer than the step.
+    """
+    if waits_for_input:
+        return "input"
+    sums = dict.fromkeys(("compute", "memory_bandwidth", "launch", "communication", "bubble"), 0.0)
+    for name, seconds in parts_s.items():
+        if name in _KINDS:
+            sums[_KINDS[name]] += seconds
+    return max(sums, key=lambda kind: sums[kind])

@@ -1,0 +1,74 @@
+"""Candidates: TrainingConfigs as columns, with the traced variant that each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, config_columns
+from autoplan.planner.trace.model_profile import VariantKey
+from autoplan.planner.trace.variants import variants_of
+from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates(Columns):
+    """Columns, and what else a traced profile is read with.
+
+    Attributes:
+        variants: The variants that occur; `variant` and `full_variant` index them.
+        variant: For each candidate its variant without whole-block checkpointing (none or selective).
+        full_variant: The same with full checkpointing, for shares between none and full.
+        graphs: CUDA graphs launch the operations of compiled code.
+        keeps_memory: The C library keeps freed memory (allocator=keep).
+        threads: CPU threads per rank; 0: all.
+    """
+
+    variants: tuple[VariantKey, ...]
+    variant: Ints
+    full_variant: Ints
+    graphs: Bools
+    keeps_memory: Bools
+    threads: Floats
+
+
+def from_configs(
+    configs: Sequence[TrainingConfig], global_batch: int, *, device: str, num_blocks: int = 0
+) -> Candidates:
+    """Training configurations as columns.
+
+    Args:
+        configs: Legal for the global batch.
+        global_batch: Samples per optimizer step.
+        device: cpu or cuda: what the workload's own optimizer step is there.
+        num_blocks: In each stack; 0 where that is not known.
+    """
+    keys: dict[VariantKey, int] = {}
+    codes = _variant_codes(configs, keys)
+    return Candidates(
+        **config_columns(configs, global_batch, device=device, num_blocks=num_blocks),
+        variants=tuple(keys),
+        variant=codes[:, 0],
+        full_variant=codes[:, 1],
+        graphs=np.array([config.compile_mode in CUDAGRAPH_MODES for config in configs], dtype=bool),
+        keeps_memory=np.array([config.allocator == "keep" for config in configs], dtype=bool),
+        threads=np.array([config.threads or 0 for config in configs], dtype=np.float64),
+    )
+
+
+def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int]) -> Ints:
+    """For each configuration the codes of its two variants; `keys` takes in the variants in the order of their codes.
+
+    The two are made once for each combination of the knobs that they depend on: there may be 100,000 configurations.
+    """
+    known: dict[tuple[str, ...], tuple[int, int]] = {}
+    out = []
+    for config in configs:
+        knobs = (config.precision, config.attention, config.checkpointing, config.loss, config.compile)
+        if knobs not in known:
+            plain, full = variants_of(config)
+            known[knobs] = keys.setdefault(plain, len(keys)), keys.setdefault(full, len(keys))
+        out.append(known[knobs])
+    return np.array(out, dtype=np.int64).reshape(len(configs), 2)

@@ -1,0 +1,198 @@
+"""How a search ends: the result that is handed back, and what the record keeps of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoplan.errors import PlanError
+from autoplan.planner.plan import Plan
+from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
+from autoplan.planner.search.selection import best_trial
+from autoplan.planner.search.session import Session
+from autoplan.planner.search.setup import SearchContext
+from autoplan.planner.store.journal import write_atomically
+from autoplan.planner.store.store import Store
+from autoplan.units import format_bytes
+
+PLAN_FILE, BEST_FILE = "plan.json", "best.json"
+
+
+@dataclass(kw_only=True)
+class SearchRun:
+    """One call of a search, and what is known of it by now: enough to say at any moment how it ended.
+
+    Attributes:
+        options, observer, store: What it was given.
+        budget_s: Seconds over all runs of the search.
+        context: None until the machine and the workload are known.
+        session: None until trials can run.
+    """
+
+    options: SearchOptions
+    observer: SearchObserver
+    store: Store
+    budget_s: float
+    context: SearchContext | None = None
+    session: Session | None = None
+
+    def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
+        """Ends the search without a plan: the record keeps it, so that the same call is answered from there."""
+        self.store.finish(status, reason=reason, hint=hint, ended_by=ended_by)
+        return self.result(status, reason=reason, hint=hint)
+
+    def result(self, status: Status, **facts: Any) -> SearchResult:
+        """The result, with the trials of the store; `facts` are further fields of it."""
+        trials = self.store.trials
+        best = best_trial(trial for trial in trials if not trial.loss_differs)
+        if status in ("budget_ended", "interrupted") and best is not None:
+            write_atomically(self.store.folder / BEST_FILE, best.model_dump_json(indent=2) + "\n")
+        known: dict[str, Any] = {
+            "left_out": () if self.context is None else self.context.left_out,
+            "notes": () if self.session is None else tuple(self.session.notes),
+        }
+        return SearchResult(
+            status=status,
+            baseline=next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None),
+            best=best,
+            trials=trials,
+            resumed_trials=sum(trial.resumed for trial in trials),
+            budget_s=self.budget_s,
+            spent_s=self.store.spent_s,
+            study=self.store.identity,
+            store=str(self.store.folder),
+            **(known | facts),
+        )
+
+    @property
+    def trials_done(self) -> int:
+        """Trials that count towards --max-trials: all but the finalists' repeats."""
+        return sum(trial.purpose != "finalist" for trial in self.store.trials)
+
+
+# Each end by its name.
+
+
+def finished_before(run: SearchRun) -> SearchResult | None:
+    """The answer of a search that has finished; None where it goes on, or where its plan has to be made again.
+
+    A finished search goes on where it ended by a number of trials that is larger now.
+    """
+    finished = run.store.finished
+    if finished is None:
+        return None
+    most = run.options.max_trials
+    if finished.get("ended_by") == "max_trials" and (most is None or most > run.trials_done):
+        return None
+    plan, path = None, None
+    if finished["status"] == "plan_found":
+        try:
+            plan = Plan.load(run.store.folder / PLAN_FILE)
+        except PlanError:
+            return None  # the file is gone: the record makes it again
+        path = str(plan.save(run.options.out)) if run.options.out is not None else str(run.store.folder / PLAN_FILE)
+    budget = BudgetState(
+        budget_s=run.budget_s,
+        spent_s=run.store.spent_s,
+        reserved_s=0.0,
+        trials_done=run.trials_done,
+        max_trials=most,
+    )
+    for trial in run.store.trials:
+        run.observer.on_trial_finished(trial, best_trial(run.store.trials), budget)
+    text = (
+        f"this search finished before; this is its answer, from {len(run.store.trials)} recorded trial(s). "
+        "A larger --budget extends it, --fresh starts over."
+    )
+    run.observer.on_note(text)
+    return run.result(
+        finished["status"],
+        reason=finished.get("reason"),
+        hint=finished.get("hint"),
+        plan=plan,
+        plan_path=path,
+        left_out=plan.left_out if plan is not None else (),
+        from_record=True,
+        notes=(text,),
+    )
+
+
+def plan_found(run: SearchRun, plan: Plan, ended_by: str) -> SearchResult:
+    """A verified plan: written to the store, and where the options say."""
+    path = plan.save(run.store.folder / PLAN_FILE)
+    if run.options.out is not None:
+        path = plan.save(run.options.out)
+    run.store.finish("plan_found", ended_by=ended_by)
+    return run.result("plan_found", plan=plan, plan_path=str(path))
+
+
+def interrupted(run: SearchRun) -> SearchResult:
+    """Ctrl-C: nothing is closed, so that the same call goes on."""
+    best = best_trial(run.store.trials)
+    known = "" if best is None else f". Best so far: {best.config.describe()}"
+    return run.result(
+        "interrupted",
+        reason="interrupted; every finished trial is on disk" + known,
+        hint="The same command goes on from here.",
+    )
+
+
+def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_s: float | None = None) -> SearchResult:
+    """The time is over before there is a verified plan; `before` is a sentence that says so.
+
+    The hint names a budget: twice the one that ended, or `needed_s` where that is more.
+    """
+    minutes = max(1, math.ceil(max(2 * run.budget_s, needed_s or 0.0) / 60))
+    hint = f"Give it more time, for example --budget {minutes}m; what finished is not repeated."
+    return run.finish("budget_ended", before, hint, ended_by=ended_by)
+
+
+def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
+    """No candidate is predicted to fit: by how much, and what would have to change."""
+    candidates = context.space.candidates
+    table = context.estimator.table(candidates)
+    ranks = np.array([config.world_size if context.device == "cpu" else 1 for config in candidates])
+    least = int(np.argmin(table.peak_memory_bytes * ranks))
+    peak, high = (float(c[least] * ranks[least]) for c in (table.peak_memory_bytes, table.peak_memory_high_bytes))
+    reason = (
+        f"nothing fits: the smallest of {len(candidates):,} configurations, {candidates[least].describe()}, is "
+        f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(context.memory_limit_bytes)}"
+    )
+    shorter = "shorten --seq-len, " if context.spec.sequence_length else ""
+    hint = (
+        f"Raise --memory-limit to {math.ceil(high / 2**20)}MiB if the machine has it, "
+        f"or {shorter}take a smaller model or more devices."
+    )
+    return run.finish("no_feasible_plan", reason, hint)
+
+
+def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
+    """Trials were made, and none of them was good."""
+    kinds: dict[str, int] = {}
+    for trial in run.store.trials:
+        kinds[trial.outcome.value] = kinds.get(trial.outcome.value, 0) + 1
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no trial could be made"
+    last = next((t for t in reversed(run.store.trials) if t.reason), None)
+    reason = f"no configuration ran: {counts}" + (f". The last: {last.reason}" if last is not None else "")
+    if ended_by == "time":
+        return budget_ended(run, reason, ended_by=ended_by)
+    hint = "autoplan's record has the last lines of each trial. If all fail alike, the workload itself is broken."
+    return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
+
+
+def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
+    """Trials ran, and no configuration passed the parity check."""
+    best = best_trial(trial for trial in run.store.trials if run.options.allows(trial.config))
+    reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
+    hint = "Its record says which gradients differ. A larger --budget tries more, --fix precision=fp32 is safest."
+    return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
+
+
+def no_baseline(run: SearchRun, ended_by: str) -> SearchResult:
+    """The plain run does not run here."""
+    reason = "the plain fp32 run does not run here, so that nothing can be compared with it"
+    hint = "See its reason in the trials; a smaller --global-batch or --seq-len, or a larger --memory-limit."
+    return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)

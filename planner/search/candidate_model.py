@@ -1,0 +1,140 @@
+"""What a search knows of its candidates: predictions, corrected by the trials so far, and what a trial costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate
+from autoplan.planner.search.trial_cost import TrialCost
+from autoplan.strategies.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from autoplan.planner.cost.traced.estimator import Estimator
+
+FLAT_FACTOR = 3.0
+"""Without a cost model: half the width of a 90 % interval, as a factor (benchmarks/trials_saved.py tried others)."""
+
+FLAT_MEMORY_BYTES = float(2**30)
+"""Without a cost model: the expected peak before the first trial."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assessment:
+    """What is known now; arrays over the candidates.
+
+    Attributes:
+        posterior: Step time, and the chances to fit and to run.
+        untried: Whether a candidate has no finished trial yet.
+        cost_s: Expected seconds of a trial.
+        best_log_time: Logarithm of the best measured step time in seconds; None: nothing was measured.
+    """
+
+    posterior: Posterior
+    untried: NDArray[np.bool_]
+    cost_s: Array
+    best_log_time: float | None
+
+
+class CandidateModel:
+    """The candidates with what the cost model and the trials say of them.
+
+    Args:
+        candidates: The legal configurations that may fit.
+        estimator: The cost model, which each trial calibrates. None: every candidate is expected to be like the mean of
+            the trials, within a factor of three.
+        cost: What trials cost in seconds; None: each costs the same, and time does not run out.
+        memory_limit_bytes: Of one trial.
+        device: cuda or cpu.
+        allows: Whether a configuration may be the plan. One that it refuses (the plain baseline) is no target to beat.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[TrainingConfig],
+        estimator: Estimator | None = None,
+        cost: TrialCost | None = None,
+        *,
+        memory_limit_bytes: float = math.inf,
+        device: str = "cpu",
+        allows: Callable[[TrainingConfig], bool] = lambda config: True,
+    ) -> None:
+        self.candidates = tuple(candidates)
+        self.legal = frozenset(self.candidates)
+        self.estimator = estimator
+        self.memory_limit_bytes = memory_limit_bytes
+        self.trials: list[Trial] = []
+        self._cost = cost
+        self._allows = allows
+        self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
+        self._assessment: Assessment | None = None
+
+    def observe(self, trial: Trial) -> None:
+        """Takes in a finished trial; one that was taken in before (by its number) changes nothing."""
+        if any(seen.number == trial.number for seen in self.trials):
+            return
+        self.trials.append(trial)
+        if self.estimator is not None:
+            self.estimator.observe(trial)
+        if self._cost is not None:
+            self._cost.observe(trial)
+        self._assessment = None
+
+    def assess(self) -> Assessment:
+        """What is known after the trials so far."""
+        if self._assessment is None:
+            tried = {trial.config for trial in self.trials if trial.outcome is not Outcome.INTERRUPTED}
+            prior = self._prior(self.candidates)
+            trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
+            posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
+            self._assessment = Assessment(
+                posterior=posterior,
+                untried=np.array([config not in tried for config in self.candidates]),
+                cost_s=self._costs_s(posterior),
+                best_log_time=self.best_log_time(),
+            )
+        return self._assessment
+
+    def cost_s(self, config: TrainingConfig) -> float:
+        """Expected seconds of a trial of this configuration."""
+        if self._cost is None or self.estimator is None:
+            return 1.0
+        return self._cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
+
+    def best_trial(self) -> Trial | None:
+        """The fastest measured trial that may be the plan."""
+        good = [
+            trial
+            for trial in self.trials
+            if trial.outcome is Outcome.OK and trial.step_time_s is not None and self._allows(trial.config)
+        ]
+        return min(good, key=lambda trial: trial.step_time_s.median if trial.step_time_s else math.inf, default=None)
+
+    def best_log_time(self) -> float | None:
+        """The logarithm of the best measured step time that may be the plan's; None: nothing was measured."""
+        best = self.best_trial()
+        return None if best is None or best.step_time_s is None else math.log(best.step_time_s.median)
+
+    def _costs_s(self, posterior: Posterior) -> Array:
+        if self._cost is None:
+            return np.ones(len(self.candidates))
+        return self._cost.all_s(np.exp(posterior.log_time))
+
+    def _prior(self, configs: Sequence[TrainingConfig]) -> Prior:
+        if self.estimator is not None:
+            return Prior.of(self.estimator.table(configs))
+        times = [math.log(t.step_time_s.median) for t in self.trials if t.step_time_s is not None]
+        peaks = [math.log(t.peak_memory_bytes) for t in self.trials if t.peak_memory_bytes]
+        ones, width = np.ones(len(configs)), math.log(FLAT_FACTOR) / Z_90
+        return Prior(
+            log_time=ones * float(np.mean(times or [0.0])),
+            log_time_sd=ones * width,
+            log_memory=ones * float(np.mean(peaks or [math.log(FLAT_MEMORY_BYTES)])),
+            log_memory_sd=ones * width,
+        )

@@ -1,0 +1,159 @@
+"""Monitors the device while a trial runs: peak memory, reasons of throttling, compilations. Runs in a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoplan.planner.records import PeakMemory
+
+
+class MemoryMonitor:
+    """Peak memory of this process from the moment the monitor is made.
+
+    CUDA: the peaks of torch's allocator (allocated, reserved), and the memory in use on the device minus what was in
+    use at the start. CPU: the peak resident set (VmHWM). Before it starts, free pages are returned to the system
+    (malloc_trim) and the peak is reset (`clear_refs`, proc(5)).
+
+    Args:
+        device: The rank's device.
+        limit_bytes: The limit of its memory; torch's allocator keeps it on CUDA. None: no limit.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        if device.type == "cuda":
+            total, free = _device_memory(device)
+            self._used_before = total - free
+            if limit_bytes is not None and limit_bytes < total:
+                torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._retries_before = _allocator_retries(device)
+        else:
+            _return_free_pages()
+            _reset_resident_peak()
+
+    def read(self) -> PeakMemory:
+        """The peaks so far."""
+        if self.device.type == "cuda":
+            total, free = _device_memory(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
+            return PeakMemory(
+                allocated_bytes=torch.cuda.max_memory_allocated(self.device),
+                reserved_bytes=reserved,
+                driver_bytes=max(reserved, total - free - self._used_before),
+                limit_bytes=self.limit_bytes,
+            )
+        return PeakMemory(resident_bytes=_resident_peak_bytes(), limit_bytes=self.limit_bytes)
+
+    @property
+    def allocator_retries(self) -> int:
+        """How often the allocator had to free its cache and try again: the configuration barely fits."""
+        return _allocator_retries(self.device) - self._retries_before if self.device.type == "cuda" else 0
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
+
+
+def _allocator_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def _return_free_pages() -> None:
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc: the peak then counts pages that were free already
+
+
+def _reset_resident_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass  # not permitted in some sandboxes: the peak then is that of the whole life of the process
+
+
+def _resident_peak_bytes() -> int | None:
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+class ThrottleMonitor:
+    """Collects the reasons why the GPU lowered its clocks; asks the driver at most five times a second."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.reasons: set[str] = set()
+        self._asked = 0.0
+        self._nvml: Any = None
+        self._handle: Any = None
+        if device.type != "cuda":
+            return
+        from autoplan.probes.nvml import open_nvml
+
+        self._nvml, _ = open_nvml()
+        if self._nvml is not None:
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle = self._nvml.query("nvmlDeviceGetHandleByUUID", uuid).value
+
+    def sample(self) -> None:
+        """Asks the driver; does nothing if there is none, or it was asked less than 0.2 s ago."""
+        now = time.monotonic()
+        if self._handle is None or now - self._asked < 0.2:
+            return
+        self._asked = now
+        from autoplan.probes.gpu import read_throttle_reasons
+
+        self.reasons.update(read_throttle_reasons(self._nvml, self._handle))
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileMonitor:
+    """Notices compilations by torch.compile after `start()`: times of a window with a compilation cannot be used."""
+
+    _graphs_at_start: int = 0
+
+    def start(self) -> None:
+        """Begins a window."""
+        self._graphs_at_start = _compiled_graphs()
+
+    def recompiled(self) -> bool:
+        """Whether anything was compiled since start()."""
+        return _compiled_graphs() > self._graphs_at_start
+
+    @staticmethod
+    def graph_breaks() -> int:
+        """Graph breaks so far in this process."""
+        return sum(_counters().get("graph_break", {}).values())
+
+    @staticmethod
+    def cache_state() -> str:
+        """Hits and misses of the compile cache, as a sentence."""
+        inductor = _counters().get("inductor", {})
+        hits, misses = inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
+        return f"compile cache: {hits} hit(s), {misses} miss(es)"
+
+
+def _counters() -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def _compiled_graphs() -> int:
+    import sys
+
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    return int(_counters().get("stats", {}).get("unique_graphs", 0))

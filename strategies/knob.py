@@ -1,0 +1,72 @@
+"""The metadata of a knob: which technique applies it, what it goes with, whether a search varies it by itself.
+
+Each field of `TrainingConfig` carries one `Knob`, and `autoplan.strategies.config.knobs` reads them. The lists of knobs
+in autoplan are made from them. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["run", "rank_count", "layout", "exchange"]
+"""run: any run has it, whatever its ranks. rank_count: ranks along one axis of the device mesh. layout: how the ranks
+of one combination of degrees split the model and the steps. exchange: how data-parallel ranks exchange parameters and
+gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Another knob that a knob needs: a number of at least so much, or one of some values.
+
+    Attributes:
+        knob: The other knob.
+        at_least: The smallest number that will do.
+        values: The values that will do, the one that suits every value of the knob last.
+    """
+
+    knob: str
+    at_least: int = 0
+    values: tuple[str, ...] = ()
+
+    def is_met(self, value: Any) -> bool:
+        """Whether a value of the other knob will do."""
+        return value in self.values if self.values else value >= self.at_least
+
+    @property
+    def example(self) -> Any:
+        """A value of the other knob that will do for every value of the knob."""
+        return self.values[-1] if self.values else self.at_least
+
+    def describe(self) -> str:
+        """`dp_shard >= 2` or `compile=block or model`."""
+        return f"{self.knob}={' or '.join(self.values)}" if self.values else f"{self.knob} >= {self.at_least}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knob:
+    """What autoplan knows of a knob besides its values and its description, which are the field's own.
+
+    Attributes:
+        technique: The file of strategies/techniques/ that applies it.
+        numerics: What its other values change: nothing; rounding (the same sums in another order, about 1e-6 relative
+            in fp32); or the numerics (the plan says so and passes the parity check at that precision).
+        role: Whether it belongs to a combination of degrees, and how.
+        device: The one device type on which it has more than its plain value.
+        searched: A search varies it by itself; else only where the user fixes or bounds it.
+        needs: What it goes with: without it, it has no effect or is refused.
+        memory_only: For a knob whose other values only save memory: what its plain value saves, in words. A search
+            tries the other values only where the plain one may not fit.
+        offered: The values that a search offers, in words, where the knob has no closed list.
+        left_out: When a search leaves values out, in words, besides what `device` and `needs` say.
+    """
+
+    technique: str
+    numerics: Literal["none", "rounding", "changes"] = "rounding"
+    role: Role = "run"
+    device: Literal["cpu", "cuda"] | None = None
+    searched: bool = True
+    needs: tuple[Need, ...] = ()
+    memory_only: str = ""
+    offered: str = ""
+    left_out: str = ""

@@ -1,0 +1,300 @@
+"""Digests of what is trained: sources, values and versions, the same in every process that runs the same program.
+
+In: the functions, modules and values of a workload. Out: 16 hex digits for each part of it, and the names of what
+cannot be hashed. An address in memory is never hashed. Large tensors are sampled: shape, dtype, size, strided bytes.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+VERSIONED = ("torch", "transformers", "peft", "autoplan")
+"""The packages whose versions are part of what is trained."""
+
+SAMPLED_BYTES = 1 << 16
+"""Bytes that are hashed of one tensor or array; a larger one is read at regular distances."""
+
+MAX_ITEMS = 1000
+"""Of a longer list or mapping, its length and items at regular distances are described."""
+
+MAX_DEPTH = 150
+
+
+def digest(document: Any) -> str:
+    """16 hex digits over a JSON document."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of the packages that change what is trained; those that are installed. Loads none of them."""
+    found = {}
+    for package in VERSIONED:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def _library_folders() -> tuple[Path, ...]:
+    import autoplan
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [Path(sysconfig.get_paths()[name]).resolve() for name in names]
+    root = Path(autoplan.__file__).resolve().parent
+    return (*folders, root, *(root.parent / name for name in ("planner", "probes", "strategies")))
+
+
+def is_own_file(path: str | Path | None) -> bool:
+    """Whether a source file is the user's own: not Python's, not an installed package's, not autoplan's."""
+    if path is None:
+        return False
+    resolved = Path(path).resolve()
+    if not {"site-packages", "dist-packages"}.isdisjoint(resolved.parts):
+        return False
+    return not any(resolved.is_relative_to(folder) for folder in _library_folders())
+
+
+class Describer:
+    """Describes values as JSON; each function and class of the user's own once, with all that it names.
+
+    Args:
+        sources_of: Hashes of a file of the user's own and of the files that it imports, by name.
+
+    Attributes:
+        unhashed: What could only be described by its type.
+        weights: Digests of the tensors of modules, kept apart from the code, by order of appearance.
+    """
+
+    def __init__(self, sources_of: Callable[[Path], dict[str, str]]) -> None:
+        self._sources_of = sources_of
+        self.unhashed: set[str] = set()
+        self.weights: list[Any] = []
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no id is used twice
+
+    def describe(self, value: Any, depth: int = MAX_DEPTH) -> Any:
+        """What makes a value what it is."""
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float | complex | bytes):
+            return repr(value)
+        if isinstance(value, tuple):  # may be one object here and two elsewhere, so it never counts as seen
+            return self._items(value, depth - 1)
+        if id(value) in self._seen:
+            return ["again", self._seen[id(value)]]
+        if depth <= 0:
+            self.unhashed.add(type(value).__qualname__)
+            return type(value).__qualname__
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)
+        return self._describe_new(value, depth - 1)
+
+    def _describe_new(self, value: Any, depth: int) -> Any:
+        if isinstance(value, functools.partial):
+            return ["partial", *(self.describe(part, depth) for part in (value.func, value.args, value.keywords))]
+        if isinstance(value, Mapping):
+            pairs = [[self.describe(key, depth), self.describe(item, depth)] for key, item in _sampled(value.items())]
+            return ["mapping", len(value), *sorted(pairs, key=json.dumps)]
+        if isinstance(value, set | frozenset):
+            return [
+                "set",
+                *sorted((Describer(self._sources_of).describe(item, depth) for item in value), key=json.dumps),
+            ]
+        if isinstance(value, list):
+            return self._items(value, depth)
+        if isinstance(value, Path):
+            return _file_stamp(value)
+        if isinstance(value, types.ModuleType):
+            return self._module(value)
+        if inspect.ismethod(value):
+            return ["method", self.describe(value.__func__, depth), self.describe(value.__self__, depth)]
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, type):
+            return self._class(value, depth)
+        return self._instance(value, depth)
+
+    def _items(self, value: Any, depth: int) -> Any:
+        if depth <= 0:
+            return type(value).__qualname__
+        return [len(value), *(self.describe(item, depth) for item in _sampled(value))]
+
+    def _module(self, module: types.ModuleType) -> Any:
+        """A module that a function names: of the user's own, the sources of its file and of what that imports."""
+        file = getattr(module, "__file__", None)
+        if not is_own_file(file) or file is None or not file.endswith(".py"):
+            return ["module", module.__name__, str(getattr(module, "__version__", ""))]
+        return ["module", self._sources_of(Path(file))]
+
+    def _function(self, function: Any, depth: int) -> Any:
+        name = f"{function.__module__}.{function.__qualname__}"
+        if not is_own_file(function.__code__.co_filename) and not _is_typed_in(function.__code__.co_filename):
+            closure = [self.describe(cell.cell_contents, depth) for cell in _filled_cells(function)]
+            return ["function", name, closure]  # of an installed package: its version counts
+        cells = [self.describe(cell.cell_contents, depth) for cell in _filled_cells(function)]
+        defaults = [self.describe(function.__defaults__, depth), self.describe(function.__kwdefaults__, depth)]
+        home = function.__globals__
+        named = {key: self.describe(home[key], depth) for key in sorted(_globals_of(function.__code__)) if key in home}
+        return ["function", function.__qualname__, source_of(function), cells, defaults, named]
+
+    def _class(self, kind: type, depth: int) -> Any:
+        module = sys.modules.get(kind.__module__)
+        file = getattr(module, "__file__", None)
+        if not is_own_file(file) and not (module is None or kind.__module__ == "__main__" or _is_cloudpickled(kind)):
+            return ["class", f"{kind.__module__}.{kind.__qualname__}"]
+        members = {
+            name: self.describe(_unwrapped(member), depth)
+            for name, member in sorted(vars(kind).items())
+            if not (name.startswith("__") and name not in _MEANINGFUL) and name not in ("_abc_impl",)
+        }
+        bases = [self.describe(base, depth) for base in kind.__bases__ if base is not object]
+        return ["class", kind.__qualname__, bases, members]
+
+    def _instance(self, value: Any, depth: int) -> Any:
+        import torch
+        from torch import nn
+
+        if isinstance(value, torch.Tensor):
+            return _tensor_digest(value)
+        if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            return _array_digest(value)
+        if isinstance(value, nn.Module):
+            return self._torch_module(value, depth)
+        if isinstance(value, torch.device | torch.dtype | torch.Size):
+            return str(value)
+        kind = self.describe(type(value), depth)
+        to_dict = getattr(value, "to_dict", None)  # configurations of transformers
+        if callable(to_dict) and hasattr(value, "model_type"):
+            return ["instance", kind, self.describe(to_dict(), depth)]
+        state = getattr(value, "__dict__", None)
+        if state is None:
+            slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+            if not slots:
+                self.unhashed.add(f"{type(value).__module__}.{type(value).__qualname__}")
+                return ["instance", kind]
+            state = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        return ["instance", kind, self.describe(dict(state), depth)]
+
+    def _torch_module(self, model: Any, depth: int) -> Any:
+        """The classes and plain attributes of a module and all inside it; the values of its tensors go to `weights`."""
+        self.weights.append({name: _tensor_digest(tensor) for name, tensor in model.state_dict().items()})
+        parts = []
+        for name, part in model.named_modules():
+            plain = {key: value for key, value in vars(part).items() if key not in _MODULE_STATE}
+            attributes = {key: self.describe(plain[key], depth) for key in sorted(plain)}
+            parts.append([name, self.describe(type(part), depth), part.training, attributes])
+        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in model.state_dict().items()}
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        return ["module", parts, shapes, frozen]
+
+
+_MEANINGFUL = ("__init__", "__call__", "__post_init__", "__getitem__", "__len__", "__iter__", "__next__")
+_MODULE_STATE = ("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set", "_backward_hooks")
+
+
+def _unwrapped(member: Any) -> Any:
+    """The function in a method, a property, or a cached property."""
+    for name in ("__func__", "fget", "func"):
+        inner = getattr(member, name, None)
+        if isinstance(inner, types.FunctionType):
+            return inner
+    return inspect.unwrap(member) if isinstance(member, types.FunctionType) else member
+
+
+def _is_typed_in(file: str) -> bool:
+    """Whether code comes from a notebook, a prompt, `python -c` or exec: `<...>` instead of a file."""
+    return file.startswith("<")
+
+
+def _is_cloudpickled(kind: type) -> bool:
+    return "_cloudpickle" in kind.__dict__.get("__module__", "")
+
+
+def _filled_cells(function: Any) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            cell.cell_contents  # noqa: B018
+        except ValueError:  # not assigned yet
+            continue
+        found.append(cell)
+    return found
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The global names that a function and the functions inside it read."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _globals_of(constant)
+    return names
+
+
+def _sampled(items: Any) -> Iterator[Any]:
+    """All items of a short collection; of a long one, MAX_ITEMS at regular distances."""
+    return itertools.islice(items, 0, None, max(1, len(items) // MAX_ITEMS))
+
+
+def source_of(function: Any) -> Any:
+    """The source text of a function; its code and constants where there is none."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return _code(function.__code__)
+
+
+def _code(code: types.CodeType) -> list[Any]:
+    constants = [_code(part) if isinstance(part, types.CodeType) else _constant(part) for part in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def _constant(value: Any) -> str:
+    """A constant as text; a frozenset in a fixed order, and no address."""
+    text = repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _file_stamp(path: Path) -> list[Any]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ["path", str(path)]
+    return ["path", str(path), status.st_size, status.st_mtime_ns]
+
+
+def _tensor_digest(tensor: Any) -> list[Any]:
+    """Shape, dtype and a hash of the bytes, of at most SAMPLED_BYTES at regular distances."""
+    import torch
+
+    head = ["tensor", list(tensor.shape), str(tensor.dtype)]
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided:
+        return head
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() * flat.element_size() // SAMPLED_BYTES)
+    data = flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return [*head, hashlib.sha256(data).hexdigest()[:16]]
+
+
+def _array_digest(array: Any) -> list[Any]:
+    """As _tensor_digest, for an array or a number of NumPy."""
+    head = ["array", list(array.shape), str(array.dtype)]
+    if array.dtype.hasobject:
+        return head
+    flat = array.reshape(-1)
+    step = max(1, flat.size * flat.itemsize // SAMPLED_BYTES)
+    return [*head, hashlib.sha256(flat[::step].tobytes()).hexdigest()[:16]]

@@ -1,0 +1,56 @@
+"""The random generators that a training may draw from: torch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from autoplan.strategies.workloads.workload import Workload
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds torch (CPU and CUDA), `random` and NumPy's global generator.
+
+    transformers draws layerdrop from `random` or torch, and the masks of its audio models from NumPy.
+
+    Args:
+        seed: Any whole number; NumPy takes it modulo 2**32.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators, and puts them back as they were afterwards (torch's on the CPU)."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def with_seeded_batches(workload: Workload) -> Workload:
+    """The workload with a make_batch that gives the same batch for the same index, whatever was drawn before.
+
+    A make_batch that draws from a global generator (`torch.rand` without one of its own) gives other samples in each
+    run; where two runs are compared, they have to be the same.
+    """
+    make_batch = workload.make_batch
+
+    def same_batch(count: int, index: int) -> Any:
+        with seeded(workload.seed + index):
+            return make_batch(count, index)
+
+    return dataclasses.replace(workload, make_batch=same_batch)

@@ -1,0 +1,270 @@
+"""The exported arguments train as the workload does: a real Trainer beside a plain loop."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoplan.planner.export.run import export_plan
+from autoplan.planner.export.transformers_arguments import TransformersTarget, read_back_arguments
+from autoplan.planner.plan import Plan
+from autoplan.strategies.analysis.training_facts import TrainingFacts, read_training_facts
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.inspect import build_on_meta
+from autoplan.strategies.workloads.objects import workload_from_objects
+from autoplan.strategies.workloads.optimizers import trainable
+from autoplan.strategies.workloads.sources import spec_from_objects
+from autoplan.strategies.workloads.workload import Workload
+from tests.recorded import make_plan
+from tests.strategies.tiny import GPT2, classifier, language
+
+STEPS, GLOBAL_BATCH, LENGTH = 3, 4, 32
+NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def tiny_gpt2() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from autoplan.strategies.workloads.language_model import make_config
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(make_config(NO_DROPOUT))
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    """The usual decay and no-decay groups, with betas and epsilon that are not the defaults."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 0.002},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-4)
+
+
+def linear_warmup(optimizer: torch.optim.Optimizer) -> Any:
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+# A large epsilon where gradients are not clipped: with a small one Adam makes rounding noise as large as a step.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0),
+    "decay_everywhere": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5),
+    "two_groups": two_groups,
+    "sgd": functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9, nesterov=True),
+    "nadam": functools.partial(torch.optim.NAdam, lr=0.01, eps=1e-3),
+}
+CASES = [
+    ("adamw", None, 0.05),
+    ("adamw", linear_warmup, 0.05),
+    ("adamw", step_lr, None),
+    ("decay_everywhere", linear_warmup, 0.05),
+    ("two_groups", step_lr, 0.05),
+    ("sgd", None, 0.05),
+    ("nadam", linear_warmup, None),
+]
+
+
+def make_workload(optimizer: str, schedule: Any, norm: float | None) -> Workload:
+    return workload_from_objects(
+        model=tiny_gpt2,
+        make_batch=language(NO_DROPOUT, length=LENGTH, global_batch=GLOBAL_BATCH).make_batch,
+        loss=None,
+        optimizer=OPTIMIZERS[optimizer],
+        global_batch=GLOBAL_BATCH,
+        schedule=schedule,
+        max_grad_norm=norm,
+        sequence_length=LENGTH,
+        seed=7,
+    )
+
+
+def plan_of(workload: Workload) -> Plan:
+    facts = read_training_facts(workload, build_on_meta(workload))
+    spec = spec_from_objects(workload)
+    return make_plan(TrainingConfig(micro_batch=2), workload=spec, accumulation=2, training=facts)
+
+
+def plain_loop(workload: Workload) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters after some steps of a loop that knows nothing of autoplan's, and the gradient norms."""
+    model = workload.build_model().train()
+    optimizer = workload.build_optimizer(trainable(model))
+    schedule = None if workload.build_schedule is None else workload.build_schedule(optimizer)
+    norms = []
+    for index in range(STEPS):
+        batch = workload.make_batch(GLOBAL_BATCH, index)
+        items = int((batch["labels"][:, 1:] != -100).sum())
+        for start in range(0, GLOBAL_BATCH, 2):  # in the plan's micro-batches: another order would round otherwise
+            micro = {key: value[start : start + 2] for key, value in batch.items()}
+            (workload.loss(model, micro).total / items).backward()
+        limit = workload.max_grad_norm
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if limit is None else limit)))
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def companion_of(path: Path) -> Any:
+    """The module of a companion file."""
+    spec = importlib.util.spec_from_file_location("companion", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_trainers(folder: Path) -> None:
+    """Trains each case with a real Trainer from its exported files, and saves the parameters."""
+    from transformers import Trainer
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(rows)
+
+    for number, case in enumerate(CASES):
+        workload = make_workload(*case)
+        batches = [workload.make_batch(GLOBAL_BATCH, index) for index in range(STEPS)]
+        rows = [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(GLOBAL_BATCH)]
+        companion = companion_of(folder / f"case{number}_companion.py")
+        model, arguments = companion.prepare_model(tiny_gpt2()), companion.load_arguments()
+        arguments.num_train_epochs, arguments.save_strategy, arguments.report_to = 1, "no", []
+        given = {"optimizers": companion.make_optimizers(model)} if hasattr(companion, "make_optimizers") else {}
+        trainer: Any = InOrder(model=model, args=arguments, train_dataset=rows, **given)
+        trainer.train()
+        parameters = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+        torch.save(parameters, folder / f"case{number}.pt")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the parameters of each case, trained in a process of its own (the class sets variables)."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("trainers")
+    for number, case in enumerate(CASES):
+        export_plan(plan_of(make_workload(*case)), "transformers", folder / f"case{number}.json")
+    code = "import pathlib, sys; from tests.planner.export.test_transformers_training import run_trainers; "
+    command = [sys.executable, "-c", code + "run_trainers(pathlib.Path(sys.argv[1]))", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_real_trainer_trains_as_a_plain_loop_does(number: int, trained: Path) -> None:
+    workload = make_workload(*CASES[number])
+    wanted, norms = plain_loop(workload)
+    if workload.max_grad_norm is not None:
+        assert min(norms) > 2 * workload.max_grad_norm, "clipping would change nothing"
+    found = torch.load(trained / f"case{number}.pt")
+    before = {name: parameter.detach() for name, parameter in tiny_gpt2().named_parameters()}
+    for name, parameter in wanted.items():
+        moved = float((parameter - before[name]).norm())
+        assert float((found[name] - parameter).norm()) <= 1e-4 * moved + 1e-7, name
+    assert any(float((found[name] - before[name]).norm()) > 1e-3 for name in wanted)
+
+
+@pytest.mark.slow
+def test_the_real_class_reads_what_the_workload_has(tmp_path: Path) -> None:
+    exported = export_plan(plan_of(make_workload("adamw", linear_warmup, 0.05)), "transformers", tmp_path / "a.json")
+    real = read_back_arguments(exported.paths[0].read_text())
+    wanted = {
+        "max_grad_norm": 0.05,
+        "learning_rate": 0.01,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-3,
+        "warmup_steps": 2,
+        "max_steps": STEPS,
+        "seed": 7,
+    }
+    assert {key: real[key] for key in wanted} == wanted and "linear" in real["lr_scheduler_type"].lower()
+    assert exported.not_carried == ()
+
+
+def arguments_of(plan: Plan) -> tuple[dict[str, Any], str, str]:
+    """The arguments, the companion, and what is not carried in one text."""
+    export = TransformersTarget().render(plan, "args")
+    text, module = export.files.values()
+    return json.loads(text), module, " ".join(export.not_carried)
+
+
+def test_no_clipping_is_written_as_none_only_where_the_workload_has_none() -> None:
+    assert arguments_of(plan_of(make_workload("adamw", None, None)))[0]["max_grad_norm"] == 0.0
+    assert arguments_of(plan_of(make_workload("adamw", None, 1.5)))[0]["max_grad_norm"] == 1.5
+
+
+def test_a_schedule_of_the_users_own_is_named() -> None:
+    def mine(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    arguments, module, not_carried = arguments_of(plan_of(make_workload("adamw", mine, 1.0)))
+    assert "the schedule LambdaLR" in not_carried and "0.01, 0.005" in not_carried
+    assert "make_optimizers" not in module and "NOT CARRIED: the schedule LambdaLR" in " ".join(module.split("\n#  "))
+    assert arguments["lr_scheduler_type"] == "constant" and arguments["max_grad_norm"] == 1.0
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer that no Trainer knows."""
+
+
+def test_an_optimizer_of_the_users_own_is_named() -> None:
+    import dataclasses
+
+    workload = dataclasses.replace(
+        make_workload("adamw", None, 1.0), build_optimizer=functools.partial(Mine, lr=0.25, momentum=0.5)
+    )
+    arguments, module, not_carried = arguments_of(plan_of(workload))
+    assert "the optimizer Mine" in not_carried and "is not torch's" in not_carried
+    assert "optim" not in arguments and "make_optimizers" not in module and arguments["learning_rate"] == 0.25
+
+
+def test_a_plan_that_does_not_know_says_so() -> None:
+    plan = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(classifier()), accumulation=4)
+    arguments, _, not_carried = arguments_of(plan)
+    assert "which this plan does not know" in not_carried and not {"max_grad_norm", "learning_rate"} & set(arguments)
+
+
+def test_a_language_model_of_an_earlier_plan_keeps_its_defaults() -> None:
+    """Options that were not given are those of the workload, which clips at 1.0."""
+    plan = make_plan()
+    plan = plan.model_copy(update={"workload": plan.workload.model_copy(update={"options": {}})})
+    arguments, _, _ = arguments_of(plan)
+    assert (arguments["max_grad_norm"], arguments["learning_rate"]) == (1.0, 5e-5)
+
+
+def test_facts_are_data_that_load_again() -> None:
+    facts = read_training_facts(make_workload("two_groups", linear_warmup, 0.1), build_on_meta(language(NO_DROPOUT)))
+    assert TrainingFacts.model_validate_json(facts.model_dump_json()) == facts
+    decayed, rest = facts.groups
+    assert "transformer.h.*.attn.c_attn.weight" in decayed.names and rest.options["weight_decay"] == 0.0
+    assert facts.schedule is not None and facts.schedule.options == {"num_warmup_steps": 2, "num_training_steps": STEPS}
+    assert facts.schedule.learning_rates[1] == (0.005, 0.001)
+    assert read_training_facts(language(GPT2), build_on_meta(language(GPT2))).dropout == {"0.1": 10}
+
+
+def test_the_module_of_a_companion_loads(tmp_path: Path) -> None:
+    _, module, _ = arguments_of(plan_of(make_workload("two_groups", step_lr, 0.1)))
+    path = tmp_path / "companion.py"
+    path.write_text(module)
+    companion = companion_of(path)
+    optimizer, schedule = companion.make_optimizers(tiny_gpt2())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.002] and schedule.gamma == 0.5
+    with pytest.raises(ValueError, match="no parameter group for"):
+        companion.make_optimizers(torch.nn.Linear(2, 2))

@@ -1,0 +1,194 @@
+"""The metadata of the knobs is whole and true, and every list that is made from it follows."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoplan.errors import ConfigError
+from autoplan.strategies.analysis.structure import find_structure
+from autoplan.strategies.config import (
+    DEGREES,
+    EXCHANGE_KNOBS,
+    KNOBS,
+    MEMORY_ONLY,
+    NUMBERS,
+    PLAIN,
+    RANK_COUNTS,
+    TrainingConfig,
+    check_knob,
+    knob_help,
+    knob_values,
+    knobs,
+)
+from autoplan.strategies.knob_table import knob_table
+from autoplan.strategies.prepare import STRATEGIES, prepare
+from autoplan.strategies.techniques.rules import RULES, Combinations, incompatible
+from tests.contracts.knob_cases import needed_by, tried_values
+from tests.recorded import make_hardware
+from tests.strategies.tiny import GPT2, language
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH = 8
+
+
+def attributes_of(file: Path) -> set[str]:
+    """The names of all attributes that a source file reads."""
+    return {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_each_knob_has_a_technique_that_reads_it(knob: str) -> None:
+    file = ROOT / "strategies" / "techniques" / f"{knobs()[knob].technique}.py"
+    assert file.exists()
+    assert knob in attributes_of(file), f"{file.name} never reads {knob}"
+    assert TrainingConfig.model_fields[knob].description
+
+
+def test_the_check_of_techniques_sees_a_knob_in_the_wrong_file() -> None:
+    assert "gradient_sync" not in attributes_of(ROOT / "strategies" / "techniques" / "loss.py")
+
+
+def test_the_lists_follow_from_the_metadata() -> None:
+    everything = TrainingConfig(micro_batch=1, **dict.fromkeys(RANK_COUNTS, 2))  # type: ignore[arg-type]
+    assert everything.world_size == 2 ** len(RANK_COUNTS)
+    assert set(RANK_COUNTS) | set(EXCHANGE_KNOBS) < set(DEGREES) < set(KNOBS)
+    assert set(NUMBERS) == {
+        knob for knob in KNOBS if isinstance(getattr(PLAIN, knob), int | None) and knob_values(knob) is None
+    }
+    assert set(MEMORY_ONLY) <= {knob for knob in KNOBS if knobs()[knob].searched and knob_values(knob)}
+    # a strategy's name is the knob whose values it offers one by one
+    assert {strategy.name for strategy in STRATEGIES} - set(DEGREES) == set(KNOBS) - set(DEGREES)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_knob_of_one_device_has_its_plain_value_alone_on_the_other(device: str) -> None:
+    workload = language(GPT2)
+    with torch.device("meta"):
+        structure = find_structure(workload.build_model())
+    checked = 0
+    for strategy in STRATEGIES:
+        if knobs()[strategy.name].device not in (None, device):
+            choices = strategy.choices(workload, structure, make_hardware(), device)
+            assert choices.values == (getattr(PLAIN, strategy.name),)
+            assert choices.left_out
+            checked += 1
+    assert checked
+
+
+def test_what_a_knob_needs_is_a_knob_and_a_value_of_it() -> None:
+    for knob in KNOBS:
+        for need in knobs()[knob].needs:
+            assert check_knob(need.knob, need.example) == need.example
+            assert need.is_met(need.example) and not need.is_met(getattr(PLAIN, need.knob))
+    assert needed_by("gradient_sync") == {"dp_shard": 2}
+    assert needed_by("compile_mode") == {"compile": "model"}
+
+
+def some_configs() -> list[TrainingConfig]:
+    """Every value of every pair of knobs: alone, with what the two need, and in a pipeline with a zero bubble."""
+    zero_bubble = {"pp": 2, "pp_microbatches": BATCH, "pp_schedule": "zero_bubble", "virtual_stages": 2}
+    found = []
+    for first, second in itertools.combinations(KNOBS, 2):
+        for a, b in itertools.product(tried_values(first), tried_values(second)):
+            for beside in ({}, needed_by(first) | needed_by(second), zero_bubble):
+                found.append(PLAIN.model_copy(update=beside | {first: a, second: b}))
+    return found
+
+
+class Watched:
+    """A configuration that notes which knobs are read."""
+
+    def __init__(self, config: TrainingConfig, read: set[str]) -> None:
+        self._config = config
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._config, name)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.incompatible.__module__.rpartition(".")[2])
+def test_a_rule_reads_what_it_says(rule: Any) -> None:
+    read: set[str] = set()
+    for config in some_configs():
+        rule.incompatible(Watched(config, read), BATCH)
+    assert read == set(rule.reads)
+
+
+def test_many_combinations_are_judged_as_one_by_one() -> None:
+    others = {
+        "compile": ("off", "block", "model"),
+        "compile_mode": knob_values("compile_mode") or (),
+        "loss": ("full", "fused"),
+        "precision": ("fp32", "bf16"),
+        "checkpointing": ("none", "full"),
+    }
+    together = Combinations(others, BATCH)
+    rows = [dict(zip(others, row, strict=True)) for row in itertools.product(*others.values())]
+    bases: list[dict[str, Any]] = [
+        {},
+        {"dp_shard": 2, "gradient_sync": "every"},
+        {"pp": 2, "pp_microbatches": 8},
+        {"pp": 2, "pp_microbatches": 8, "pp_schedule": "zero_bubble", "virtual_stages": 2},
+        {"pp": 4, "pp_microbatches": 2},
+    ]
+    counts = []
+    for base in (PLAIN.model_copy(update=values) for values in bases):
+        legal = [row for row in rows if incompatible(base.model_copy(update=row), BATCH) is None]
+        assert together.legal_with(base) == legal
+        counts.append(len(legal))
+    assert counts[0] == counts[1] > counts[2] > counts[3] > counts[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"compile_mode": "max-autotune"}, "nothing is compiled"),
+        ({"compile_mode": "max-autotune", "compile": "block"}, "needs compile=model"),
+        ({"fsdp_prefetch": 2}, "needs FSDP2"),
+    ],
+)
+def test_prepare_refuses_what_does_not_go_together(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepare(language(GPT2), TrainingConfig(**({"micro_batch": 2} | values)))
+
+
+def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
+    page = (ROOT / "docs" / "techniques.md").read_text().splitlines()
+    missing = [line for line in knob_table() if line not in page]
+    assert not missing, "put the output of `python -m autoplan.strategies.knob_table` into docs/techniques.md:\n" + (
+        "\n".join(missing)
+    )
+    start = page.index(knob_table()[0])
+    assert page[start : start + len(knob_table())] == knob_table(), "the table in docs/techniques.md has other rows too"
+
+
+def test_the_help_names_every_knob_with_its_values() -> None:
+    text = knob_help()
+    assert all(f" {knob}=" in text for knob in KNOBS)
+    assert "gradient_sync=last | every" in text and "micro_batch=N" in text
+
+
+@pytest.mark.parametrize(("knob", "least"), [("fsdp_prefetch", 0), ("micro_batch", 1), ("threads", 1)])
+def test_the_smallest_value_of_a_number_is_the_fields(knob: str, least: int) -> None:
+    assert check_knob(knob, least) == least
+    with pytest.raises(ConfigError) as caught:
+        check_knob(knob, least - 1)
+    assert caught.value.hint is not None and f"at least {least}" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["strategies.knob_table", "strategies.techniques.rules", "strategies.techniques.degrees", "planner.space.generate"],
+)
+def test_the_space_and_the_table_load_no_torch(module: str) -> None:
+    code = f"import sys, autoplan.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
