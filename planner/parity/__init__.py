@@ -1,8 +1,11 @@
-"""The parity check: does a configuration train the same thing as one plain fp32 process?
+"""The parity check: does a configuration train the same thing as one plain process?
 
 In the order of the data:
 
-- compare.py: runs the reference and the candidate, compares them, gives the verdict (runs in the planner);
+- compare.py: starts the reference and the candidate, gives the verdict (runs in the planner);
 - records.py: what a run of the check is asked, and what it measures;
-- worker.py: one run of the check, in a rank.
+- worker.py: one run of the check, in a rank: reference.py or candidate.py, on the small workload of batches.py;
+- recorder.py, replay.py: what both keep of each step, and the optimizer run again by itself;
+- judge.py, differences.py, tolerances.py: the comparisons, their numbers, and what passes;
+- text.py: what a check says for people; time_limit.py: which parts there is time for.
 """

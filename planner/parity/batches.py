@@ -16,7 +16,7 @@ from autoplan.planner.parity.records import (
 from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
 from autoplan.strategies.analysis.structure import disable_dropout
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch
+from autoplan.strategies.workloads.batch import Batch, batch_size
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 
 _MASKED_SHARE = 0.7  # of the last sample's labels
@@ -123,14 +123,15 @@ def can_mask_labels(workload: Workload, model: nn.Module, device: torch.device, 
     if size > 2:
         batch = shorten(workload.make_batch(size, 0), SHORT_LENGTH)
         masked = mask_labels(batch, size)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         model.to("cpu")
         with torch.no_grad():
-            counts = [
-                float(workload.loss(model, move_batch(given, torch.device("cpu"))).count) for given in (batch, masked)
-            ]
+            counts = [float(workload.loss(model, given).count) for given in (batch, masked)]
     except Exception:  # labels of another meaning, or a model that runs on its device alone
         return False
     finally:
         model.to(device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     return counts[1] < counts[0]

@@ -107,7 +107,7 @@ def _steps_and_own_length(
     run = watched.run
     if reference.deterministic is False:
         watched.seed_micro_steps()
-    recorder.begin(run.model)
+    recorder.begin(run.model, keep=reference.own_length is not None)
     phase("steps")
     seconds = []
     with limit_chunk_rows(rows):
@@ -198,7 +198,7 @@ class _WatchedRun:
             total, count = self.run.micro_step(own, divisor, sync=True)
             return self.run.optimizer_step(total, count, divisor)
 
-        with _without_steps(self.run.optimizer):
+        with _without_steps(self.run):
             result = self._until_taken(micro_step)
         self._part = None
         return PassMeasure(
@@ -219,16 +219,18 @@ class _WatchedRun:
 
 
 @contextlib.contextmanager
-def _without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The optimizer's step does nothing."""
-    before = vars(optimizer).get("step")
-    optimizer.__dict__["step"] = lambda *args, **kwargs: None
+def _without_steps(run: TrainingRun) -> Iterator[None]:
+    """Neither the optimizer nor the schedule steps."""
+    before, schedule = vars(run.optimizer).get("step"), run.schedule
+    run.optimizer.__dict__["step"] = lambda *args, **kwargs: None
+    run.schedule = None
     try:
         yield
     finally:
-        del optimizer.__dict__["step"]
+        run.schedule = schedule
+        del run.optimizer.__dict__["step"]
         if before is not None:
-            optimizer.__dict__["step"] = before
+            run.optimizer.__dict__["step"] = before
 
 
 def _own_length(

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from autoplan.planner.parity.judge import Judgement, Samples, excess, judge
+from autoplan.planner.parity.differences import Samples, excess
+from autoplan.planner.parity.judge import Judgement, judge
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation, dropout_accumulation
 from autoplan.planner.parity.text import LIMITS, describe_check, describe_failures, not_checked
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of

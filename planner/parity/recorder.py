@@ -58,14 +58,16 @@ class Recorder:
 
     # Before the first step.
 
-    def begin(self, model: nn.Module) -> None:
-        """Keeps the parameters and buffers as they are before the first step."""
+    def begin(self, model: nn.Module, *, keep: bool = True) -> None:
+        """Samples the parameters before the first step; with `keep`, also keeps what `restore` puts back."""
         self.start = self._sampled(dict(named_parameters(model)))
-        trained = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
-        self._elements |= {f"{START}/{name}": self.start[name] for name in self._union(trained)}
+        names = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
+        self._elements |= {f"{START}/{name}": self.start[name] for name in self._union(names)}
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._saved_buffers(model).items()}
-        tensors = [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        if keep:
+            trained = [local_tensor(parameter) for parameter in model.parameters() if parameter.requires_grad]
+            tensors = (*trained, *map(local_tensor, model.buffers()))
+            self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
 
     def restore(self) -> None:
         """Puts the parameters and buffers back to what they were before the first step."""
@@ -246,7 +248,8 @@ def norm_of(tensor: torch.Tensor) -> float:
     It is as exact as fp64 throughout, at a tenth of its time.
     """
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    pieces = tensor.detach().reshape(-1).split(_NORM_PIECE)
+    whole = tensor.detach().reshape(-1)
+    pieces = whole.split(_NORM_PIECE) if tensor.device.type == "cpu" else (whole,)  # a GPU adds up in a tree
     norms = torch.stack([torch.linalg.vector_norm(piece, dtype=dtype) for piece in pieces])
     return float(torch.linalg.vector_norm(norms, dtype=torch.float64))
 

@@ -73,6 +73,7 @@ def run_reference(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     length = check_length(workload, sum(parameter.numel() for parameter in parameters))
     reference = _Reference(workload, model, parameters, device, recorder)
+    masked = can_mask_labels(workload, model, device, config.micro_batch)
     recorder.begin(model)
 
     phase("dropout")
@@ -80,7 +81,6 @@ def run_reference(
     disable_dropout(model)
     recorder.restore()
 
-    masked = can_mask_labels(workload, model, device, config.micro_batch)
     small = small_workload(workload, config, length=length, masked=masked, accumulation=check_accumulation(config))
     phase("additivity")
     additive, deterministic = check_additivity(small, model, device)
@@ -138,7 +138,9 @@ class _Reference:
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
 
     def backward(self, batch: Batch, micro_batch: int, seed: int | None = None) -> float:
-        """Leaves the gradient of the batch's mean loss in the parameters; gives that loss.
+        """Adds the gradient of the batch's mean loss to the parameters'; gives that loss.
+
+        A gradient may be there already: of a parameter that the user's optimizer does not hold, nobody clears it.
 
         Args:
             batch: The samples.
@@ -146,6 +148,9 @@ class _Reference:
             seed: Where the loss draws noise, the generators are set to it, and one higher for each micro-batch.
         """
         total, count = 0.0, 0.0
+        earlier = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         for number, micro in enumerate(split_batch(move_batch(batch, self.device), micro_batch)):
             if seed is not None and self.noisy_micro_batch is not None:
                 seed_generators(seed + number)
@@ -155,6 +160,9 @@ class _Reference:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(count)
+        for parameter, gradient in zip(self.parameters, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return total / count
 
     def steps(self, small: Workload) -> tuple[Any, torch.optim.Optimizer]:

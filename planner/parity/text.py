@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoplan.planner.parity.judge import SAME_MASKS, excess
+from autoplan.planner.parity.differences import excess
+from autoplan.planner.parity.judge import SAME_MASKS
 from autoplan.planner.parity.records import ParityMeasurement
 from autoplan.planner.records import ParityCheck
 

@@ -112,7 +112,7 @@ DROPOUT_NOISE = 2.0
 """Dropout's share of the gradient, as a variance, may be this many times that of the reference, or one part of it:
 a few seeds on a few samples do not say more. Dropout that is off has none."""
 
-SAME_STREAM = 0.05
+SAME_STREAM = 0.01
 """Losses that are nearer to the reference's than this share of their spread over seeds come from the same masks."""
 
 SAME_GRADIENT = 0.5

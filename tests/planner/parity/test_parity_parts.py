@@ -149,6 +149,14 @@ def test_groups_by_shape_are_those_of_the_whole_tensors(small_samples, monkeypat
     assert not parity.passed and parity.worst_update_difference > 1e-4
 
 
+def test_a_parameter_that_no_optimizer_holds_is_no_alarm():
+    """Nobody clears its gradient, in the plain loop neither."""
+    workload = classifier()
+    workload.build_optimizer = lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1)
+    parity = check_parity(workload, PLAIN)
+    assert parity.passed, parity.failures
+
+
 # Precision.
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autoplan.planner.parity.compare import compare
-from autoplan.planner.parity.judge import excess
+from autoplan.planner.parity.differences import excess
 from autoplan.strategies import run as run_module
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
