@@ -1,6 +1,7 @@
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
+# make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
 PYTHON ?= python3
@@ -15,14 +16,17 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: search test test-zoo quick lint types accuracy clean
+.PHONY: search test test-parity test-zoo quick lint types accuracy clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
 
 test: lint types
-	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "not alone"
+	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "not alone and not exhaustive"
 	$(PYTEST) --durations=5 -m alone
+
+test-parity: $(VENV)/.installed-test
+	$(PYTEST) $(TWO_WORKERS) tests/planner/parity
 
 test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
