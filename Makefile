@@ -1,6 +1,7 @@
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
+# make docs:   the documentation with the API reference, in site/
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
@@ -16,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: search test test-parity test-zoo quick lint types accuracy clean
+.PHONY: search test test-parity test-zoo quick lint types docs accuracy clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
@@ -43,6 +44,9 @@ lint: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/zensical build --clean
+
 accuracy: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy $(if $(TRIALS),--trials $(TRIALS))
 
@@ -60,5 +64,9 @@ $(VENV)/.installed-zoo: $(VENV)/.installed-test
 	$(PIP) peft==0.21.2
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site .cache *.egg-info
