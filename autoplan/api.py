@@ -211,14 +211,29 @@ def load_plan(path: str | Path) -> Plan:
     return plan
 
 
-def export(plan: Plan | str | Path, to: str, out: str | Path | None = None) -> Exported:
+def export(
+    plan: Plan | str | Path,
+    to: str,
+    out: str | Path | None = None,
+    *,
+    budget: str | float | None = None,
+    memory_limit: str | int | None = None,
+) -> Exported:
     """Writes a plan for another trainer: json, yaml, pytorch or transformers.
+
+    Args:
+        plan: A plan, or the file of one.
+        to: The target.
+        out: The file to write; None: `plan-<target>` in the current folder.
+        budget: Time for building the workload's model, where the target needs it, like `"2m"`. Default: 5 minutes.
+        memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
 
     Raises:
         UsageError: no such target.
         ExportError: the target cannot carry the plan, or the export failed its own check.
     """
-    return export_plan(plan if isinstance(plan, Plan) else Plan.load(plan), to, out)
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return export_plan(loaded, to, out, budget=budget, memory_limit=memory_limit)
 
 
 def found_elsewhere(plan: Plan) -> str | None:

@@ -28,7 +28,6 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_
 CPU_SIZES_BYTES = tuple(4096 * 4**power for power in range(7))  # to 16 MiB
 CUDA_SIZES_BYTES = tuple(4096 * 4**power for power in range(9))  # to 256 MiB
 INIT_TIMEOUT_S = 300.0
-TIMEOUT_S = 100.0
 # From the fastest link to the slowest: a group is as fast as the slowest link that it crosses.
 TIERS = ("cpu", "nvlink", "pcie", "numa", "network")
 
@@ -107,6 +106,7 @@ def probe_collectives(
     budget_s: float = 20.0,
     links: Sequence[Link] = (),
     sizes_bytes: Sequence[int] | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> tuple[tuple[CollectiveReading, ...], tuple[str, ...]]:
     """Measures every collective over groups of 2, 4, ... `ranks` ranks, in ranks of their own.
 
@@ -117,6 +117,7 @@ def probe_collectives(
         budget_s: Seconds for all of it; the largest sizes are left out where they would take longer.
         links: What joins the GPUs, for naming the tier that a group crosses.
         sizes_bytes: Payloads; None: the module's own sweep.
+        memory_limit_bytes: Host memory of all ranks together; None: no limit.
 
     Returns:
         The readings, and notes on what could not be measured and why.
@@ -131,15 +132,15 @@ def probe_collectives(
             target="autoplan.probes.collectives:measure_collectives",
             args=(device, sizes, group_sizes(ranks), budget_s),
             ranks=ranks,
-            deadlines_s={"init": INIT_TIMEOUT_S, "*": budget_s + TIMEOUT_S},
+            deadlines_s={"*": 3 * budget_s + 30},  # as for the other probes
+            total_deadline_s=3 * budget_s + 90,  # a first CUDA context can take tens of seconds
+            memory_limit_bytes=memory_limit_bytes,
             env={"OMP_NUM_THREADS": "1"} if device == "cpu" else {},
         )
     )
     result = report.ranks[0].result if report.ranks else None
     if not isinstance(result, dict):
-        failure = report.first_failure
-        reason = failure.error.message if failure is not None and failure.error is not None else report.ended.value
-        return (), (f"collectives could not be measured: {reason}",)
+        return (), (f"collectives could not be measured: {report.describe()}",)
     readings = tuple(make_reading(entry, device, links) for entry in result["entries"])
     return readings, tuple(result["notes"])
 

@@ -159,7 +159,14 @@ def with_collectives(
 
     if on_progress is not None:
         on_progress(f"collectives over {ranks} ranks")
-    readings, notes = probe_collectives(zygote, device=kind, ranks=ranks, budget_s=COLLECTIVES_S, links=profile.links)
+    readings, notes = probe_collectives(
+        zygote,
+        device=kind,
+        ranks=ranks,
+        budget_s=COLLECTIVES_S,
+        links=profile.links,
+        memory_limit_bytes=_host_limit_bytes(profile.host),
+    )
     return _with_notes(profile.model_copy(update={"collectives": readings or profile.collectives}), list(notes))
 
 
@@ -294,14 +301,19 @@ def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[A
 def _task(function: str, argument: Any, measure_s: float, host: Host) -> Task:
     from autoplan.processes import Task
 
-    available = host.memory_available_bytes.value
     return Task(
         target=f"autoplan.probes.worker:{function}",
         args=(argument,),
         deadlines_s={"*": 3 * measure_s + 30},
         total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
-        memory_limit_bytes=int(0.8 * available) if available else None,
+        memory_limit_bytes=_host_limit_bytes(host),
     )
+
+
+def _host_limit_bytes(host: Host) -> int | None:
+    """What the processes of a probe may take of the host's memory together: 80 % of what is free."""
+    available = host.memory_available_bytes.value
+    return int(0.8 * available) if available else None
 
 
 def _own_or_given(zygote: Zygote | None) -> AbstractContextManager[Zygote]:

@@ -7,10 +7,12 @@ on two samples. Runs in a rank (it loads torch); the records load none.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.processes import is_out_of_memory
 from autoplan.record import Record
 from autoplan.strategies.analysis.facts import Choices, Dependence, WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -25,6 +27,22 @@ if TYPE_CHECKING:
 LARGEST_RUN_PARAMETERS = 200_000_000
 """Models up to this size are run once, on two short samples, to look at their loss."""
 
+FUNCTIONS = {
+    "load": "the workload's own function or file",
+    "build_model": "build_model()",
+    "make_batch": "make_batch(2, 0)",
+    "facts": "build_optimizer(parameters)",
+    "loss": "loss(model, batch) of two samples",
+}
+"""The phases of an inspection, and the function of the user's that runs in each."""
+
+LOSS_PHASE = "loss"
+"""The last phase. The facts are reported before it: where it takes too much memory, they are still known."""
+
+
+def _ignore(_: Any) -> None:
+    """Where nobody asks for the phases."""
+
 
 class Inspection(Record):
     """What a rank answers: facts, or the user's error in them."""
@@ -37,12 +55,20 @@ class Inspection(Record):
 
 def run_inspect_rank(context: Any, spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> Inspection:
     """inspect_workload() in a rank, with the user's errors as data."""
+    phase, report = (_ignore, _ignore) if context is None else (context.phase, context.report)
     try:
-        return Inspection(facts=inspect_workload(spec, hardware, device))
+        facts = inspect_workload(
+            spec, hardware, device, phase=phase, early=lambda known: report(Inspection(facts=known))
+        )
+        answer = Inspection(facts=facts)
     except UsageError as error:
-        return Inspection(error_code=error.code, error=error.message, hint=error.hint)
+        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            raise error.__cause__ from None  # the limit, not the function, is what the reader must hear of
+        answer = Inspection(error_code=error.code, error=error.message, hint=error.hint)
     except DeviceError as error:
-        return Inspection(error_code=error.code, error=error.message, hint=error.hint)
+        answer = Inspection(error_code=error.code, error=error.message, hint=error.hint)
+    report(answer)
+    return answer
 
 
 def read_inspection(result: Any) -> WorkloadFacts:
@@ -59,13 +85,22 @@ def read_inspection(result: Any) -> WorkloadFacts:
     raise kind(inspection.error or "the workload cannot be inspected", hint=inspection.hint)
 
 
-def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> WorkloadFacts:
+def inspect_workload(
+    spec: WorkloadSpec,
+    hardware: HardwareProfile,
+    device: str,
+    *,
+    phase: Callable[[str], None] = _ignore,
+    early: Callable[[WorkloadFacts], None] = _ignore,
+) -> WorkloadFacts:
     """The facts of a workload.
 
     Args:
         spec: What is trained.
         hardware: The machine.
         device: cuda or cpu.
+        phase: Is told which of FUNCTIONS runs next.
+        early: Is given the facts before the loss is run, which only adds whether it is a sum over samples.
 
     Raises:
         WorkloadError: its functions fail or return the wrong thing, or its model trains nothing.
@@ -74,13 +109,14 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
     from autoplan.strategies.prepare import STRATEGIES
     from autoplan.strategies.workloads.sources import load_workload
 
+    phase("load")
     workload = load_workload(spec)
+    phase("build_model")
     model = build_on_meta(workload)
+    phase("make_batch")
     check_batch(workload)
+    phase("facts")
     structure = find_structure(model)
-    if spec.kind in ("function", "object") and not structure.micro_batch_dependent:
-        structure = dataclasses.replace(structure, micro_batch_dependent=find_dependent_loss(workload, model, device))
-    choices = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
     spec = spec.model_copy(
         update={
             "global_batch": workload.global_batch,
@@ -90,7 +126,18 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
             "name": workload.name,
         }
     )
-    return _facts(spec, workload, model, structure, choices)
+
+    def facts_of(structure: Structure) -> WorkloadFacts:
+        choices = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
+        return _facts(spec, workload, model, structure, choices)
+
+    facts = facts_of(structure)
+    if spec.kind not in ("function", "object") or structure.micro_batch_dependent:
+        return facts
+    early(facts)
+    phase(LOSS_PHASE)
+    dependent = find_dependent_loss(workload, model, device)
+    return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent)) if dependent else facts
 
 
 def build_on_meta(workload: Workload) -> nn.Module:
@@ -160,11 +207,11 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     disable_dropout(real)
     try:
         additive, deterministic = check_additivity(workload, real, torch.device(device))
-    except torch.OutOfMemoryError:  # the trials find a micro-batch that fits
-        return ()
     except WorkloadError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):  # the trials find a micro-batch that fits
+            return ()
         raise WorkloadError(
             f"the loss of {workload.name} failed on a batch of two samples: {type(error).__name__}: {error}",
             hint="loss(model, batch) returns LossSum(sum of the losses, number of items); try it on make_batch(2, 0).",

@@ -24,6 +24,18 @@ def export_command(
         Path | None,
         typer.Option("--out", metavar="FILE", help="The file to write. Default: plan-TARGET in the current folder."),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", metavar="TIME", help="Time for building the model, where the target needs it. Default: 5m."
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-limit", metavar="SIZE", help="Memory for that: 8GiB, or 80% of all. Default: 80% of the free."
+        ),
+    ] = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Write a plan for another trainer.
@@ -32,7 +44,7 @@ def export_command(
     """
     from autoplan.planner.export.run import export_plan
 
-    exported = export_plan(load_plan(plan), to, out)
+    exported = export_plan(load_plan(plan), to, out, budget=budget, memory_limit=memory_limit)
     if json_output:
         output.print_json(
             {

@@ -102,7 +102,13 @@ def verify_plan(plan: Plan, seconds: float) -> tuple[Parity, Trial]:
     limit = host_limit if device == "cpu" or available is None else int(MEMORY_SHARE * available)
     with tempfile.TemporaryDirectory(prefix="autoplan-verify-") as folder, Zygote() as zygote:
         parity = run_parity(
-            zygote, plan.workload, plan.config, device=device, directory=Path(folder, "parity"), deadline_s=1200.0
+            zygote,
+            plan.workload,
+            plan.config,
+            device=device,
+            directory=Path(folder, "parity"),
+            deadline_s=1200.0,
+            memory_limit_bytes=host_limit,
         )
         runner = TrialRunner(
             zygote,

@@ -8,6 +8,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
 
     task.py           Task: what goes in; Progress: how far it is
     report.py         ProcessReport: what comes back, rank by rank; TaskFailedError
+    limits.py         the limit that ended a task, in words
     errors.py         ZygoteError; StopTask, with which a caller ends a task
     client.py         Zygote: the planner's side
     zygote.py         the zygote's own process: imports once, then forks
@@ -25,6 +26,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
+from autoplan.processes.limits import LimitHit, is_out_of_memory, limit_hit
 from autoplan.processes.owner import ProcessIdentity, is_alive
 from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankReport, TaskFailedError
 from autoplan.processes.task import Progress, Task
@@ -32,6 +34,7 @@ from autoplan.processes.task import Progress, Task
 __all__ = [
     "Ended",
     "ErrorReport",
+    "LimitHit",
     "ProcessIdentity",
     "ProcessReport",
     "Progress",
@@ -43,5 +46,7 @@ __all__ = [
     "Zygote",
     "ZygoteError",
     "is_alive",
+    "is_out_of_memory",
+    "limit_hit",
     "sweep_abandoned",
 ]

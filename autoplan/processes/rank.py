@@ -171,11 +171,15 @@ def _call_target(spec: RankSpec, payload: bytes) -> int:
 
 
 def _reopen_streams() -> None:
-    """Points Python's streams at the files, line by line, and has a fatal signal leave a traceback."""
+    """Points Python's streams at the files, line by line, and has a fatal signal leave a traceback.
+
+    SIGTERM too, before it ends the process as ever: so the report of a rank past its deadline says where it was.
+    """
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGTERM, sys.stderr, all_threads=False, chain=True)
 
 
 def _load_target(name: str | None, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -7,29 +7,17 @@ loads torch and perhaps the user's code.
 from __future__ import annotations
 
 import functools
-import json
 import re
-import subprocess
-import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autoplan.errors import ExportError
+from autoplan.planner.export.user_code import run_user_code
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
-_SUMMARIZE = """
-import json, sys
-import torch
-from autoplan.strategies.workloads import language_model
-from autoplan.strategies.workloads.sources import load_workload
-from autoplan.strategies.workloads.spec import WorkloadSpec
-from autoplan.strategies.analysis.structure import find_structure
-workload = load_workload(WorkloadSpec.model_validate_json(sys.stdin.read()))
-losses = {loss: task for task, loss in language_model.LANGUAGE_MODEL_LOSSES.items()}
-with torch.device("meta"):
-    model = workload.build_model()
-stacks = [[name for name, _ in stack] for stack in find_structure(model).stacks]
-print("SUMMARY " + json.dumps({"task": losses.get(workload.loss, ""), "stacks": stacks}))
-"""
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
+
+FUNCTIONS = {"load": "the workload's own function or file", "build_model": "build_model()"}
+"""The phases of the rank, and the function of the user's that runs in each."""
 
 
 class ModelSummary(NamedTuple):
@@ -43,23 +31,40 @@ def summarize_model(spec: WorkloadSpec) -> ModelSummary:
     """Builds the model of a workload on the meta device and returns its summary.
 
     Raises:
-        ExportError: the workload cannot be built.
+        ExportError: the workload cannot be built, or not within the limits of the export.
     """
     return _summarize_model(spec.model_dump_json(), spec.name)
 
 
 @functools.lru_cache(maxsize=16)
 def _summarize_model(spec: str, name: str) -> ModelSummary:
-    done = subprocess.run([sys.executable, "-c", _SUMMARIZE], input=spec, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
-    if done.returncode or not lines:
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise ExportError(
-            f"the model of {name} could not be built for the export: {last[0]}",
-            hint="The workload's files must be where they were when the plan was made.",
-        )
-    document: dict[str, Any] = json.loads(lines[-1].removeprefix("SUMMARY "))
+    document: dict[str, Any] = run_user_code(
+        "autoplan.planner.export.model_summary:summarize_in_rank",
+        (spec,),
+        doing=f"building the model of {name} for the export",
+        functions=FUNCTIONS,
+        refused=f"the model of {name} could not be built for the export",
+        hint="The workload's files must be where they were when the plan was made.",
+    )
     return ModelSummary(task=document["task"], stacks=document["stacks"])
+
+
+def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
+    """Builds the model on the meta device, in this process."""
+    context.phase("load")
+    import torch
+
+    from autoplan.strategies.analysis.structure import find_structure
+    from autoplan.strategies.workloads.language_model import LANGUAGE_MODEL_LOSSES
+    from autoplan.strategies.workloads.sources import load_workload
+
+    workload = load_workload(WorkloadSpec.model_validate_json(spec))
+    losses = {loss: task for task, loss in LANGUAGE_MODEL_LOSSES.items()}
+    context.phase("build_model")
+    with torch.device("meta"):
+        model = workload.build_model()
+    stacks = [[name for name, _ in stack] for stack in find_structure(model).stacks]
+    return {"task": losses.get(workload.loss, ""), "stacks": stacks}
 
 
 def stack_source(stack: list[str]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from autoplan.errors import UsageError
 from autoplan.planner.export.base import Export, Target
+from autoplan.planner.export.user_code import LIMITS, make_limits
 from autoplan.planner.plan import Plan
 
 # Target: its module and class. A module is imported only when its target is used.
@@ -50,13 +51,22 @@ def load_target(name: str) -> Target:
     return target
 
 
-def export_plan(plan: Plan, to: str, out: str | Path | None = None) -> Exported:
+def export_plan(
+    plan: Plan,
+    to: str,
+    out: str | Path | None = None,
+    *,
+    budget: str | float | None = None,
+    memory_limit: str | int | None = None,
+) -> Exported:
     """Writes a plan for another trainer.
 
     Args:
         plan: The plan.
         to: json, yaml, pytorch or transformers.
         out: The file to write; other files are written beside it. None: `plan-<target>` in the current folder.
+        budget: Time for building the workload's model, where the target needs it, like `"2m"`. Default: 5 minutes.
+        memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
 
     Raises:
         UsageError: there is no such target, or the file cannot be written.
@@ -64,8 +74,12 @@ def export_plan(plan: Plan, to: str, out: str | Path | None = None) -> Exported:
     """
     target = load_target(to)
     path = Path(out) if out is not None else Path(f"plan-{to}{target.suffix}")
-    export = target.render(plan, path.stem)
-    notes = target.check(plan, export)
+    limits = LIMITS.set(make_limits(budget, memory_limit))
+    try:
+        export = target.render(plan, path.stem)
+        notes = target.check(plan, export)
+    finally:
+        LIMITS.reset(limits)
     return Exported(paths=_write(path, export), not_carried=export.not_carried, notes=(*export.notes, *notes))
 
 

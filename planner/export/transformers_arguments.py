@@ -9,35 +9,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
-import sys
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, same_or_error
 from autoplan.planner.export.transformers_companion import companion
 from autoplan.planner.export.transformers_training import TrainedParts, trained_parts
+from autoplan.planner.export.user_code import run_user_code
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import PLAIN, TrainingConfig
 
-# The example scripts of transformers read such a file with parse_json_file, too. Without a GPU, the class refuses bf16
-# and fp16 unless use_cpu is set, and refuses tf32 in any case, so tf32 is not checked there.
-_READ_BACK = """
-import json, sys, tempfile, os
-from transformers import HfArgumentParser, TrainingArguments
-wanted = json.load(open(sys.argv[1]))
-import torch
-given = dict(wanted)
-if not torch.cuda.is_available():
-    given["use_cpu"] = True
-    given.pop("tf32", None)
-path = os.path.join(tempfile.mkdtemp(), "arguments.json")
-json.dump(given, open(path, "w"))
-(arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
-plain = lambda value: value.to_dict() if hasattr(value, "to_dict") else str(value)
-print("READ " + json.dumps({key: getattr(arguments, key) for key in given}, default=plain))
-"""
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
 
 
 def key_table(version: str) -> dict[str, Any]:
@@ -189,29 +173,42 @@ def read_back_arguments(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the class refuses the arguments.
     """
-    import os
-    import tempfile
-    from pathlib import Path
+    values: dict[str, Any] = run_user_code(
+        "autoplan.planner.export.transformers_arguments:read_back_in_rank",
+        (text,),
+        doing=f"the check with transformers {installed_version()}",
+        functions={},
+        refused=f"transformers {installed_version()} refuses the arguments",
+        hint="Nothing was written. The key table of this version may be out of date: please report it.",
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+    return values
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "wanted.json")
-        path.write_text(text)
-        done = subprocess.run(
-            [sys.executable, "-c", _READ_BACK, str(path)],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            timeout=300,
-        )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
-    if done.returncode or not lines:
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise ExportError(
-            f"transformers {installed_version()} refuses the arguments: {last[0]}",
-            hint="Nothing was written. The key table of this version may be out of date: please report it.",
-        )
-    values: dict[str, Any] = json.loads(lines[-1].removeprefix("READ "))
+
+def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
+    """The values that the real class reads, in this process.
+
+    The example scripts of transformers read such a file with parse_json_file, too. Without a GPU, the class refuses
+    bf16 and fp16 unless use_cpu is set, and refuses tf32 in any case, so tf32 is not checked there.
+    """
+    import os
+
+    import torch
+    from transformers import HfArgumentParser, TrainingArguments
+
+    os.chdir(context.directory)  # the class may make the folder that output_dir names
+    given = json.loads(text)
+    if not torch.cuda.is_available():
+        given["use_cpu"] = True
+        given.pop("tf32", None)
+    path = context.directory / "arguments.json"
+    path.write_text(json.dumps(given))
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
+
+    def plain(value: Any) -> Any:
+        return value.to_dict() if hasattr(value, "to_dict") else str(value)
+
+    values: dict[str, Any] = json.loads(json.dumps({key: getattr(arguments, key) for key in given}, default=plain))
     return values
 
 

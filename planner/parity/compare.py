@@ -21,7 +21,7 @@ from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, ch
 from autoplan.planner.parity.text import LIMITS, describe_check, describe_failures, not_checked
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.planner.records import Parity
-from autoplan.processes import Ended, ProcessReport, Task, Zygote
+from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -35,6 +35,16 @@ CANDIDATE_SHARE = 0.9
 """The same for the candidate, of the time that is left to it."""
 
 
+FUNCTIONS = {
+    "build": "build_model()",
+    "dropout": "loss(model, batch)",
+    "additivity": "loss(model, batch) of two samples",
+    "steps": "the steps of training",
+    "own length": "loss(model, batch) at the workload's own length",
+}
+"""The phases of a run of the check, and the function of the user's that runs in each."""
+
+
 def run_parity(
     zygote: Zygote,
     spec: WorkloadSpec,
@@ -45,6 +55,7 @@ def run_parity(
     deadline_s: float,
     cache_dir: Path | None = None,
     ranks: int | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> Parity:
     """Checks a configuration against one plain process, on fewer and shorter samples.
 
@@ -57,14 +68,15 @@ def run_parity(
         deadline_s: For the whole check.
         cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
         ranks: Of the candidate; None: its world size.
+        memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
     """
     started = time.monotonic()
-    reference = _reference(zygote, spec, config, device, cache_dir or directory, deadline_s)
+    reference = _reference(zygote, spec, config, device, cache_dir or directory, deadline_s, memory_limit_bytes)
     if isinstance(reference, str):
-        return unfinished(config, f"the plain reference did not finish: {reference}")
+        return unfinished(config, reference)
     left_s = max(1.0, deadline_s - (time.monotonic() - started))
     folder = directory / "candidate"
     request = ParityRequest(
@@ -75,9 +87,9 @@ def run_parity(
         reference=reference.measurement,
         time_s=CANDIDATE_SHARE * left_s,
     )
-    report, candidates = _run(zygote, request, folder, ranks or config.world_size, left_s)
+    report, candidates = _run(zygote, request, folder, ranks or config.world_size, left_s, memory_limit_bytes)
     if not candidates:
-        return unfinished(config, f"the candidate did not finish: {report.describe()}")
+        return unfinished(config, why_unfinished(report, "the candidate"))
     return compare(reference, candidates, config)
 
 
@@ -158,11 +170,23 @@ def unfinished(config: TrainingConfig, why: str) -> Parity:
     )
 
 
+def why_unfinished(report: ProcessReport, which: str) -> str:
+    """Why a run of the check did not come to its end: the limit that ended it and what to do, or how it ended."""
+    hit = limit_hit(report, which, FUNCTIONS)
+    return f"{which} did not finish: {report.describe()}" if hit is None else f"{hit.text}. {hit.hint}"
+
+
 # Running.
 
 
 def _reference(
-    zygote: Zygote, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, deadline_s: float
+    zygote: Zygote,
+    spec: WorkloadSpec,
+    config: TrainingConfig,
+    device: str,
+    folder: Path,
+    deadline_s: float,
+    memory_limit_bytes: int | None,
 ) -> Samples | str:
     """The plain run, kept by what decides it; or why there is none."""
     sizes = [config.micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
@@ -178,12 +202,17 @@ def _reference(
         samples=str((kept / "elements").absolute()),
         time_s=REFERENCE_SHARE * deadline_s,
     )
-    report, samples = _run(zygote, request, kept, 1, deadline_s)
-    return samples[0] if samples else report.describe()
+    report, samples = _run(zygote, request, kept, 1, deadline_s, memory_limit_bytes)
+    return samples[0] if samples else why_unfinished(report, "the plain reference")
 
 
 def _run(
-    zygote: Zygote, request: ParityRequest, folder: Path, ranks: int, deadline_s: float
+    zygote: Zygote,
+    request: ParityRequest,
+    folder: Path,
+    ranks: int,
+    deadline_s: float,
+    memory_limit_bytes: int | None,
 ) -> tuple[ProcessReport, list[Samples]]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("elements.*.npz"):
@@ -196,6 +225,7 @@ def _run(
             directory=folder,
             deadlines_s={"*": deadline_s},
             total_deadline_s=deadline_s,
+            memory_limit_bytes=memory_limit_bytes,
         )
     )
     if report.ended in (Ended.DEADLINE, Ended.CANCELLED):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autoplan.errors import BudgetEndedError
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
@@ -117,7 +118,14 @@ def _search(run: SearchRun) -> SearchResult:
     """The search itself, from the probes to its end."""
     try:
         with Zygote(preload=PRELOAD) as zygote:
-            context = prepare_search(run.options, zygote, run.observer, saved=run.store.folder / HARDWARE_FILE)
+            context = prepare_search(
+                run.options,
+                zygote,
+                run.observer,
+                saved=run.store.folder / HARDWARE_FILE,
+                budget_s=run.budget_s,
+                left_s=lambda: run.budget_s - run.store.spent_s,
+            )
             run.context = context
             if not context.candidates:
                 return answer.nothing_fits(run, context)
@@ -125,6 +133,8 @@ def _search(run: SearchRun) -> SearchResult:
             return _run_stages(run, run.session)
     except BudgetOver as over:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
+    except BudgetEndedError as ended:
+        return run.finish("budget_ended", ended.flag_message, ended.flag_hint or "")
     except KeyboardInterrupt:
         return answer.interrupted(run)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.errors import ConfigError, DeviceError, WorkloadError
+from autoplan.errors import BudgetEndedError, ConfigError, DeviceError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space.failed_variants import without_failed_variants
@@ -15,7 +15,7 @@ from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Task, Zygote
+from autoplan.processes import Ended, Task, Zygote, limit_hit
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.8
 """Share of the available memory that a trial may take unless --memory-limit says otherwise."""
 
-INSPECT_DEADLINE_S = 300.0
+INSPECT_DEADLINE_S, INSPECT_SHARE = 300.0, 0.25
+"""The longest inspection: seconds, or a share of the budget where that is more; and never more than is left of it."""
+
+LEAST_DEADLINE_S = 8.0
+"""Seconds that the inspection may take however short the budget is: importing a library takes some of them."""
 
 PRELOAD = (
     "torch",
@@ -118,8 +122,34 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserCodeLimits:
+    """What user code may take outside trials.
+
+    Attributes:
+        budget_s: Of the whole search.
+        left_s: How much of it is left now, in seconds.
+        memory_limit_bytes: Host memory of all processes together.
+    """
+
+    budget_s: float
+    left_s: Callable[[], float]
+    memory_limit_bytes: int | None
+
+    @property
+    def inspect_deadline_s(self) -> float:
+        """Seconds after which an inspection is ended."""
+        return min(max(self.left_s(), LEAST_DEADLINE_S), max(INSPECT_DEADLINE_S, INSPECT_SHARE * self.budget_s))
+
+
 def prepare_search(
-    options: SearchOptions, zygote: Zygote, observer: SearchObserver, *, saved: Path | None = None
+    options: SearchOptions,
+    zygote: Zygote,
+    observer: SearchObserver,
+    *,
+    saved: Path | None = None,
+    budget_s: float | None = None,
+    left_s: Callable[[], float] | None = None,
 ) -> SearchContext:
     """Probes, inspects, traces, generates the space and predicts each candidate.
 
@@ -128,9 +158,13 @@ def prepare_search(
         zygote: Where ranks are started.
         observer: Its methods are called with what happens.
         saved: Where the study keeps its hardware profile: every run of a search uses the same one.
+        budget_s: Of the whole search; None: what the options say.
+        left_s: How much of it is left now, in seconds; None: all of it.
 
     Raises:
         AutoplanError: the device, the workload or the fixed knobs are not usable.
+        BudgetEndedError: the workload was not inspected within the budget.
+        NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
     """
     from autoplan.planner.cost.traced.estimator import Estimator
     from autoplan.planner.trace.trace import TIMING_BUDGET_S, TraceLimits, trace_profile
@@ -144,8 +178,12 @@ def prepare_search(
     memory_limit, host_limit = limits(now, device, target.given_limit_bytes)
     observer.on_hardware(hardware, memory_limit)
 
+    budget_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
+    allowed = UserCodeLimits(
+        budget_s=budget_s, left_s=left_s or (lambda: float(budget_s)), memory_limit_bytes=host_limit
+    )
     observer.on_phase("inspect", f"looking at {options.spec.name}")
-    facts = inspect(zygote, options.spec, hardware, device)
+    facts = inspect(zygote, options.spec, hardware, device, allowed=allowed, observer=observer)
     spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
@@ -160,7 +198,6 @@ def prepare_search(
     )
 
     observer.on_phase("trace", f"counting the operations of {spec.name}")
-    budget_s = options.budget_s or DEFAULT_BUDGET_S
     profile = trace_profile(
         spec,
         device=device,
@@ -172,6 +209,7 @@ def prepare_search(
             time_limit_s=TRACE_SHARE * budget_s,
             timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
             memory_limit_bytes=host_limit,
+            left_s=allowed.left_s(),
         ),
     )
     for note in profile.notes:
@@ -258,29 +296,51 @@ def limits(hardware: HardwareProfile, device: Literal["cuda", "cpu"], wanted_byt
     return limit, (limit if device == "cpu" else host_limit)
 
 
-def inspect(zygote: Zygote, spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> WorkloadFacts:
+def inspect(
+    zygote: Zygote,
+    spec: WorkloadSpec,
+    hardware: HardwareProfile,
+    device: str,
+    *,
+    allowed: UserCodeLimits,
+    observer: SearchObserver,
+) -> WorkloadFacts:
     """The workload's facts, from a rank.
+
+    Where the loss alone takes too much memory, the facts without it do: the trials find a micro-batch that fits, and
+    the parity check looks at the loss again.
 
     Raises:
         WorkloadError: the user's functions fail or return the wrong thing.
+        BudgetEndedError: they took longer than the budget allows.
+        NoFeasiblePlanError: they took more memory than a trial may take.
     """
-    from autoplan.strategies.inspect import read_inspection
+    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, read_inspection
 
     task = Task(
         target="autoplan.strategies.inspect:run_inspect_rank",
         args=(spec, hardware, device),
-        deadlines_s={"*": INSPECT_DEADLINE_S},
+        total_deadline_s=allowed.inspect_deadline_s,
+        memory_limit_bytes=allowed.memory_limit_bytes,
     )
     report = zygote.run(task)
     rank = report.ranks[0] if report.ranks else None
-    if rank is None or rank.result is None:
+    if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
+        return read_inspection(rank.result)
+    hit = limit_hit(report, f"the inspection of {spec.name}", FUNCTIONS)
+    if hit is None:
         failure = report.first_failure
         lines = failure.stderr_tail.strip().splitlines()[-3:] if failure is not None else []
         raise WorkloadError(
             f"{spec.name} could not be looked at: {report.describe()}" + "".join(f"\n    {line}" for line in lines),
             hint="Run its functions by themselves in Python to see where they fail.",
         )
-    return read_inspection(rank.result)
+    if hit.kind == "time":
+        raise BudgetEndedError(hit.text, hint=hit.hint)
+    if report.phase == LOSS_PHASE and rank is not None and rank.result is not None:
+        observer.on_note(f"{hit.text}. Whether the loss is a sum over samples is left to the parity check")
+        return read_inspection(rank.result)
+    raise NoFeasiblePlanError(hit.text, hint=hit.hint)
 
 
 def degree_combinations(

@@ -278,6 +278,7 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             deadline_s=deadline_s,
             cache_dir=session.store.folder / "parity",
             ranks=config.world_size,
+            memory_limit_bytes=session.context.host_limit_bytes,
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
         raise BudgetOver(f"the parity check of {config.describe()} ({error.message})") from error

@@ -16,16 +16,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
 from autoplan.planner.trace.variants import PLAIN
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Ended, ProcessReport, Task
+from autoplan.processes import Ended, ProcessReport, Task, is_out_of_memory, limit_hit
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -37,6 +38,10 @@ DEADLINE_S = 180.0
 
 PLAIN_DEADLINE_FACTOR = 2.0
 """The plain variant may take this many times the limit of the whole trace, before the trace is given up."""
+
+INPUT_PHASE, INPUT_SHARE, INPUT_LEAST_S = "input", 0.1, 5.0
+"""The last phase of a trace, after its result is known: make_batch is timed. Its deadline is a share of the trace's, at
+least some seconds."""
 
 LEAST_DEADLINE_S = 8.0
 """Seconds that a trace may take however short the budget is: importing the model library takes some of them."""
@@ -53,18 +58,27 @@ class TraceLimits:
         time_limit_s: Seconds for tracing the variants; what there is no time for is estimated. None: no limit.
         timing_budget_s: Seconds for timing the operations on the device.
         memory_limit_bytes: Host memory of the rank; None: no limit.
+        left_s: Seconds that are left of the search's budget: the rank is ended then, or after LEAST_DEADLINE_S if less
+            is left. None: no limit.
     """
 
     time_limit_s: float | None = None
     timing_budget_s: float = TIMING_BUDGET_S
     memory_limit_bytes: int | None = None
+    left_s: float | None = None
 
     @property
     def deadline_s(self) -> float:
         """Seconds after which the rank is ended."""
         if self.time_limit_s is None:
             return DEADLINE_S
-        return max(PLAIN_DEADLINE_FACTOR * self.time_limit_s, LEAST_DEADLINE_S) + self.timing_budget_s
+        wanted_s = max(PLAIN_DEADLINE_FACTOR * self.time_limit_s, LEAST_DEADLINE_S) + self.timing_budget_s
+        return wanted_s if self.left_s is None else min(wanted_s, max(self.left_s, LEAST_DEADLINE_S))
+
+    @property
+    def input_deadline_s(self) -> float:
+        """Seconds for timing make_batch, after the trace."""
+        return max(INPUT_SHARE * self.deadline_s, INPUT_LEAST_S)
 
 
 def trace_profile(
@@ -106,7 +120,8 @@ def trace_profile(
     report = zygote.run(_task(spec, device, variants, limits))
     profile = _read_report(report, spec)
     if profile is not None:
-        _write_cache(path, profile)
+        if report.ended is Ended.FINISHED:
+            _write_cache(path, profile)
         return profile
     why = f"tracing {spec.name} did not end well ({report.describe()}): predictions are rough until trials correct them"
     if facts is None:
@@ -123,13 +138,13 @@ def _task(spec: WorkloadSpec, device: str, variants: tuple[VariantKey, ...] | No
     return Task(
         target="autoplan.planner.trace.trace:_trace_rank",
         args=(spec, device, limits.timing_budget_s, limits.time_limit_s, variants),
-        deadlines_s={"*": limits.deadline_s},
+        deadlines_s={"*": limits.deadline_s, INPUT_PHASE: limits.input_deadline_s},
         memory_limit_bytes=limits.memory_limit_bytes,
     )
 
 
 def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | None:
-    """The profile that a rank made; None where the rank was ended or killed.
+    """The profile that a rank made; None where the rank was ended or killed before it had one.
 
     Raises:
         WorkloadError: an exception ended it: the workload cannot be used.
@@ -138,13 +153,23 @@ def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | No
     if isinstance(result, dict) and "error" in result:
         raise WorkloadError(result["error"], hint=result["hint"])
     failure = report.first_failure
-    if failure is not None and failure.error is not None:
+    if report.phase == INPUT_PHASE and isinstance(result, dict):  # the profile was known before make_batch was timed
+        profile = ModelProfile.model_validate(result)
+        return profile if report.ended is Ended.FINISHED else _without_input(profile, report)
+    if failure is not None and failure.error is not None and not is_out_of_memory(failure.error):
         raise WorkloadError(
             f"{failure.error.type_name}: {failure.error.message}: raised while {spec.name} was traced",
             hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
         )
     finished = report.ended is Ended.FINISHED and isinstance(result, dict)
     return ModelProfile.model_validate(result) if finished else None
+
+
+def _without_input(profile: ModelProfile, report: ProcessReport) -> ModelProfile:
+    """The profile of a trace that was ended while make_batch was timed, with a note that says so."""
+    hit = limit_hit(report, "timing the data", {INPUT_PHASE: "make_batch(num_samples, index)"})
+    why = report.describe() if hit is None else hit.text
+    return profile.model_copy(update={"notes": (*profile.notes, f"data loading is not estimated: {why}")})
 
 
 def _serves(profile: ModelProfile, variants: tuple[VariantKey, ...] | None, time_limit_s: float | None) -> bool:
@@ -198,15 +223,25 @@ def _trace_rank(
     timing_budget_s: float,
     time_limit_s: float | None,
     variants: tuple[VariantKey, ...] | None,
-) -> dict[str, Any]:
+) -> None:
+    def before_input(profile: ModelProfile) -> None:
+        context.report(json.loads(profile.model_dump_json()))
+        context.phase(INPUT_PHASE)
+
     context.phase("trace")
     try:
         profile = trace_workload(
-            spec, device, timing_budget_s=timing_budget_s, time_limit_s=time_limit_s, variants=variants
+            spec,
+            device,
+            timing_budget_s=timing_budget_s,
+            time_limit_s=time_limit_s,
+            variants=variants,
+            before_input=before_input,
         )
     except AutoplanError as error:
-        return {"error": error.message, "hint": error.hint}
-    return json.loads(profile.model_dump_json())
+        context.report({"error": error.message, "hint": error.hint})
+        return
+    context.report(json.loads(profile.model_dump_json()))
 
 
 def trace_workload(
@@ -216,6 +251,7 @@ def trace_workload(
     timing_budget_s: float = 0.0,
     time_limit_s: float | None = None,
     variants: tuple[VariantKey, ...] | None = None,
+    before_input: Callable[[ModelProfile], None] | None = None,
 ) -> ModelProfile:
     """Traces a workload in this process and times its make_batch. Imports torch.
 
@@ -227,6 +263,7 @@ def trace_workload(
         timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
         time_limit_s: Seconds for tracing the variants; None: no limit.
         variants: The variants that are needed; None: every variant that the model has.
+        before_input: Is given the profile before make_batch is timed.
 
     Raises:
         WorkloadError: the plain program does not run; the text begins with its own error.
@@ -239,6 +276,8 @@ def trace_workload(
     workload = load_workload(spec)
     request = TraceRequest(variants=variants, time_limit_s=time_limit_s, timing_budget_s=timing_budget_s)
     profile = profile_workload(workload, device, identity=spec.identity, request=request)
+    if before_input is not None:
+        before_input(profile.model_copy(update={"seconds_spent": time.perf_counter() - started}))
     input_s, why_not = measure_input(workload)
     return profile.model_copy(
         update={
