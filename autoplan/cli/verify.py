@@ -93,14 +93,14 @@ def verify_plan(plan: Plan, seconds: float) -> tuple[Parity, Trial]:
     from autoplan.planner.parity.compare import run_parity
     from autoplan.planner.trials.runner import TrialOrder, TrialRunner
     from autoplan.probes.run import pick_device, read_host_profile
-    from autoplan.processes import Zygote
+    from autoplan.processes import Zygote, folder_prefix
 
     profile = read_host_profile()
     device = pick_device(profile, plan.device)
     host_limit = int(MEMORY_SHARE * (profile.host.memory_available_bytes.value or 0))
     available = profile.device(device).memory_available_bytes.value
     limit = host_limit if device == "cpu" or available is None else int(MEMORY_SHARE * available)
-    with tempfile.TemporaryDirectory(prefix="autoplan-verify-") as folder, Zygote() as zygote:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder, Zygote() as zygote:
         parity = run_parity(
             zygote,
             plan.workload,

@@ -17,6 +17,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     context.py        RankContext: the first argument of every target
     build_report.py   the report, from what the supervisor saw and the ranks wrote
     files.py          the files of a task: heartbeats, results, output
+    folders.py        temporary folders that name their owner
     wire.py           messages between the planner and the zygote
     memory.py         the host memory of all descendants
     owner.py          ProcessIdentity: a process that a reused pid cannot be taken for
@@ -26,6 +27,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
+from autoplan.processes.folders import folder_prefix, sweep_folders
 from autoplan.processes.limits import LimitHit, is_out_of_memory, limit_hit
 from autoplan.processes.owner import ProcessIdentity, is_alive
 from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankReport, TaskFailedError
@@ -45,8 +47,10 @@ __all__ = [
     "TaskFailedError",
     "Zygote",
     "ZygoteError",
+    "folder_prefix",
     "is_alive",
     "is_out_of_memory",
     "limit_hit",
     "sweep_abandoned",
+    "sweep_folders",
 ]

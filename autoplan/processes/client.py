@@ -22,6 +22,7 @@ from autoplan.processes import linux
 from autoplan.processes.build_report import build_report
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.files import clear_rank_files, read_end
+from autoplan.processes.folders import folder_prefix, sweep_folders
 from autoplan.processes.owner import ProcessIdentity, is_alive
 from autoplan.processes.report import Ended, ProcessReport
 from autoplan.processes.task import Progress, Task
@@ -109,6 +110,7 @@ class Zygote:
             )
         self._discard()
         sweep_abandoned()
+        sweep_folders()
         began_at = time.monotonic()
         self._launch()
         try:
@@ -157,7 +159,7 @@ class Zygote:
             payload = _pickle_payload(task)
             self.start()
             if task.directory is None:
-                directory = temporary = Path(tempfile.mkdtemp(prefix="autoplan-task-"))
+                directory = temporary = Path(tempfile.mkdtemp(prefix=folder_prefix("task")))
             else:
                 directory = task.directory.absolute()
                 directory.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ def eat_memory():
     """Takes memory in steps, and notes in RSS_FILE how much it has; ends by itself at MOST_BYTES."""
     resident = 0
     while resident < MOST_BYTES:
-        HELD.append(torch.ones(2 << 20))
+        HELD.append(torch.ones(2 << 20, device="cpu"))
         with open("/proc/self/status") as file:
             resident = next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:"))
         if "RSS_FILE" in os.environ:
@@ -76,10 +76,10 @@ def greedy_model():
 
 def one_large_tensor():
     def build_model():
-        HELD.append(torch.empty(4 << 30))  # 16 GiB that are never touched
+        HELD.append(torch.empty(4 << 30, device="cpu"))  # 16 GiB, refused before any of it is touched
         return nn.Linear(8, 8)
 
-    return make(build_model=lambda: build_model() if torch.get_default_device().type == "cpu" else 1 / 0)
+    return make(build_model=build_model)
 
 
 def hanging_load():
