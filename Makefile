@@ -4,6 +4,7 @@
 # make docs:   the documentation with the API reference, in site/
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
+# make soak [MINUTES=60]: searches that are killed at random and resumed; one line of figures
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: search test test-parity test-zoo quick lint types docs accuracy clean
+.PHONY: search test test-parity test-zoo quick lint types docs soak accuracy clean
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
@@ -46,6 +47,9 @@ types: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/zensical build --clean
+
+soak: $(VENV)/.installed
+	$(TEST_ENV) $(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),60)
 
 accuracy: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy $(if $(TRIALS),--trials $(TRIALS))

@@ -203,7 +203,8 @@ def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
         given.pop("tf32", None)
     path = context.directory / "arguments.json"
     path.write_text(json.dumps(given))
-    (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
+    kind: Any = TrainingArguments  # a dataclass, which its own annotations hide
+    (arguments,) = HfArgumentParser(kind).parse_json_file(path)
 
     def plain(value: Any) -> Any:
         return value.to_dict() if hasattr(value, "to_dict") else str(value)
