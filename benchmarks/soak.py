@@ -11,7 +11,8 @@ started again. Checked after each end, by kill or not:
 - left: no process of that search lives after LEFT_S; no temporary folder of autoplan's is left by a search that ended;
 - the search ends with a plan in the end, whatever was killed.
 
-The counts are kept in a file, so that a soak can be made in pieces. The exit status is 1 where a check failed.
+The counts are kept in a file, and the probes of the machine beside it, so that a soak can be made in pieces. The exit
+status is 1 where a check failed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LEFT_S = 10.0
 RUN_S = 120.0
 """A run of the tiny search takes some 20 s; one that takes longer than this is a finding."""
 
-BUDGET_S, MORE_BUDGET_S = 30.0, 30.0
+BUDGET_S, MORE_BUDGET_S = 30.0, 15.0
 """Of a search, and what each further run of it adds: every start costs some seconds of it."""
 
 MARK = "AUTOPLAN_SOAK"
@@ -76,6 +77,7 @@ class Soak:
         self.seconds = float(known.get("seconds", 0.0))
         self.random = random.Random(f"{seed}/{self.figures['runs']}")
         self.folder = Path(tempfile.mkdtemp(prefix="soak-"))
+        self.cache = counts.with_suffix(".cache").absolute()  # the machine is probed once for all pieces
         self.begin_search()
 
     def begin_search(self) -> None:
@@ -152,10 +154,9 @@ def run_once(soak: Soak) -> None:
         file.unlink(missing_ok=True)
     temporary = soak.folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    cache = soak.folder / "cache"
     if soak.random.random() < 0.5:  # so that it is traced again
-        shutil.rmtree(cache / "autoplan" / "profiles", ignore_errors=True)
-    environment = os.environ | {MARK: mark, "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(cache)}
+        shutil.rmtree(soak.cache / "autoplan" / "profiles", ignore_errors=True)
+    environment = os.environ | {MARK: mark, "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(soak.cache)}
     command = [sys.executable, "-m", "benchmarks.soak_search", str(soak.store), str(soak.budget_s)]
     soak.budget_s += MORE_BUDGET_S
     with (soak.folder / "output").open("wb") as output:

@@ -32,7 +32,11 @@ class Loader:
     def __call__(self, count: int, index: int) -> dict[str, torch.Tensor]:
         if self._rows is None:
             self._rows = iter(DataLoader(Rows(), batch_size=None, num_workers=1, prefetch_factor=2))
-        next(self._rows)  # fails where the loader process was killed
+        try:
+            next(self._rows)
+        except BaseException:  # the loader process was killed: the next batch starts another
+            self._rows = None
+            raise
         return {"x": torch.rand(count, 16, generator=torch.Generator().manual_seed(index))}
 
 

@@ -176,6 +176,12 @@ def why_unfinished(report: ProcessReport, which: str) -> str:
     return f"{which} did not finish: {report.describe()}" if hit is None else f"{hit.text}. {hit.hint}"
 
 
+def where_ended(report: ProcessReport) -> str:
+    """Which limit ended a run of the check, and in which function."""
+    hit = limit_hit(report, "it", FUNCTIONS)
+    return report.describe() if hit is None else hit.text
+
+
 # Running.
 
 

@@ -259,7 +259,7 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
 
 
 def _check(session: Session, config: TrainingConfig) -> Parity:
-    from autoplan.planner.parity.compare import run_parity
+    from autoplan.planner.parity.compare import run_parity, where_ended
 
     session.observer.on_phase("parity", config.describe())
     deadline_s = session.hard_deadline_s(0.0)
@@ -281,7 +281,7 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             memory_limit_bytes=session.context.host_limit_bytes,
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
-        raise BudgetOver(f"the parity check of {config.describe()} ({error.message})") from error
+        raise BudgetOver(f"the parity check of {config.describe()} ({where_ended(error.report)})") from error
     except AutoplanError as error:
         parity = Parity(
             passed=False,

@@ -123,7 +123,9 @@ def trace_profile(
         if report.ended is Ended.FINISHED:
             _write_cache(path, profile)
         return profile
-    why = f"tracing {spec.name} did not end well ({report.describe()}): predictions are rough until trials correct them"
+    hit = limit_hit(report, f"the trace of {spec.name}")
+    why = f"tracing {spec.name} did not end well ({report.describe()})" if hit is None else hit.text
+    why += ": predictions are rough until trials correct them"
     if facts is None:
         raise WorkloadError(why, hint="Run one forward and backward of it without autoplan.")
     if report.ended is Ended.RANK_FAILED and variants != (PLAIN,):  # the plain variant by itself may go well

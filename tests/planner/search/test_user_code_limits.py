@@ -10,7 +10,7 @@ from autoplan.errors import BudgetEndedError, ExportError, NoFeasiblePlanError
 from autoplan.planner.export.model_summary import summarize_model
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.user_code import LIMITS, ExportLimits, make_limits
-from autoplan.planner.parity.compare import run_parity
+from autoplan.planner.parity.compare import run_parity, where_ended
 from autoplan.planner.search import setup
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.run import run_search
@@ -19,7 +19,7 @@ from autoplan.planner.trace import trace
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.collectives import probe_collectives
 from autoplan.probes.run import read_host_profile
-from autoplan.processes import Zygote
+from autoplan.processes import TaskFailedError, Zygote
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
@@ -62,8 +62,10 @@ def look_at(zygote: Zygote, workload: str, left_s: float = 60.0) -> tuple[Worklo
     return facts, listener.notes
 
 
-def left_over(zygote: Zygote) -> set[int]:
-    return survivors(TOKEN) - {zygote.pid}
+@pytest.fixture
+def alive_before(zygote: Zygote) -> set[int]:
+    """The zygote, and what else it needs all the time."""
+    return survivors(TOKEN)
 
 
 def test_a_loss_that_takes_too_much_memory_is_left_to_trials_and_parity(zygote: Zygote, resident: Path):
@@ -96,7 +98,7 @@ def test_a_model_that_takes_too_much_memory_is_ended_at_the_limit(zygote: Zygote
     ],
 )
 def test_a_function_that_hangs_is_ended_within_the_budget_and_named(
-    zygote: Zygote, monkeypatch: pytest.MonkeyPatch, workload: str, function: str
+    zygote: Zygote, alive_before: set[int], monkeypatch: pytest.MonkeyPatch, workload: str, function: str
 ):
     monkeypatch.setattr(setup, "LEAST_DEADLINE_S", 1.0)
     with pytest.raises(BudgetEndedError) as caught:
@@ -104,7 +106,7 @@ def test_a_function_that_hangs_is_ended_within_the_budget_and_named(
     assert f"was ended after 2 s in {function} (unbounded.py, line " in caught.value.message
     assert "in wait_for_ever)" in caught.value.message
     assert "--budget" in str(caught.value.flag_hint)
-    assert left_over(zygote) == set(), "its child, in a session of its own, ends with it"
+    assert survivors(TOKEN) == alive_before, "its child, in a session of its own, ends with it"
 
 
 @pytest.mark.usefixtures("probed_machine")
@@ -119,7 +121,7 @@ def test_a_search_whose_function_hangs_ends_with_its_budget(tmp_path: Path, monk
 
 
 def test_timing_data_that_never_comes_does_not_lose_the_trace(
-    zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    zygote: Zygote, alive_before: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(trace, "INPUT_LEAST_S", 1.0)
     limits = TraceLimits(time_limit_s=4.0, timing_budget_s=0.0, memory_limit_bytes=LIMIT_BYTES)
@@ -129,7 +131,7 @@ def test_timing_data_that_never_comes_does_not_lose_the_trace(
     assert profile.variants and profile.input_s_per_sample is None
     assert "data loading is not estimated: timing the data was ended after 1 s in make_batch" in profile.notes[-1]
     assert not list(tmp_path.iterdir()), "another try may time the data: this profile is not cached"
-    assert left_over(zygote) == set()
+    assert survivors(TOKEN) == alive_before
 
 
 def test_the_parity_check_keeps_the_memory_limit(zygote: Zygote, tmp_path: Path):
@@ -144,6 +146,20 @@ def test_the_parity_check_keeps_the_memory_limit(zygote: Zygote, tmp_path: Path)
     )
     assert not verdict.passed
     assert "the limit is 0.62 GiB. Raise the limit, for example --memory-limit 1280MiB" in verdict.note
+
+
+def test_a_parity_check_that_hangs_says_where(zygote: Zygote, tmp_path: Path):
+    with pytest.raises(TaskFailedError) as caught:
+        run_parity(
+            zygote,
+            spec_of("hanging_later_data"),
+            TrainingConfig(micro_batch=2),
+            device="cpu",
+            directory=tmp_path,
+            deadline_s=2.5,
+        )
+    text = where_ended(caught.value.report)
+    assert text.startswith("it was ended after 2 s in the steps of training (unbounded.py, line ")
 
 
 def test_collectives_keep_the_memory_limit(zygote: Zygote):
