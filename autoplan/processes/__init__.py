@@ -10,6 +10,8 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     report.py         ProcessReport: what comes back, rank by rank; TaskFailedError
     errors.py         ZygoteError; StopTask, with which a caller ends a task
     client.py         Zygote: the planner's side
+    cause.py          what ended a task, and `run_again` for one that something outside ended
+    guard.py          the zygote's parent, for the case that planner and zygote are killed at once
     zygote.py         the zygote's own process: imports once, then forks
     supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
     rank.py           what a rank does before and after its target
@@ -22,6 +24,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     linux.py          Linux calls that Python does not wrap, readings from /proc
 """
 
+from autoplan.processes.cause import Cause, Runs, cause_of, killed_for_memory, run_again
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
@@ -30,6 +33,7 @@ from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankRep
 from autoplan.processes.task import Progress, Task
 
 __all__ = [
+    "Cause",
     "Ended",
     "ErrorReport",
     "ProcessIdentity",
@@ -37,11 +41,15 @@ __all__ = [
     "Progress",
     "RankContext",
     "RankReport",
+    "Runs",
     "StopTask",
     "Task",
     "TaskFailedError",
     "Zygote",
     "ZygoteError",
+    "cause_of",
     "is_alive",
+    "killed_for_memory",
+    "run_again",
     "sweep_abandoned",
 ]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autoplan.errors import DidNotRunError
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
@@ -117,7 +118,13 @@ def _search(run: SearchRun) -> SearchResult:
     """The search itself, from the probes to its end."""
     try:
         with Zygote(preload=PRELOAD) as zygote:
-            context = prepare_search(run.options, zygote, run.observer, saved=run.store.folder / HARDWARE_FILE)
+            context = prepare_search(
+                run.options,
+                zygote,
+                run.observer,
+                saved=run.store.folder / HARDWARE_FILE,
+                on_attempt=run.add_attempt,
+            )
             run.context = context
             if not context.candidates:
                 return answer.nothing_fits(run, context)
@@ -125,6 +132,8 @@ def _search(run: SearchRun) -> SearchResult:
             return _run_stages(run, run.session)
     except BudgetOver as over:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
+    except DidNotRunError as error:
+        return answer.did_not_run(run, error.message)
     except KeyboardInterrupt:
         return answer.interrupted(run)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.errors import ConfigError, DeviceError, WorkloadError
+from autoplan.errors import ConfigError, DeviceError, DidNotRunError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space.failed_variants import without_failed_variants
@@ -15,7 +16,7 @@ from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Task, Zygote
+from autoplan.processes import ProcessReport, Task, Zygote, run_again
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -42,6 +43,9 @@ TIMING_SHARE = 0.05
 
 TRACE_SHARE = 0.1
 """Of the budget, for tracing the variants; what there is no time for is predicted roughly."""
+
+
+OnAttempt = Callable[[str, ProcessReport], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +123,12 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
 
 
 def prepare_search(
-    options: SearchOptions, zygote: Zygote, observer: SearchObserver, *, saved: Path | None = None
+    options: SearchOptions,
+    zygote: Zygote,
+    observer: SearchObserver,
+    *,
+    saved: Path | None = None,
+    on_attempt: OnAttempt = lambda part, report: None,
 ) -> SearchContext:
     """Probes, inspects, traces, generates the space and predicts each candidate.
 
@@ -128,8 +137,10 @@ def prepare_search(
         zygote: Where ranks are started.
         observer: Its methods are called with what happens.
         saved: Where the study keeps its hardware profile: every run of a search uses the same one.
+        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
 
     Raises:
+        DidNotRunError: something outside ended the inspection each time.
         AutoplanError: the device, the workload or the fixed knobs are not usable.
     """
     from autoplan.planner.cost.traced.estimator import Estimator
@@ -145,7 +156,7 @@ def prepare_search(
     observer.on_hardware(hardware, memory_limit)
 
     observer.on_phase("inspect", f"looking at {options.spec.name}")
-    facts = inspect(zygote, options.spec, hardware, device)
+    facts = inspect(zygote, options.spec, hardware, device, on_attempt=partial(on_attempt, "inspect"))
     spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
@@ -173,6 +184,7 @@ def prepare_search(
             timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
             memory_limit_bytes=host_limit,
         ),
+        on_attempt=partial(on_attempt, "trace"),
     )
     for note in profile.notes:
         observer.on_note(note)
@@ -258,10 +270,17 @@ def limits(hardware: HardwareProfile, device: Literal["cuda", "cpu"], wanted_byt
     return limit, (limit if device == "cpu" else host_limit)
 
 
-def inspect(zygote: Zygote, spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> WorkloadFacts:
+def inspect(
+    zygote: Zygote,
+    spec: WorkloadSpec,
+    hardware: HardwareProfile,
+    device: str,
+    on_attempt: Callable[[ProcessReport], None] | None = None,
+) -> WorkloadFacts:
     """The workload's facts, from a rank.
 
     Raises:
+        DidNotRunError: something outside ended the rank each time.
         WorkloadError: the user's functions fail or return the wrong thing.
     """
     from autoplan.strategies.inspect import read_inspection
@@ -271,7 +290,10 @@ def inspect(zygote: Zygote, spec: WorkloadSpec, hardware: HardwareProfile, devic
         args=(spec, hardware, device),
         deadlines_s={"*": INSPECT_DEADLINE_S},
     )
-    report = zygote.run(task)
+    runs = run_again(zygote, task, on_attempt=on_attempt)
+    report = runs.report
+    if not runs.settled:
+        raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
     rank = report.ranks[0] if report.ranks else None
     if rank is None or rank.result is None:
         failure = report.first_failure
