@@ -259,6 +259,8 @@ def _measure(
     on_progress: Callable[[str], None] | None,
 ) -> tuple[list[Measured], list[str]]:
     """What a rank measured, and what is missing."""
+    from autoplan.processes import run_again
+
     targets = [d for d in profile.devices if d.type == kind]
     requests = [
         ProbeRequest(
@@ -272,7 +274,7 @@ def _measure(
         for device in targets
     ]
     task = _task("probe_devices", [r.model_dump() for r in requests], measure_s, profile.host)
-    report = zygote.run(task, on_progress=_progress_reporter(on_progress))
+    report = run_again(zygote, task, on_progress=_progress_reporter(on_progress)).report
     result = report.ranks[0].result if report.ranks else None
     measured = [Measured.model_validate(item) for item in result or ()]
     if not measured:

@@ -70,6 +70,7 @@ class CandidateModel:
         self.estimator = estimator
         self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
+        self._set_aside: set[TrainingConfig] = set()
         self._cost = cost
         self._allows = allows
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
@@ -86,10 +87,16 @@ class CandidateModel:
             self._cost.observe(trial)
         self._assessment = None
 
+    def set_aside(self, config: TrainingConfig) -> None:
+        """Takes a configuration out of what is untried, without a word on how it would run."""
+        self._set_aside.add(config)
+        self._assessment = None
+
     def assess(self) -> Assessment:
         """What is known after the trials so far."""
         if self._assessment is None:
             tried = {trial.config for trial in self.trials if trial.outcome is not Outcome.INTERRUPTED}
+            tried |= self._set_aside
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)

@@ -18,8 +18,8 @@ from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.first_loss import with_first_loss_compared
-from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
-from autoplan.processes import Progress, Zygote
+from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner, make_attempt
+from autoplan.processes import ProcessReport, Progress, Zygote
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Session:
         study: Optuna's study.
         runner: Runs trials.
         notes: Sentences for the plan.
+        did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
+        lost_in_a_row: How many trials, one after another, did not run.
         ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
     """
 
@@ -80,6 +82,8 @@ class Session:
     study: SearchStudy
     runner: TrialRunner
     notes: list[str] = field(default_factory=list)
+    did_not_run: list[str] = field(default_factory=list)
+    lost_in_a_row: int = 0
     ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
 
     # The clock.
@@ -185,16 +189,46 @@ class Session:
         if asked is None and purpose != "finalist":
             asked = self.study.ask(number, config)
         try:
-            trial = self.runner.run(order, on_progress=self.on_progress)
+            trial = self.runner.run(
+                order,
+                on_progress=self.on_progress,
+                on_attempt=lambda report: self.add_attempt(purpose, report, number=number, config=config),
+                left_s=lambda: self.hard_deadline_s(0.0),
+            )
         except BaseException:
             if asked is not None:
                 self.study.drop(asked)
             raise
+        if trial.did_not_run:
+            return self._set_aside(trial, asked)
         trial = with_first_loss_compared(trial, self.baseline)
+        self.lost_in_a_row = 0
         self.store.add_trial(trial)
         if asked is not None:
             self.model.observe(trial)
             self.study.tell(asked, trial)
+        self.store.tick(force=True)
+        self.observer.on_trial_finished(trial, self.best, self.budget())
+        return trial
+
+    def add_attempt(
+        self, part: str, report: ProcessReport, *, number: int | None = None, config: TrainingConfig | None = None
+    ) -> None:
+        """Keeps a run that something outside ended: in the record, and as a line on the screen."""
+        attempt = make_attempt(part, report, number=number, config=config)
+        self.store.add_attempt(attempt)
+        self.observer.on_note(f"something outside ended {attempt.describe()}")
+
+    def _set_aside(self, trial: Trial, asked: optuna.trial.Trial | None) -> Trial:
+        """A configuration that did not run: neither the record nor the sampler has a verdict on it.
+
+        It is not tried again in this run of the search, but in the next one.
+        """
+        if asked is not None:
+            self.study.drop(asked)
+        self.model.set_aside(trial.config)
+        self.did_not_run.append(f"{trial.purpose} trial of {trial.config.describe()}: {trial.reason}")
+        self.lost_in_a_row += 1
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial

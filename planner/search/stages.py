@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from autoplan.errors import AutoplanError, WorkloadError
+from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
@@ -28,6 +28,9 @@ BASELINE_RESERVE_SHARE = 0.3
 BASELINE_DONE_SHARE = 0.5
 """The share of a budget by which the baseline should be measured: a budget that ended before it is scaled by this."""
 
+MOST_LOST_IN_A_ROW = 2
+"""After this many trials, one after the other, that something outside ended each time, the search ends."""
+
 # Baseline.
 
 
@@ -36,6 +39,7 @@ def run_baseline(session: Session) -> Trial | None:
 
     Raises:
         WorkloadError: the workload itself cannot be used.
+        DidNotRunError: something outside ended it each time.
         BudgetOver: the budget ended before it was measured.
     """
     if session.baseline is not None:
@@ -52,6 +56,8 @@ def run_baseline(session: Session) -> Trial | None:
         trial = session.measure("baseline", config, deadline_s=deadline_s)
         if trial.outcome is Outcome.OK:
             return trial
+        if trial.did_not_run:
+            raise DidNotRunError(f"the plain fp32 run, with which all others are compared: {trial.reason}")
         if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD:
             raise WorkloadError(
                 trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
@@ -156,13 +162,15 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
         best = session.best
         expected_s = session.model.cost_s(config)
         reserve_s = session.parity_reserve_s + 0.5 * session.finalist_reserve_s
-        session.measure(
+        trial = session.measure(
             "search",
             config,
             deadline_s=min(session.hard_deadline_s(reserve_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)),
             best_high_s=best.step_time_s.high if best is not None and best.step_time_s is not None else None,
             asked=asked,
         )
+        if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
+            raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {trial.reason}")
 
 
 # The finalists.
@@ -197,7 +205,11 @@ def run_finalists(session: Session) -> None:
             return
         for candidate in todo:
             deadline_s = session.hard_deadline_s(session.parity_reserve_s)
-            session.measure("finalist", candidate.config, deadline_s=deadline_s, method=candidate.first.method)
+            method = candidate.first.method
+            trial = session.measure("finalist", candidate.config, deadline_s=deadline_s, method=method)
+            if trial.did_not_run:
+                session.note(f"the finalists were measured in {rounds_done} whole round(s): {trial.reason}")
+                return
 
 
 def eligible(session: Session) -> list[CandidateRuns]:
@@ -251,6 +263,8 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
         parity = session.store.parity_of(candidate.config)
         if parity is None:
             parity = _check(session, candidate.config)
+        if parity is None:
+            continue
         if parity.passed:
             return candidate, parity
         why = "; ".join(parity.failures) or parity.note  # a check of an earlier version has the note alone
@@ -258,8 +272,14 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
     return None
 
 
-def _check(session: Session, config: TrainingConfig) -> Parity:
-    from autoplan.planner.parity.compare import run_parity
+def _check(session: Session, config: TrainingConfig) -> Parity | None:
+    """The verdict of the parity check, put on disk; None where something outside ended it each time.
+
+    Raises:
+        BudgetOver: the budget ended before or in the check.
+        DidNotRunError: the plain reference did not run, without which nothing can be checked.
+    """
+    from autoplan.planner.parity.compare import CandidateDidNotRunError, run_parity
 
     session.observer.on_phase("parity", config.describe())
     deadline_s = session.hard_deadline_s(0.0)
@@ -279,21 +299,16 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             cache_dir=session.store.folder / "parity",
             ranks=config.world_size,
             memory_limit_bytes=session.context.host_limit_bytes,
+            on_attempt=lambda report: session.add_attempt("parity", report, config=config),
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
         raise BudgetOver(f"the parity check of {config.describe()} ({error.message})") from error
-    except AutoplanError as error:
-        parity = Parity(
-            passed=False,
-            tolerance=0.0,
-            worst_gradient_difference=1.0,
-            worst_update_difference=1.0,
-            worst_group="the check itself",
-            loss_difference=1.0,
-            global_batch=session.context.spec.global_batch,
-            sequence_length=session.context.spec.sequence_length,
-            changes_numerics=config.precision != "fp32",
-            note=f"The check did not finish: {error.message}",
+    except CandidateDidNotRunError as error:
+        session.did_not_run.append(f"parity check of {config.describe()}: {error.message}")
+        session.note(
+            f"{config.describe()} was the fastest left; it was not checked and is not the plan: {error.message}. "
+            "The same search, called again, checks it"
         )
+        return None
     session.store.add_parity(config, parity)
     return parity
