@@ -13,6 +13,7 @@ from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, Se
 from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Task, Zygote
@@ -182,6 +183,13 @@ def prepare_search(
     observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
+    )
+    space = without_twins(
+        space,
+        hardware.device(device),
+        named={*options.fix, *options.bound},
+        stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
+        launch_over_work=estimator.launch_over_work,
     )
     table = estimator.table(space.candidates)
     kept, dropped = keep_what_may_win(space.candidates, table, memory_limit, device)
