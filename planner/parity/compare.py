@@ -200,7 +200,7 @@ class CandidateDidNotRunError(DidNotRunError):
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """How the runs of one check are started: by whom, within which limits, and who is told of those that don't count."""
+    """How the runs of one check are started: by whom, within which limits, and who is told of lost ones."""
 
     zygote: Zygote
     deadline_at: float

@@ -8,12 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.errors import BudgetEndedError, ConfigError, DeviceError, DidNotRunError, NoFeasiblePlanError, WorkloadError
+from autoplan.errors import (
+    BudgetEndedError,
+    ConfigError,
+    DeviceError,
+    DidNotRunError,
+    NoFeasiblePlanError,
+    WorkloadError,
+)
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
@@ -236,6 +244,13 @@ def prepare_search(
     observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
+    )
+    space = without_twins(
+        space,
+        hardware.device(device),
+        named={*options.fix, *options.bound},
+        stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
+        launch_over_work=estimator.launch_over_work,
     )
     table = estimator.table(space.candidates)
     kept, dropped = keep_what_may_win(space.candidates, table, memory_limit, device)
