@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import (
     AutoplanError,
     BudgetEndedError,
+    DidNotRunError,
     InterruptedSearchError,
     NoFeasiblePlanError,
     UsageError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 ENDINGS: Mapping[str, type[AutoplanError]] = {
     "no_feasible_plan": NoFeasiblePlanError,
+    "did_not_run": DidNotRunError,
     "budget_ended": BudgetEndedError,
     "interrupted": InterruptedSearchError,
 }
@@ -107,6 +109,7 @@ def search(
         UsageError: an argument is wrong (WorkloadError, ConfigError, StoreError among them).
         NoFeasiblePlanError: nothing fits or runs.
         DeviceError: the device is missing or busy.
+        DidNotRunError: something outside ended it each time, and nothing is known of it; the same call tries it again.
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
     """

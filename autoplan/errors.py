@@ -9,7 +9,8 @@
     │   └── MissingExtraError     2   an optional dependency is not installed
     ├── NoFeasiblePlanError       3   no configuration fits or runs
     ├── DeviceError               4   the device is missing, unusable or busy
-    │   └── StoreBusyError        4   another search owns the store
+    │   ├── StoreBusyError        4   another search owns the store
+    │   └── DidNotRunError        4   something outside ended it each time; nothing is known of it
     ├── BudgetEndedError          5   the budget ended before a verified plan
     ├── ExportError               6   an export failed its own check
     └── InterruptedSearchError  130   Ctrl-C; the state is saved
@@ -155,6 +156,12 @@ class StoreBusyError(DeviceError):
     """Another search owns the store."""
 
     code = "store_busy"
+
+
+class DidNotRunError(DeviceError):
+    """Something outside ended each run of what is needed: nothing is known of it, and the same call tries it again."""
+
+    code = "did_not_run"
 
 
 class BudgetEndedError(AutoplanError):

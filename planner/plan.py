@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from autoplan.errors import PlanError
 from autoplan.planner.apply import AS_SEARCHED, prepare_plan
-from autoplan.planner.records import Interval, LeftOutFamily, Parity, Prediction, Trial
+from autoplan.planner.records import Attempt, Interval, LeftOutFamily, Parity, Prediction, Trial
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -90,6 +90,9 @@ class Plan(Record):
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
     evidence: tuple[Trial, ...]
+    attempts: tuple[Attempt, ...] = Field(
+        default=(), description="runs that something outside ended; each was made again, and none counts"
+    )
     notes: tuple[str, ...] = ()
     environment: Environment
     training: TrainingFacts | None = Field(

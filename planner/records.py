@@ -106,6 +106,9 @@ class Trial(Record):
     warnings: tuple[str, ...] = Field(default=(), description="throttling, recompiles, skipped steps, compile cache")
     last_lines: str = Field(default="", description="the end of the trial's stderr, where it failed")
     exit_status: str | None = None
+    cause: Literal["program", "limit", "fatal_signal", "outside"] | None = Field(
+        default=None, description="what ended a trial that did not end by itself; outside: it says nothing of the trial"
+    )
     resumed: bool = Field(default=False, description="taken from the record of an earlier run of the same search")
     started: str = Field(default="", description="UTC, ISO 8601")
 
@@ -113,6 +116,30 @@ class Trial(Record):
     def peak_memory_bytes(self) -> int | None:
         """The peak that is compared with the limit."""
         return self.peak_memory.peak_bytes
+
+    @property
+    def did_not_run(self) -> bool:
+        """Whether something outside ended every run of it: nothing is known of the configuration."""
+        return self.outcome is Outcome.INTERRUPTED
+
+
+class Attempt(Record):
+    """A run of a trial, or of another part of the search, that does not count: something outside ended it."""
+
+    part: str = Field(description="probe, inspect, trace, baseline, reference, search, finalist, parity")
+    number: int | None = Field(default=None, description="of the trial, where it was one")
+    config: TrainingConfig | None = None
+    reason: str = Field(description="how it ended, a sentence for people")
+    phase: str
+    exit_status: str | None = None
+    seconds_spent: float
+    started: str = Field(default="", description="UTC, ISO 8601")
+
+    def describe(self) -> str:
+        """A sentence that says what was ended, and how."""
+        what = self.part if self.number is None else f"trial {self.number} ({self.part})"
+        whose = f" of {self.config.describe()}" if self.config is not None and self.number is None else ""
+        return f"{what}{whose}: {self.reason}"
 
 
 class Prediction(Record):

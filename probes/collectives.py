@@ -124,20 +124,19 @@ def probe_collectives(
     """
     if ranks < 2:
         return (), ("collectives need two ranks; there is one",)
-    from autoplan.processes import Task
+    from autoplan.processes import Task, run_again
 
     sizes = tuple(sizes_bytes or (CUDA_SIZES_BYTES if device == "cuda" else CPU_SIZES_BYTES))
-    report = zygote.run(
-        Task(
-            target="autoplan.probes.collectives:measure_collectives",
-            args=(device, sizes, group_sizes(ranks), budget_s),
-            ranks=ranks,
-            deadlines_s={"*": 3 * budget_s + 30},  # as for the other probes
-            total_deadline_s=3 * budget_s + 90,  # a first CUDA context can take tens of seconds
-            memory_limit_bytes=memory_limit_bytes,
-            env={"OMP_NUM_THREADS": "1"} if device == "cpu" else {},
-        )
+    task = Task(
+        target="autoplan.probes.collectives:measure_collectives",
+        args=(device, sizes, group_sizes(ranks), budget_s),
+        ranks=ranks,
+        deadlines_s={"*": 3 * budget_s + 30},  # as for the other probes
+        total_deadline_s=3 * budget_s + 90,  # a first CUDA context can take tens of seconds
+        memory_limit_bytes=memory_limit_bytes,
+        env={"OMP_NUM_THREADS": "1"} if device == "cpu" else {},
     )
+    report = run_again(zygote, task).report
     result = report.ranks[0].result if report.ranks else None
     if not isinstance(result, dict):
         return (), (f"collectives could not be measured: {report.describe()}",)

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autoplan.probes.cuda_clock import CudaClock
 from autoplan.probes.profile import OperationReading
 from autoplan.record import Reading
 
 # a sample of a short operation is many calls, so long that the clock's resolution and Python's own time do not count
 MIN_SAMPLE_S = 0.002
 MAX_SAMPLES = 25
+# On CUDA a sample is no longer than that: the launch queue holds about a thousand kernels, and all of a sample's are
+# queued before the first of them runs.
+MOST_CUDA_CALLS = 100
 TORCH_DTYPES = {
     "float32": torch.float32,
     "tf32": torch.float32,
@@ -112,7 +116,8 @@ class Budget:
 def time_operation(call: Callable[[], object], *, device: torch.device, limit_s: float) -> Timing:
     """Time one operation on a device.
 
-    On CUDA each sample lies between two events on the current stream; on CPU between two readings of the clock.
+    On CUDA each sample lies between two events on the current stream, behind other work (`CudaClock`); on CPU between
+    two readings of the clock.
 
     Args:
         call: The operation; run at least twice (the first call sets up kernels, workspaces and pages, and
@@ -131,22 +136,31 @@ class Sampler:
 
     def __init__(self, call: Callable[[], object], *, device: torch.device, limit_s: float) -> None:
         self._call = call
-        self._clock = _cuda_sample if device.type == "cuda" else _cpu_sample
+        self._clock = CudaClock(device).sample if device.type == "cuda" else _cpu_sample
         self._limit_s = limit_s
         self._samples: list[float] = []
-        self._spent_s = first_s = self._clock(call, 1)
+        self._spent_s = 0.0  # what the samples took by the wall clock, work that was queued before them included
+        first_s = self._timed(1)
         self._calls = 1
         if first_s > max(1.0, 10 * limit_s):  # so slow that setting up cannot be most of it
             self._samples.append(first_s)
             return
-        second_s = self._clock(call, 1)
-        self._spent_s = second_s
+        self._spent_s = 0.0
+        second_s = self._timed(1)
         self._calls = max(1, round(MIN_SAMPLE_S / max(second_s, 1e-9)))
         if device.type == "cuda":
+            self._calls = min(self._calls, MOST_CUDA_CALLS)
             while self._spent_s < 0.2 * limit_s:  # clocks rise under load
-                self._spent_s += self._clock(call, self._calls)
+                self._timed(self._calls)
         elif self._calls == 1:
             self._samples.append(second_s)
+
+    def _timed(self, calls: int) -> float:
+        """Seconds that so many calls take together."""
+        started = time.perf_counter()
+        seconds = self._clock(self._call, calls)
+        self._spent_s += time.perf_counter() - started
+        return seconds
 
     @property
     def wants_more(self) -> bool:
@@ -155,9 +169,7 @@ class Sampler:
 
     def sample(self) -> None:
         """Take one sample."""
-        seconds = self._clock(self._call, self._calls)
-        self._spent_s += seconds
-        self._samples.append(seconds / self._calls)
+        self._samples.append(self._timed(self._calls) / self._calls)
 
     def timing(self) -> Timing:
         """What the samples so far say."""
@@ -180,17 +192,6 @@ def _cpu_sample(call: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - started
 
 
-def _cuda_sample(call: Callable[[], object], calls: int) -> float:
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000.0  # elapsed_time is in milliseconds
-
-
 def measure_operations(
     operations: Iterable[Operation],
     *,
@@ -207,7 +208,8 @@ def measure_operations(
     disturbance then slows all of them, and their ratios stay right.
 
     Args:
-        operations: In order of size within one (kind, dtype): after a slow one the larger ones are left out.
+        operations: Smallest first within one (kind, dtype), where some dtype may be slow: after a slow one the larger
+            ones are left out.
         device: Where they run.
         budget: Shared with other series.
         cap_s: The most that one operation gets.

@@ -228,8 +228,8 @@ def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callabl
     train_shapes = matmul.CPU_TRAIN_SHAPES if on_cpu else matmul.CUDA_TRAIN_SHAPES
     attention_shapes = attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES
     series: list[tuple[float, Callable[[], list[Any]]]] = [
-        (0.40 if on_cpu else 0.35, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
-        (0.20, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
+        (0.40 if on_cpu else 0.45, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
+        (0.20 if on_cpu else 0.15, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
         (0.17, lambda: list(memory.bandwidth_operations(device, cache_bytes=request.cache_bytes))),
         (0.17, lambda: list(attention.attention_operations(device, attention_dtypes, attention_shapes))),
     ]
@@ -237,5 +237,5 @@ def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callabl
         counts = sorted({1, max(1, request.threads // 2), request.threads})
         series.append((0.06, lambda: list(matmul.thread_operations(device, counts))))
     else:
-        series.append((0.11, lambda: list(memory.transfer_operations(device))))
+        series.append((0.06, lambda: list(memory.transfer_operations(device))))
     return series

@@ -34,6 +34,9 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes of torch.compile that record CUDA graphs."""
 
+SLOW_COMPILE_MODES = ("max-autotune-no-cudagraphs", "max-autotune")
+"""The modes of torch.compile that time many kernels for each matrix product: they compile for minutes."""
+
 CHECKPOINT_EVERY = {"selective": 1, "every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
 """By value of checkpointing: one of how many repeated blocks is wrapped."""
 

@@ -11,6 +11,8 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     limits.py         the limit that ended a task, in words
     errors.py         ZygoteError; StopTask, with which a caller ends a task
     client.py         Zygote: the planner's side
+    cause.py          what ended a task, and `run_again` for one that something outside ended
+    guard.py          the zygote's parent, for the case that planner and zygote are killed at once
     zygote.py         the zygote's own process: imports once, then forks
     supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
     rank.py           what a rank does before and after its target
@@ -24,6 +26,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     linux.py          Linux calls that Python does not wrap, readings from /proc
 """
 
+from autoplan.processes.cause import Cause, Runs, cause_of, killed_for_memory, run_again
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
@@ -34,6 +37,7 @@ from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankRep
 from autoplan.processes.task import Progress, Task
 
 __all__ = [
+    "Cause",
     "Ended",
     "ErrorReport",
     "LimitHit",
@@ -42,15 +46,19 @@ __all__ = [
     "Progress",
     "RankContext",
     "RankReport",
+    "Runs",
     "StopTask",
     "Task",
     "TaskFailedError",
     "Zygote",
     "ZygoteError",
+    "cause_of",
     "folder_prefix",
     "is_alive",
     "is_out_of_memory",
+    "killed_for_memory",
     "limit_hit",
+    "run_again",
     "sweep_abandoned",
     "sweep_folders",
 ]

@@ -46,6 +46,7 @@ def build_report(task: Task, directory: Path, requested_at: float, ended: dict[s
         swept=ended.get("swept", 0),
         left_behind=ended.get("left_behind", 0),
         phase_seconds=_phase_seconds(beats[lead], seen[lead].get("ended_at") or now),
+        trouble=ended.get("trouble", ""),
     )
 
 

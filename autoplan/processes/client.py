@@ -31,6 +31,7 @@ from autoplan.processes.wire import FrameReader, send_frame
 _MARKER = "AUTOPLAN_ZYGOTE"
 _START_S = 300.0
 _CLOSE_S = 10.0
+_SWEEP_S = 15.0  # the guard's own limit, and some more
 _CANCEL_S = 20.0
 _SILENCE_S = 120.0  # the zygote speaks every second while a task runs
 _LISTEN_S = 0.5
@@ -63,7 +64,8 @@ class Zygote:
         self._preload = list(preload)
         self._env = dict(env or {})
         self._quiet = quiet
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the guard, which ends when the zygote has
+        self._pid: int | None = None
         self._connection: socket.socket | None = None
         self._reader: FrameReader | None = None
         self._output: IO[bytes] | None = None
@@ -93,7 +95,7 @@ class Zygote:
     @property
     def pid(self) -> int | None:
         """The zygote's pid; None if it was not started or is closed."""
-        return None if self._process is None else self._process.pid
+        return self._pid
 
     def start(self) -> None:
         """Starts the process and waits for its imports; does nothing if it runs.
@@ -118,7 +120,7 @@ class Zygote:
         except BaseException:
             self._discard()
             raise
-        self.preload_errors = ready["preload_errors"]
+        self._pid, self.preload_errors = ready["pid"], ready["preload_errors"]
         self.threads, self.cuda_initialized = ready["threads"], ready["cuda_initialized"]
         self.start_seconds = time.monotonic() - began_at
 
@@ -165,7 +167,10 @@ class Zygote:
                 directory.mkdir(parents=True, exist_ok=True)
                 clear_rank_files(directory)
             request = _build_request(task, directory, requested_at)
+            oom_kills_before = linux.kernel_oom_kills()
             ended = self._run_request(request, payload, on_progress)
+            if ended["ended"] == Ended.ZYGOTE_LOST.value:  # its own count is lost with it
+                ended["kernel_oom_kills"] = linux.kernel_oom_kills() - oom_kills_before
             return build_report(task, directory, requested_at, ended)
         finally:
             self._busy.release()
@@ -272,14 +277,14 @@ class Zygote:
                 start_new_session=True,  # Ctrl-C is the planner's to handle
             )
         except OSError as error:
-            raise ZygoteError(f"{sys.executable} could not be started: {error}") from error
+            raise ZygoteError(f"{sys.executable} could not be started: {error}", transient=True) from error
         finally:
             zygote_end.close()
         self._connection, self._reader = planner_end, FrameReader(planner_end)
 
     def _await_ready(self, began_at: float) -> dict[str, Any]:
         assert self._process is not None and self._output is not None
-        state = f"was not ready after {_START_S:.0f} s"
+        state, killed = f"was not ready after {_START_S:.0f} s", False
         try:
             while time.monotonic() - began_at < _START_S:
                 message = self._receive(_LISTEN_S)
@@ -287,27 +292,31 @@ class Zygote:
                     return message
         except EOFError:
             # Its end closes a moment before its status can be read.
-            state = f"ended with status {self._process.wait(_CLOSE_S)}"
+            status = self._process.wait(_SWEEP_S)
+            state, killed = f"ended with status {status}", status > 128 or status < 0
         raise ZygoteError(
             f"the process that starts the trials {state}, while it imported {', '.join(self._preload)}",
             hint="the last it said: " + (read_end(self._output, 2000).strip() or "(nothing)"),
+            transient=killed,
         )
 
     def _discard(self) -> int:
         """Kills the zygote and the processes that carry its mark; returns the number of those."""
         swept = 0
         if self._process is not None:
-            self._process.kill()
-            try:
-                self._process.wait(_CLOSE_S)
-            except subprocess.TimeoutExpired:
-                pass  # uninterruptible: nothing more can be done from here
+            for end in (self._process.terminate, self._process.kill):  # the guard ends the rest; else it is done here
+                end()
+                try:
+                    self._process.wait(_SWEEP_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    pass  # uninterruptible: nothing more can be done from here
             swept = _kill_marked(self._marker)
         if self._connection is not None:
             self._connection.close()
         if self._output is not None:
             self._output.close()
-        self._process = self._connection = self._reader = self._output = None
+        self._process = self._connection = self._reader = self._output = self._pid = None
         return swept
 
 

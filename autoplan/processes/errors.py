@@ -6,13 +6,20 @@ result of a task.
 
 from __future__ import annotations
 
-from autoplan.errors import AutoplanError
+from autoplan.errors import DeviceError
 
 
-class ZygoteError(AutoplanError):
-    """The helper process that starts the ranks could not be started or used."""
+class ZygoteError(DeviceError):
+    """The helper process that starts the ranks could not be started or used.
+
+    `transient`: the machine had no process or memory to give, or the helper was killed; another try may do.
+    """
 
     code = "zygote"
+
+    def __init__(self, message: str, *, hint: str | None = None, transient: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.transient = transient
 
 
 class StopTask(Exception):

@@ -154,12 +154,42 @@ def _sum_kib(path: Path, names: tuple[str, ...]) -> int:
 
 
 def kernel_oom_kills() -> int:
-    """How often the kernel's OOM killer acted since boot, in any cgroup (/proc/vmstat, oom_kill)."""
+    """How often the kernel's OOM killer ended a process of our cgroup; where no cgroup says so, any process since boot.
+
+    Source: memory.events of cgroup v2 and memory.oom_control of v1 (oom_kill: kills by any OOM killer), /proc/vmstat.
+    """
+    for place in _oom_counters():
+        count = _counter(place, "oom_kill")
+        if count is not None:
+            return count
+    return _counter(Path("/proc/vmstat"), "oom_kill") or 0
+
+
+def _oom_counters() -> list[Path]:
+    """Where the cgroup of this process counts its OOM kills; in a container the mount may show it as the root."""
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return []
+    places = []
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
+        elif not controllers:
+            root, name = Path("/sys/fs/cgroup"), "memory.events"
+        else:
+            continue
+        places += [root / path.lstrip("/") / name, root / name]
+    return places
+
+
+def _counter(path: Path, name: str) -> int | None:
+    """The value of a `name value` line in a file of the kernel; None if there is none."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((int(line[1]) for line in lines if len(line) == 2 and line[0] == name), None)
 
 
 def signal_quietly(pid: int, number: int, *, group: bool = False) -> bool:

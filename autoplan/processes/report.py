@@ -27,6 +27,8 @@ class Ended(StrEnum):
     """The caller asked for the end."""
     ZYGOTE_LOST = "zygote_lost"
     """The zygote died or fell silent; the ranks were killed with it."""
+    NOT_STARTED = "not_started"
+    """The machine had no process, descriptor or port to give: the ranks could not be started."""
 
 
 class ErrorReport(Record):
@@ -87,13 +89,15 @@ class ProcessReport(Record):
     data_limit_bytes: int | None
     """The hard limit behind the polled one (RLIMIT_DATA, per process), where it was set."""
     kernel_oom_kills: int
-    """How often the kernel's OOM killer acted on this machine during the task."""
+    """How often the kernel's OOM killer acted during the task: in our cgroup, else anywhere on this machine."""
     swept: int
     """Processes other than ranks that were still there and were killed."""
     left_behind: int
     """Processes that SIGKILL did not end within the time allowed (uninterruptible sleep)."""
     phase_seconds: dict[str, float]
     """Seconds in each phase, of `failed_rank` or else rank 0."""
+    trouble: str = ""
+    """Why the ranks could not be started, where they could not."""
 
     @property
     def first_failure(self) -> RankReport | None:
@@ -131,6 +135,10 @@ class ProcessReport(Record):
                 )
             case Ended.RANK_FAILED if failure is not None:
                 return f"{_describe_end(failure)} {where}"
+            case Ended.ZYGOTE_LOST:
+                return f"the process that starts the trials was lost {where}"
+            case Ended.NOT_STARTED:
+                return f"no process could be started: {self.trouble}"
             case _:
                 return f"{self.ended.value.replace('_', ' ')} {where}"
 

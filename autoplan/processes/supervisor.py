@@ -33,8 +33,8 @@ _TERM_GRACE_S = 2.0
 _HELPER_GRACE_S = 0.2  # multiprocessing's resource tracker and the like end themselves, and clean up, at end of file
 _KILL_WAIT_S = 10.0
 
-# A rank killed by one of these is the cause; a peer's exception (connection reset) within this time is the effect.
-_FATAL_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+# A rank killed by a signal is the cause; a peer's exception (connection reset) within this time is the effect. But for
+# SIGABRT, with which a peer's own watchdog ends it.
 _EFFECT_WITHIN_S = 1.0
 
 
@@ -66,6 +66,7 @@ class Verdict:
     ended: Ended
     failed_rank: int | None = None
     phase_deadline_s: float | None = None
+    trouble: str = ""
 
 
 class Supervisor:
@@ -112,8 +113,7 @@ class Supervisor:
         """Runs the task to its end; nothing of it is left when this returns (see `left_behind`)."""
         oom_kills_before = linux.kernel_oom_kills()
         try:
-            self._start_ranks()
-            verdict = self._watch()
+            verdict = self._start_ranks() or self._watch()
         except BaseException:
             self._end_all(grace_s=0.0)
             raise
@@ -135,11 +135,20 @@ class Supervisor:
             "kernel_oom_kills": linux.kernel_oom_kills() - oom_kills_before,
             "swept": len(self._swept),
             "left_behind": left_behind,
+            "trouble": verdict.trouble,
         }
 
     # -- start ---------------------------------------------------------------------------------------------
 
-    def _start_ranks(self) -> None:
+    def _start_ranks(self) -> Verdict | None:
+        """Forks the ranks; a verdict where the machine has no process, descriptor or port to give."""
+        try:
+            self._fork_ranks()
+        except OSError as error:
+            return Verdict(ended=Ended.NOT_STARTED, trouble=f"{type(error).__name__}: {error}")
+        return None
+
+    def _fork_ranks(self) -> None:
         """Forks the ranks around a store socket that is bound before the first of them exists."""
         request = self._request
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, request["ranks"])) as listener:
@@ -252,7 +261,7 @@ class Supervisor:
 
     def _failed_at(self, state: RankState) -> float:
         assert state.ended_at is not None
-        if state.signal in _FATAL_SIGNALS:
+        if state.signal not in (None, signal.SIGABRT):
             return state.ended_at - _EFFECT_WITHIN_S
         written = read_json(rank_file(self._directory, state.rank, "error.json"))
         return state.ended_at if written is None else float(written["at"])

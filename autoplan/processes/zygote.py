@@ -2,7 +2,8 @@
 
 Started by exec (`python -c`), so that a user's unguarded script is never entered again. It stays single-threaded,
 runs no tensor operation and never initialises CUDA: both would be broken in the ranks that it forks. It ends with
-the planner, and takes everything that it started with it.
+the planner, and takes everything that it started with it. Its parent is the guard (guard.py), for the case that both
+are killed at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from typing import Any, NoReturn
 
 from autoplan.processes import linux
+from autoplan.processes.guard import fork_zygote
 from autoplan.processes.supervisor import Supervisor
 from autoplan.processes.wire import FrameReader, encode_frame, send_frame
 
@@ -38,10 +40,12 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
         planner_pid: Watched too, since a fork of the planner may have a copy of its end.
         preload: Modules to import before the first fork.
     """
+    planner_pidfd = linux.open_pidfd(planner_pid) if os.getppid() == planner_pid else None
+    fork_zygote(planner_pidfd, connection_fd)
     connection = socket.socket(fileno=connection_fd)
     _die_if_planner_goes(connection)
     linux.become_subreaper()
-    server = ZygoteServer(connection, planner_pid)
+    server = ZygoteServer(connection, planner_pidfd)
     errors = _import_all(preload)
     _stay_alive(connection)
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -61,10 +65,10 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
 class ZygoteServer:
     """Answers the planner's requests, one at a time."""
 
-    def __init__(self, connection: socket.socket, planner_pid: int) -> None:
+    def __init__(self, connection: socket.socket, planner_pidfd: int | None) -> None:
         self._connection = connection
         self._reader = FrameReader(connection)
-        self._planner_pidfd = linux.open_pidfd(planner_pid) if os.getppid() == planner_pid else None
+        self._planner_pidfd = planner_pidfd
         self._unsent = bytearray()
         self._fds = [connection.fileno()]
         if self._planner_pidfd is not None:

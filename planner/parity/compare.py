@@ -10,20 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from autoplan.errors import DidNotRunError
 from autoplan.planner.parity.differences import Samples, excess
 from autoplan.planner.parity.judge import Judgement, judge
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation, dropout_accumulation
 from autoplan.planner.parity.text import LIMITS, describe_check, describe_failures, not_checked
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.planner.records import Parity
-from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit
+from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+
+MEASUREMENTS = "measurements.json"
 
 FORMAT = 2
 """Of the kept reference. One of an earlier format is made anew."""
@@ -56,6 +62,7 @@ def run_parity(
     cache_dir: Path | None = None,
     ranks: int | None = None,
     memory_limit_bytes: int | None = None,
+    on_attempt: Callable[[ProcessReport], None] | None = None,
 ) -> Parity:
     """Checks a configuration against one plain process, on fewer and shorter samples.
 
@@ -69,15 +76,23 @@ def run_parity(
         cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
         ranks: Of the candidate; None: its world size.
         memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
+        on_attempt: Is told of each run that something outside ended; it is then made again.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
+        DidNotRunError: something outside ended the plain reference each time.
+        CandidateDidNotRunError: the same of the candidate.
     """
-    started = time.monotonic()
-    reference = _reference(zygote, spec, config, device, cache_dir or directory, deadline_s, memory_limit_bytes)
+    launch = _Launch(
+        zygote,
+        deadline_at=time.monotonic() + deadline_s,
+        memory_limit_bytes=memory_limit_bytes,
+        on_attempt=on_attempt,
+    )
+    reference = _reference(launch, spec, config, device, cache_dir or directory)
     if isinstance(reference, str):
         return unfinished(config, reference)
-    left_s = max(1.0, deadline_s - (time.monotonic() - started))
+    left_s = max(1.0, launch.left_s())
     folder = directory / "candidate"
     request = ParityRequest(
         spec=spec,
@@ -87,7 +102,7 @@ def run_parity(
         reference=reference.measurement,
         time_s=CANDIDATE_SHARE * left_s,
     )
-    report, candidates = _run(zygote, request, folder, ranks or config.world_size, left_s, memory_limit_bytes)
+    report, candidates = _run(launch, request, folder, ranks or config.world_size, left_s)
     if not candidates:
         return unfinished(config, why_unfinished(report, "the candidate"))
     return compare(reference, candidates, config)
@@ -185,15 +200,24 @@ def where_ended(report: ProcessReport) -> str:
 # Running.
 
 
-def _reference(
-    zygote: Zygote,
-    spec: WorkloadSpec,
-    config: TrainingConfig,
-    device: str,
-    folder: Path,
-    deadline_s: float,
-    memory_limit_bytes: int | None,
-) -> Samples | str:
+class CandidateDidNotRunError(DidNotRunError):
+    """Something outside ended the candidate's part of the check each time: no verdict on the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """How the runs of one check are started: by whom, within which limits, and who is told of lost ones."""
+
+    zygote: Zygote
+    deadline_at: float
+    memory_limit_bytes: int | None
+    on_attempt: Callable[[ProcessReport], None] | None
+
+    def left_s(self) -> float:
+        return self.deadline_at - time.monotonic()
+
+
+def _reference(launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path) -> Samples | str:
     """The plain run, kept by what decides it; or why there is none."""
     sizes = [config.micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
     key = [FORMAT, spec.identity, device, *sizes]
@@ -201,6 +225,7 @@ def _reference(
     found = _load(kept, 1)
     if found:
         return found[0]
+    deadline_s = launch.left_s()
     request = ParityRequest(
         spec=spec,
         config=config,
@@ -208,47 +233,50 @@ def _reference(
         samples=str((kept / "elements").absolute()),
         time_s=REFERENCE_SHARE * deadline_s,
     )
-    report, samples = _run(zygote, request, kept, 1, deadline_s, memory_limit_bytes)
+    report, samples = _run(launch, request, kept, 1, deadline_s)
     return samples[0] if samples else why_unfinished(report, "the plain reference")
 
 
 def _run(
-    zygote: Zygote,
-    request: ParityRequest,
-    folder: Path,
-    ranks: int,
-    deadline_s: float,
-    memory_limit_bytes: int | None,
+    launch: _Launch, request: ParityRequest, folder: Path, ranks: int, deadline_s: float
 ) -> tuple[ProcessReport, list[Samples]]:
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("elements.*.npz"):
-        old.unlink()
-    report = zygote.run(
-        Task(
-            target="autoplan.planner.parity.worker:run_parity_rank",
-            args=(request,),
-            ranks=ranks,
-            directory=folder,
-            deadlines_s={"*": deadline_s},
-            total_deadline_s=deadline_s,
-            memory_limit_bytes=memory_limit_bytes,
-        )
+    for old in (*folder.glob("elements.*.npz"), folder / MEASUREMENTS):
+        old.unlink(missing_ok=True)
+    task = Task(
+        target="autoplan.planner.parity.worker:run_parity_rank",
+        args=(request,),
+        ranks=ranks,
+        directory=folder,
+        deadlines_s={"*": deadline_s},
+        total_deadline_s=deadline_s,
+        memory_limit_bytes=launch.memory_limit_bytes,
     )
+    runs = run_again(launch.zygote, task, on_attempt=launch.on_attempt, left_s=launch.left_s)
+    report = runs.report
+    if not runs.settled:
+        what, kind = (
+            ("plain reference", DidNotRunError)
+            if request.reference is None
+            else ("configuration", CandidateDidNotRunError)
+        )
+        raise kind(f"the parity check of the {what} did not run: something outside ended it: {report.describe()}")
     if report.ended in (Ended.DEADLINE, Ended.CANCELLED):
         report.check()
     if report.ended is not Ended.FINISHED:
         return report, []
-    (folder / "measurements.json").write_text(json.dumps(list(report.results)))
+    (folder / MEASUREMENTS).write_text(json.dumps(list(report.results)))  # after all elements: they are whole
     return report, _load(folder, ranks)
 
 
 def _load(folder: Path, ranks: int) -> list[Samples]:
+    """What the ranks of a run saw; nothing where a file is missing or torn."""
     try:
-        measurements = json.loads((folder / "measurements.json").read_text())
+        measurements = json.loads((folder / MEASUREMENTS).read_text())
         loaded = []
         for rank in range(ranks):
             with np.load(folder / f"elements.{rank}.npz") as file:
                 loaded.append(Samples(ParityMeasurement.model_validate(measurements[rank]), dict(file)))
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return []
     return loaded

@@ -10,12 +10,15 @@ import numpy as np
 
 from autoplan.errors import PlanError
 from autoplan.planner.plan import Plan
+from autoplan.planner.records import Outcome
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.store.journal import write_atomically
 from autoplan.planner.store.store import Store
+from autoplan.planner.trials.runner import make_attempt
+from autoplan.processes import ProcessReport
 from autoplan.units import format_bytes
 
 PLAN_FILE, BEST_FILE = "plan.json", "best.json"
@@ -40,8 +43,12 @@ class SearchRun:
     session: Session | None = None
 
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
-        """Ends the search without a plan: the record keeps it, so that the same call is answered from there."""
-        self.store.finish(status, reason=reason, hint=hint, ended_by=ended_by)
+        """Ends the search without a plan: the record keeps it, so that the same call is answered from there.
+
+        Where something did not run, the record keeps no end, and the same call tries it again.
+        """
+        if not self.did_not_run:
+            self.store.finish(status, reason=reason, hint=hint, ended_by=ended_by)
         return self.result(status, reason=reason, hint=hint)
 
     def result(self, status: Status, **facts: Any) -> SearchResult:
@@ -59,6 +66,7 @@ class SearchRun:
             baseline=next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None),
             best=best,
             trials=trials,
+            attempts=self.store.attempts,
             resumed_trials=sum(trial.resumed for trial in trials),
             budget_s=self.budget_s,
             spent_s=self.store.spent_s,
@@ -66,6 +74,17 @@ class SearchRun:
             store=str(self.store.folder),
             **(known | facts),
         )
+
+    def add_attempt(self, part: str, report: ProcessReport) -> None:
+        """Keeps a run of the inspection or the trace that something outside ended."""
+        attempt = make_attempt(part, report)
+        self.store.add_attempt(attempt)
+        self.observer.on_note(f"something outside ended {attempt.describe()}")
+
+    @property
+    def did_not_run(self) -> list[str]:
+        """What something outside ended each time, in sentences."""
+        return [] if self.session is None else self.session.did_not_run
 
     @property
     def trials_done(self) -> int:
@@ -125,8 +144,19 @@ def plan_found(run: SearchRun, plan: Plan, ended_by: str) -> SearchResult:
     path = plan.save(run.store.folder / PLAN_FILE)
     if run.options.out is not None:
         path = plan.save(run.options.out)
-    run.store.finish("plan_found", ended_by=ended_by)
+    if not run.did_not_run:
+        run.store.finish("plan_found", ended_by=ended_by)
     return run.result("plan_found", plan=plan, plan_path=str(path))
+
+
+def did_not_run(run: SearchRun, what: str) -> SearchResult:
+    """Something outside ended each run of what the search needs: no end of the search, and no verdict on anything."""
+    return run.result(
+        "did_not_run",
+        reason=f"{what}. Nothing is known of what did not run",
+        hint="Find out what ends processes here (another user, a memory watchdog, a full /dev/shm or disk, a limit of "
+        "the batch system). The same command tries it again; what finished is not repeated.",
+    )
 
 
 def interrupted(run: SearchRun) -> SearchResult:
@@ -175,6 +205,8 @@ def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
     for trial in run.store.trials:
         kinds[trial.outcome.value] = kinds.get(trial.outcome.value, 0) + 1
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no trial could be made"
+    if run.did_not_run:
+        return did_not_run(run, f"no configuration ran: {run.did_not_run[-1]}")
     last = next((t for t in reversed(run.store.trials) if t.reason), None)
     reason = f"no configuration ran: {counts}" + (f". The last: {last.reason}" if last is not None else "")
     if ended_by == "time":
@@ -184,8 +216,21 @@ def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
 
 
 def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
-    """Trials ran, and no configuration passed the parity check."""
+    """Trials ran, and no configuration passed the parity check, or none was left to be checked."""
+    if run.did_not_run:
+        return did_not_run(run, f"no configuration was verified: {run.did_not_run[-1]}")
     best = best_trial(trial for trial in run.store.trials if run.options.allows(trial.config))
+    failed = [trial for trial in run.store.trials if trial.purpose == "finalist" and trial.outcome is not Outcome.OK]
+    if failed and not any(run.store.parity_of(trial.config) for trial in run.store.trials):
+        last = failed[-1]
+        return run.finish(
+            "no_feasible_plan",
+            f"no configuration ran a second time, so none was checked; the last: {last.config.describe()}: "
+            f"{last.outcome.value}: {last.reason}",
+            "A configuration that runs once and then fails is not safe to train with. `autoplan search --fresh` "
+            "measures all of them again.",
+            ended_by=ended_by,
+        )
     reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
     hint = "Its record says which gradients differ. A larger --budget tries more, --fix precision=fp32 is safest."
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)

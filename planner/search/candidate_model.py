@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
@@ -31,7 +31,7 @@ class Assessment:
 
     Attributes:
         posterior: Step time, and the chances to fit and to run.
-        untried: Whether a candidate has no finished trial yet.
+        untried: Whether a candidate has no finished trial yet, and its turn has come (`wait_for_the_leader`).
         cost_s: Expected seconds of a trial.
         best_log_time: Logarithm of the best measured step time in seconds; None: nothing was measured.
     """
@@ -70,9 +70,11 @@ class CandidateModel:
         self.estimator = estimator
         self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
+        self._set_aside: set[TrainingConfig] = set()
         self._cost = cost
         self._allows = allows
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
+        self._fast_siblings = _fast_siblings(self.candidates)
         self._assessment: Assessment | None = None
 
     def observe(self, trial: Trial) -> None:
@@ -86,20 +88,44 @@ class CandidateModel:
             self._cost.observe(trial)
         self._assessment = None
 
+    def set_aside(self, config: TrainingConfig) -> None:
+        """Takes a configuration out of what is untried, without a word on how it would run."""
+        self._set_aside.add(config)
+        self._assessment = None
+
     def assess(self) -> Assessment:
         """What is known after the trials so far."""
         if self._assessment is None:
             tried = {trial.config for trial in self.trials if trial.outcome is not Outcome.INTERRUPTED}
+            tried |= self._set_aside
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
             self._assessment = Assessment(
                 posterior=posterior,
-                untried=np.array([config not in tried for config in self.candidates]),
+                untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
                 cost_s=self._costs_s(posterior),
                 best_log_time=self.best_log_time(),
             )
         return self._assessment
+
+    def wait_for_the_leader(self) -> NDArray[np.bool_]:
+        """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
+
+        Such a mode tunes for minutes, and gains a few percent over the default one: it is for the leader alone. One
+        that has no candidate beside it in another mode (the user fixed the mode) does not wait.
+        """
+        waits = np.zeros(len(self.candidates), dtype=np.bool_)
+        best = self.best_trial()
+        leader = None if best is None else best.config.model_copy(update={"compile_mode": "default"})
+        for index, sibling in self._fast_siblings.items():
+            waits[index] = sibling != leader
+        return waits
+
+    @property
+    def trial_cost(self) -> TrialCost | None:
+        """What trials cost; None: each the same."""
+        return self._cost
 
     def cost_s(self, config: TrainingConfig) -> float:
         """Expected seconds of a trial of this configuration."""
@@ -138,3 +164,17 @@ class CandidateModel:
             log_memory=ones * float(np.mean(peaks or [math.log(FLAT_MEMORY_BYTES)])),
             log_memory_sd=ones * width,
         )
+
+
+def _fast_siblings(candidates: Sequence[TrainingConfig]) -> dict[int, TrainingConfig]:
+    """By index of each candidate in a slow compile mode with a fast one beside it: the same in the default mode."""
+    slow = [index for index, config in enumerate(candidates) if config.compile_mode in SLOW_COMPILE_MODES]
+    if not slow:
+        return {}
+    fast = {
+        config.model_copy(update={"compile_mode": "default"})
+        for config in candidates
+        if config.compile_mode not in SLOW_COMPILE_MODES
+    }
+    siblings = {index: candidates[index].model_copy(update={"compile_mode": "default"}) for index in slow}
+    return {index: sibling for index, sibling in siblings.items() if sibling in fast}

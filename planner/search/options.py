@@ -11,7 +11,7 @@ from pydantic import Field
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import LeftOutFamily, Prediction, Trial
+from autoplan.planner.records import Attempt, LeftOutFamily, Prediction, Trial
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
@@ -26,11 +26,12 @@ DEFAULT_BUDGET_S = 600.0
 
 DeviceName = Literal["cuda", "cpu"]
 SamplerName = Literal["autoplan", "tpe", "random", "ours"]
-Status = Literal["plan_found", "dry_run", "no_feasible_plan", "budget_ended", "interrupted"]
+Status = Literal["plan_found", "dry_run", "no_feasible_plan", "did_not_run", "budget_ended", "interrupted"]
 EXIT_CODES: Mapping[str, int] = {
     "plan_found": 0,
     "dry_run": 0,
     "no_feasible_plan": 3,
+    "did_not_run": 4,
     "budget_ended": 5,
     "interrupted": 130,
 }
@@ -303,6 +304,7 @@ class SearchResult(Record):
     baseline: Trial | None = None
     best: Trial | None = Field(default=None, description="fastest so far, verified or not")
     trials: tuple[Trial, ...] = ()
+    attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     left_out: tuple[LeftOutFamily, ...] = ()
     candidates: tuple[Candidate, ...] = Field(default=(), description="dry run: the space, fastest prediction first")
     from_record: bool = Field(default=False, description="a finished search answered without running anything")
@@ -315,5 +317,5 @@ class SearchResult(Record):
 
     @property
     def exit_code(self) -> int:
-        """0 plan found or dry run; 3 nothing feasible; 5 budget ended; 130 interrupted."""
+        """0 plan found or dry run; 3 nothing feasible; 4 it did not run; 5 budget ended; 130 interrupted."""
         return EXIT_CODES[self.status]

@@ -50,7 +50,8 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
-        notes=(*session.notes, *_input_notes(session, winner)),
+        attempts=session.store.attempts,
+        notes=(*session.notes, *_attempt_notes(session), *_input_notes(session, winner)),
         environment=read_environment(),
         training=context.facts.training,
     )
@@ -76,6 +77,11 @@ def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
         method=candidate.first.method or "whole_steps",
         trials=tuple(run.number for run in runs),
     )
+
+
+def _attempt_notes(session: Session) -> list[str]:
+    """The runs that something outside ended, of this and earlier calls of the search."""
+    return [f"something outside ended {one.describe()}; it does not count" for one in session.store.attempts]
 
 
 def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:

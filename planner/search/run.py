@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import BudgetEndedError
+from autoplan.errors import BudgetEndedError, DidNotRunError
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
@@ -125,6 +125,7 @@ def _search(run: SearchRun) -> SearchResult:
                 saved=run.store.folder / HARDWARE_FILE,
                 budget_s=run.budget_s,
                 left_s=lambda: run.budget_s - run.store.spent_s,
+                on_attempt=run.add_attempt,
             )
             run.context = context
             if not context.candidates:
@@ -135,6 +136,8 @@ def _search(run: SearchRun) -> SearchResult:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
     except BudgetEndedError as ended:
         return run.finish("budget_ended", ended.flag_message, ended.flag_hint or "")
+    except DidNotRunError as error:
+        return answer.did_not_run(run, error.message)
     except KeyboardInterrupt:
         return answer.interrupted(run)
 

@@ -10,31 +10,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.planner.records import Outcome, Prediction, Trial
+from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
+from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import CandidateSampler
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.setup import SearchContext
+from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.first_loss import with_first_loss_compared
-from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner
-from autoplan.processes import Progress, Zygote
-from autoplan.strategies.config import TrainingConfig
+from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner, make_attempt
+from autoplan.processes import ProcessReport, Progress, Zygote
+from autoplan.strategies.config import PLAIN, TrainingConfig
 
 if TYPE_CHECKING:
     import optuna
 
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
-
-PARITY_SHARE, PARITY_LEAST_S, PARITY_MOST_S = 0.12, 5.0, 45.0
-"""Time kept for the parity check: a share of the budget, within these seconds."""
-
-PARITY_MICRO_STEPS, PARITY_MOST_SHARE = 6.0, 0.3
-"""The check takes about as long as this many micro-steps of the plain run, besides its start (GPT-2 on two cores: 44
-CPU-seconds, where a micro-step of 1 x 1024 takes 8 to 10); on a loaded machine both grow together. At most this share
-of the budget is kept."""
 
 FINALIST_SHARE = 0.3
 """At most this share of the budget is kept for the finalists."""
@@ -66,6 +61,8 @@ class Session:
         study: Optuna's study.
         runner: Runs trials.
         notes: Sentences for the plan.
+        did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
+        lost_in_a_row: How many trials, one after another, did not run.
         ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
     """
 
@@ -80,6 +77,8 @@ class Session:
     study: SearchStudy
     runner: TrialRunner
     notes: list[str] = field(default_factory=list)
+    did_not_run: list[str] = field(default_factory=list)
+    lost_in_a_row: int = 0
     ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
 
     # The clock.
@@ -96,14 +95,37 @@ class Session:
 
     @property
     def parity_reserve_s(self) -> float:
-        """Seconds kept for the parity check; more if the baseline has shown that this machine is slow."""
-        reserve_s = min(max(PARITY_SHARE * self.budget_s, PARITY_LEAST_S), PARITY_MOST_S)
-        base = self.baseline
+        """Seconds kept for the parity check of the best configuration so far; before there is one, of the plain run."""
+        best = self.best or self.baseline
+        return self.parity_reserve_of(PLAIN if best is None else best.config)
+
+    def parity_reserve_of(self, config: TrainingConfig) -> float:
+        """Seconds that are kept if this configuration is to be checked: what its compilation takes counts."""
+        return parity_time.reserve_s(self.trial_cost, self.parity_cost, config, self.budget_s)
+
+    @property
+    def parity_cost(self) -> ModelCost:
+        """What the parts of a parity check cost on this model: predicted, then as the baseline measured them."""
+        profile, spec, base = self.context.estimator.profile, self.context.spec, self.baseline
+        training = self.context.facts.training
         if base is not None and base.step_time_s is not None:
-            micro_steps = base.config.accumulation(self.context.spec.global_batch)
-            slow_s = PARITY_MICRO_STEPS * base.step_time_s.median / micro_steps
-            reserve_s = max(reserve_s, min(slow_s, PARITY_MOST_SHARE * self.budget_s))
-        return reserve_s
+            step_s, optimizer_s = base.step_time_s.median, base.parts_s.get("optimizer_step", 0.0)
+        else:
+            step_s, optimizer_s = self.predict(PLAIN).step_time_s, 0.0
+        return ModelCost(
+            sequence_length=spec.sequence_length,
+            parameters=profile.trainable,
+            sample_s=step_s / spec.global_batch,
+            optimizer_s=optimizer_s,
+            has_dropout=training is None or bool(training.dropout),
+        )
+
+    @property
+    def trial_cost(self) -> TrialCost:
+        """What trials cost."""
+        cost = self.model.trial_cost
+        assert cost is not None, "a search always knows what trials cost"
+        return cost
 
     @property
     def finalist_reserve_s(self) -> float:
@@ -111,7 +133,7 @@ class Session:
         trials = self.store.trials
         best = best_trial(trials)
         base = self.baseline
-        costs = [trial.seconds_spent for trial in {t.number: t for t in (best, base) if t is not None}.values()]
+        costs = [self.trial_cost.repeat_s(t) for t in {t.number: t for t in (best, base) if t is not None}.values()]
         wanted = 2 * sum(costs) if costs else math.inf
         return min(FINALIST_SHARE * self.budget_s, wanted)
 
@@ -185,16 +207,46 @@ class Session:
         if asked is None and purpose != "finalist":
             asked = self.study.ask(number, config)
         try:
-            trial = self.runner.run(order, on_progress=self.on_progress)
+            trial = self.runner.run(
+                order,
+                on_progress=self.on_progress,
+                on_attempt=lambda report: self.add_attempt(purpose, report, number=number, config=config),
+                left_s=lambda: self.hard_deadline_s(0.0),
+            )
         except BaseException:
             if asked is not None:
                 self.study.drop(asked)
             raise
+        if trial.did_not_run:
+            return self._set_aside(trial, asked)
         trial = with_first_loss_compared(trial, self.baseline)
+        self.lost_in_a_row = 0
         self.store.add_trial(trial)
         if asked is not None:
             self.model.observe(trial)
             self.study.tell(asked, trial)
+        self.store.tick(force=True)
+        self.observer.on_trial_finished(trial, self.best, self.budget())
+        return trial
+
+    def add_attempt(
+        self, part: str, report: ProcessReport, *, number: int | None = None, config: TrainingConfig | None = None
+    ) -> None:
+        """Keeps a run that something outside ended: in the record, and as a line on the screen."""
+        attempt = make_attempt(part, report, number=number, config=config)
+        self.store.add_attempt(attempt)
+        self.observer.on_note(f"something outside ended {attempt.describe()}")
+
+    def _set_aside(self, trial: Trial, asked: optuna.trial.Trial | None) -> Trial:
+        """A configuration that did not run: neither the record nor the sampler has a verdict on it.
+
+        It is not tried again in this run of the search, but in the next one.
+        """
+        if asked is not None:
+            self.study.drop(asked)
+        self.model.set_aside(trial.config)
+        self.did_not_run.append(f"{trial.purpose} trial of {trial.config.describe()}: {trial.reason}")
+        self.lost_in_a_row += 1
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.errors import BudgetEndedError, ConfigError, DeviceError, NoFeasiblePlanError, WorkloadError
+from autoplan.errors import (
+    BudgetEndedError,
+    ConfigError,
+    DeviceError,
+    DidNotRunError,
+    NoFeasiblePlanError,
+    WorkloadError,
+)
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Ended, Task, Zygote, limit_hit
+from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -46,6 +55,9 @@ TIMING_SHARE = 0.05
 
 TRACE_SHARE = 0.1
 """Of the budget, for tracing the variants; what there is no time for is predicted roughly."""
+
+
+OnAttempt = Callable[[str, ProcessReport], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +162,7 @@ def prepare_search(
     saved: Path | None = None,
     budget_s: float | None = None,
     left_s: Callable[[], float] | None = None,
+    on_attempt: OnAttempt = lambda part, report: None,
 ) -> SearchContext:
     """Probes, inspects, traces, generates the space and predicts each candidate.
 
@@ -160,8 +173,10 @@ def prepare_search(
         saved: Where the study keeps its hardware profile: every run of a search uses the same one.
         budget_s: Of the whole search; None: what the options say.
         left_s: How much of it is left now, in seconds; None: all of it.
+        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
 
     Raises:
+        DidNotRunError: something outside ended the inspection each time.
         AutoplanError: the device, the workload or the fixed knobs are not usable.
         BudgetEndedError: the workload was not inspected within the budget.
         NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
@@ -183,7 +198,15 @@ def prepare_search(
         budget_s=budget_s, left_s=left_s or (lambda: float(budget_s)), memory_limit_bytes=host_limit
     )
     observer.on_phase("inspect", f"looking at {options.spec.name}")
-    facts = inspect(zygote, options.spec, hardware, device, allowed=allowed, observer=observer)
+    facts = inspect(
+        zygote,
+        options.spec,
+        hardware,
+        device,
+        allowed=allowed,
+        observer=observer,
+        on_attempt=partial(on_attempt, "inspect"),
+    )
     spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
@@ -211,6 +234,7 @@ def prepare_search(
             memory_limit_bytes=host_limit,
             left_s=allowed.left_s(),
         ),
+        on_attempt=partial(on_attempt, "trace"),
     )
     for note in profile.notes:
         observer.on_note(note)
@@ -220,6 +244,13 @@ def prepare_search(
     observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
     estimator = Estimator(
         profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
+    )
+    space = without_twins(
+        space,
+        hardware.device(device),
+        named={*options.fix, *options.bound},
+        stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
+        launch_over_work=estimator.launch_over_work,
     )
     table = estimator.table(space.candidates)
     kept, dropped = keep_what_may_win(space.candidates, table, memory_limit, device)
@@ -304,6 +335,7 @@ def inspect(
     *,
     allowed: UserCodeLimits,
     observer: SearchObserver,
+    on_attempt: Callable[[ProcessReport], None] | None = None,
 ) -> WorkloadFacts:
     """The workload's facts, from a rank.
 
@@ -311,6 +343,7 @@ def inspect(
     the parity check looks at the loss again.
 
     Raises:
+        DidNotRunError: something outside ended the rank each time.
         WorkloadError: the user's functions fail or return the wrong thing.
         BudgetEndedError: they took longer than the budget allows.
         NoFeasiblePlanError: they took more memory than a trial may take.
@@ -323,7 +356,10 @@ def inspect(
         total_deadline_s=allowed.inspect_deadline_s,
         memory_limit_bytes=allowed.memory_limit_bytes,
     )
-    report = zygote.run(task)
+    runs = run_again(zygote, task, on_attempt=on_attempt, left_s=allowed.left_s)
+    report = runs.report
+    if not runs.settled:
+        raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
     rank = report.ranks[0] if report.ranks else None
     if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
         return read_inspection(rank.result)

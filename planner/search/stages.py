@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from autoplan.errors import AutoplanError, WorkloadError
+from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
+from autoplan.planner.search import parity_time
+from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
 CHEAP_MICRO_STEP_SHARE = 0.25
 """The micro-step of the baseline should take less than this share of a trial's time box: it runs about six times."""
@@ -28,6 +30,14 @@ BASELINE_RESERVE_SHARE = 0.3
 BASELINE_DONE_SHARE = 0.5
 """The share of a budget by which the baseline should be measured: a budget that ended before it is scaled by this."""
 
+MOST_LOST_IN_A_ROW = 2
+"""After this many trials, one after the other, that something outside ended each time, the search ends."""
+SLOW_MODE_SHARE = 0.25
+"""Of the budget, what one trial in a slow mode of the compiler may take."""
+
+FINALIST_FACTOR, FINALIST_SLACK_S = 3.0, 5.0
+"""A repeat is ended after so many times what the configuration's longest run took, and these seconds."""
+
 # Baseline.
 
 
@@ -36,6 +46,7 @@ def run_baseline(session: Session) -> Trial | None:
 
     Raises:
         WorkloadError: the workload itself cannot be used.
+        DidNotRunError: something outside ended it each time.
         BudgetOver: the budget ended before it was measured.
     """
     if session.baseline is not None:
@@ -52,6 +63,8 @@ def run_baseline(session: Session) -> Trial | None:
         trial = session.measure("baseline", config, deadline_s=deadline_s)
         if trial.outcome is Outcome.OK:
             return trial
+        if trial.did_not_run:
+            raise DidNotRunError(f"the plain fp32 run, with which all others are compared: {trial.reason}")
         if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD:
             raise WorkloadError(
                 trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
@@ -155,14 +168,20 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
         config = TrainingConfig.model_validate(asked.params)
         best = session.best
         expected_s = session.model.cost_s(config)
-        reserve_s = session.parity_reserve_s + 0.5 * session.finalist_reserve_s
-        session.measure(
+        parity_s = max(session.parity_reserve_s, session.parity_reserve_of(config))
+        reserve_s = parity_s + 0.5 * session.finalist_reserve_s
+        most_s = 5 * expected_s + min(60.0, 0.1 * session.budget_s)
+        if config.compile_mode in SLOW_COMPILE_MODES:
+            most_s = min(most_s, SLOW_MODE_SHARE * session.budget_s)
+        trial = session.measure(
             "search",
             config,
-            deadline_s=min(session.hard_deadline_s(reserve_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)),
+            deadline_s=min(session.hard_deadline_s(reserve_s), most_s),
             best_high_s=best.step_time_s.high if best is not None and best.step_time_s is not None else None,
             asked=asked,
         )
+        if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
+            raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {trial.reason}")
 
 
 # The finalists.
@@ -185,7 +204,7 @@ def run_finalists(session: Session) -> None:
         todo = [candidate for candidate in compared if len(candidate.finalist_runs) == rounds_done]
         while len(finalists) > 1 and not _affordable(session, todo):
             # They are about equally fast: to measure the others more often is worth more.
-            most_expensive = max(finalists, key=repeat_cost_s)
+            most_expensive = max(finalists, key=lambda finalist: repeat_cost_s(session, finalist))
             finalists.remove(most_expensive)
             todo = [candidate for candidate in todo if candidate.config != most_expensive.config]
         if not _affordable(session, todo):
@@ -196,8 +215,12 @@ def run_finalists(session: Session) -> None:
             )
             return
         for candidate in todo:
-            deadline_s = session.hard_deadline_s(session.parity_reserve_s)
-            session.measure("finalist", candidate.config, deadline_s=deadline_s, method=candidate.first.method)
+            deadline_s = min(session.hard_deadline_s(session.parity_reserve_s), repeat_deadline_s(candidate))
+            method = candidate.first.method
+            trial = session.measure("finalist", candidate.config, deadline_s=deadline_s, method=method)
+            if trial.did_not_run:
+                session.note(f"the finalists were measured in {rounds_done} whole round(s): {trial.reason}")
+                return
 
 
 def eligible(session: Session) -> list[CandidateRuns]:
@@ -222,12 +245,19 @@ def _with_baseline(session: Session, finalists: Sequence[CandidateRuns]) -> list
 
 
 def _affordable(session: Session, candidates: Sequence[CandidateRuns]) -> bool:
-    return sum(map(repeat_cost_s, candidates)) <= session.left_s - session.parity_reserve_s
+    needed_s = sum(repeat_cost_s(session, candidate) for candidate in candidates)
+    return needed_s <= session.left_s - session.parity_reserve_s
 
 
-def repeat_cost_s(candidate: CandidateRuns) -> float:
-    """Expected seconds of measuring a configuration again: with a warm cache, half the compile time is assumed."""
-    return candidate.first.seconds_spent - 0.5 * candidate.first.phase_seconds.get("compile", 0.0)
+def repeat_cost_s(session: Session, candidate: CandidateRuns) -> float:
+    """Expected seconds of measuring a configuration again, with its kernels in the compile cache."""
+    return session.trial_cost.repeat_s((candidate.first, *candidate.finalist_runs)[-1])
+
+
+def repeat_deadline_s(candidate: CandidateRuns) -> float:
+    """Seconds after which a repeat is ended: a few times what the longest of its runs took."""
+    longest_s = max(run.seconds_spent for run in (candidate.first, *candidate.finalist_runs))
+    return FINALIST_FACTOR * longest_s + FINALIST_SLACK_S
 
 
 # Parity.
@@ -237,32 +267,67 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
     """The best configuration that passes the parity check, and the verdict; None if none of those checked does.
 
     Checked are the `tried` fastest, and after them the fastest one of each precision that was not among them: where
-    bf16 fails, the fastest in fp32 may well pass.
+    bf16 fails, the fastest in fp32 may well pass. After a check that did not end in its time, only configurations that
+    compile nothing are checked.
 
     Raises:
-        BudgetOver: the budget ended before the check.
+        BudgetOver: the budget ended before a check did.
     """
     order = rank(eligible(session))
     chosen = order[:tried]
     for candidate in order[tried:]:
         if candidate.config.precision not in {one.config.precision for one in chosen}:
             chosen.append(candidate)
-    for candidate in chosen:
+    eager = first_eager(order)
+    if eager is not None and first_eager(chosen) is None:
+        chosen.append(eager)
+    late: BudgetOver | None = None
+    for number, candidate in enumerate(chosen):
+        compiles = candidate.config.compile != "off"
         parity = session.store.parity_of(candidate.config)
+        if parity is None and late is not None and compiles:
+            continue
         if parity is None:
-            parity = _check(session, candidate.config)
+            try:
+                parity = _check(session, candidate.config, first_eager(chosen[number + 1 :]) if compiles else None)
+            except BudgetOver as over:
+                late = late or over
+                session.note(f"{over} did not end in its time; there is no verdict on it")
+                continue
+        if parity is None:
+            continue
         if parity.passed:
             return candidate, parity
         why = "; ".join(parity.failures) or parity.note  # a check of an earlier version has the note alone
         session.note(f"{candidate.config.describe()} was the fastest left, but fails parity: {why}")
+    if late is not None:
+        raise late
     return None
 
 
-def _check(session: Session, config: TrainingConfig) -> Parity:
-    from autoplan.planner.parity.compare import run_parity, where_ended
+def _check(session: Session, config: TrainingConfig, fallback: CandidateRuns | None) -> Parity | None:
+    """The verdict on a configuration, put on disk; None where something outside ended the check each time.
+
+    Args:
+        session: The search.
+        config: What is checked.
+        fallback: What is checked next if this one does not end in its time; None: nothing.
+
+    Raises:
+        BudgetOver: the check did not end in its time, which says nothing about the configuration.
+        DidNotRunError: the plain reference did not run, without which nothing can be checked.
+    """
+    from autoplan.planner.parity.compare import CandidateDidNotRunError, run_parity, where_ended
 
     session.observer.on_phase("parity", config.describe())
-    deadline_s = session.hard_deadline_s(0.0)
+    trials, cost = session.trial_cost, session.parity_cost
+    deadline_s = parity_time.deadline_s(
+        session.left_s,
+        session.budget_s,
+        expected_s=parity_time.least_check_s(trials, cost, config),
+        fallback_s=0.0 if fallback is None else parity_time.check_s(trials, cost, fallback.config),
+        has_fallback=fallback is not None,
+    )
     if deadline_s <= 1.0:
         raise BudgetOver("the parity check")
     number = len(list((session.store.folder / "trials").glob("parity*")))
@@ -279,21 +344,19 @@ def _check(session: Session, config: TrainingConfig) -> Parity:
             cache_dir=session.store.folder / "parity",
             ranks=config.world_size,
             memory_limit_bytes=session.context.host_limit_bytes,
+            on_attempt=lambda report: session.add_attempt("parity", report, config=config),
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
         raise BudgetOver(f"the parity check of {config.describe()} ({where_ended(error.report)})") from error
-    except AutoplanError as error:
-        parity = Parity(
-            passed=False,
-            tolerance=0.0,
-            worst_gradient_difference=1.0,
-            worst_update_difference=1.0,
-            worst_group="the check itself",
-            loss_difference=1.0,
-            global_batch=session.context.spec.global_batch,
-            sequence_length=session.context.spec.sequence_length,
-            changes_numerics=config.precision != "fp32",
-            note=f"The check did not finish: {error.message}",
+    except CandidateDidNotRunError as error:
+        session.did_not_run.append(f"parity check of {config.describe()}: {error.message}")
+        session.note(
+            f"{config.describe()} was the fastest left; it was not checked and is not the plan: {error.message}. "
+            "The same search, called again, checks it"
         )
+        return None
+    finally:
+        if session.left_s < 0:
+            session.note(f"the parity check of {config.describe()} ended {-session.left_s:.1f} s past the budget")
     session.store.add_parity(config, parity)
     return parity

@@ -50,7 +50,7 @@ def drop_losing_precisions(
     if "fp32" not in values.get("precision", ()) or "precision" in fixed:
         return
     for precision in [p for p in values["precision"] if p in PRECISION_DTYPES]:
-        rates = _paired_rates(device, PRECISION_DTYPES[precision])
+        rates = paired_rates(device, PRECISION_DTYPES[precision], "float32")
         if rates is None:
             continue
         rate, plain = rates
@@ -66,18 +66,18 @@ def drop_losing_precisions(
             )
 
 
-def _paired_rates(device: Device, dtype: str) -> tuple[float, float] | None:
-    """FLOP/s of a precision and of fp32, training a linear layer, the best over the shapes measured in both."""
+def paired_rates(device: Device, dtype: str, other: str) -> tuple[float, float] | None:
+    """FLOP/s of two dtypes, training a linear layer, each the best over the shapes that were measured in both."""
 
     def by_shape(name: str) -> dict[tuple[int, ...], float]:
         found = device.readings("linear_train", name)
         return {r.shape: r.rate.value for r in found if r.rate.value is not None}
 
-    mine, plain = by_shape(dtype), by_shape("float32")
-    common = set(mine) & set(plain)
+    mine, theirs = by_shape(dtype), by_shape(other)
+    common = set(mine) & set(theirs)
     if not common:
         return None
-    return max(mine[shape] for shape in common), max(plain[shape] for shape in common)
+    return max(mine[shape] for shape in common), max(theirs[shape] for shape in common)
 
 
 def narrow(

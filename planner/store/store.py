@@ -2,7 +2,7 @@
 
 A store has many studies, one folder each, named by the study's identity (planner/store/folders.py).
 
-FOLDER/record.jsonl   the record: study, budget, trials, parity checks, the end; append-only, the truth
+FOLDER/record.jsonl   the record: study, budget, trials, attempts, parity checks, the end; append-only, the truth
        study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
        clock.json     seconds spent, between two lines of the record
        lock           the lock;  owner.json: the process that holds it
@@ -26,8 +26,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.planner.records import Parity, Trial
+from autoplan.planner.records import Attempt, Parity, Trial
 from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
 from autoplan.planner.store.folders import RECORD, move_aside
 from autoplan.planner.store.journal import RecordFile, store_error, write_atomically
 from autoplan.processes import ProcessIdentity, is_alive
@@ -85,9 +86,11 @@ class Store:
         self.folder = folder
         self.identity = identity
         self._trials: list[Trial] = []
+        self._attempts: list[Attempt] = []
         self._parities: dict[TrainingConfig, Parity] = {}
         self._budget_s: float | None = None
         self._finished: dict[str, Any] | None = None
+        self._reopened = False  # the record has a verdict of an earlier version that does not count
         self._spent_before_s = 0.0
         self._run_began = time.monotonic()
         self._clock_written = 0.0
@@ -134,8 +137,15 @@ class Store:
 
     @property
     def next_number(self) -> int:
-        """The number of the next trial."""
-        return 1 + max((trial.number for trial in self._trials), default=-1)
+        """The number of the next trial; one that did not run keeps its number."""
+        numbers = [trial.number for trial in self._trials]
+        numbers += [attempt.number for attempt in self._attempts if attempt.number is not None]
+        return 1 + max(numbers, default=-1)
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """The runs that something outside ended, in order."""
+        return tuple(self._attempts)
 
     def parity_of(self, config: TrainingConfig) -> Parity | None:
         """The parity verdict of a configuration, if it was checked."""
@@ -157,6 +167,11 @@ class Store:
         """Puts a finished trial on disk."""
         self._append({"kind": "trial", "trial": trial.model_dump(mode="json", exclude={"resumed"})})
         self._trials.append(trial)
+
+    def add_attempt(self, attempt: Attempt) -> None:
+        """Puts a run that does not count on disk."""
+        self._append({"kind": "attempt", "attempt": attempt.model_dump(mode="json")})
+        self._attempts.append(attempt)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
         """Puts a parity verdict on disk."""
@@ -226,14 +241,24 @@ class Store:
         self._spent_before_s = max(self._spent_before_s, float(document.get("spent_s", 0.0)))
         match document["kind"]:
             case "trial":
-                self._trials.append(Trial.model_validate(document["trial"] | {"resumed": True}))
+                trial = Trial.model_validate(document["trial"] | {"resumed": True})
+                if ended_from_outside(trial):
+                    self._attempts.append(as_attempt(trial))
+                    self._reopened |= trial.purpose != "search"
+                else:
+                    self._trials.append(trial)
             case "parity":
-                config = TrainingConfig.model_validate(document["config"])
-                self._parities[config] = Parity.model_validate(document["parity"])
+                parity = Parity.model_validate(document["parity"])
+                if check_did_not_run(parity):
+                    self._reopened = True
+                else:
+                    self._parities[TrainingConfig.model_validate(document["config"])] = parity
+            case "attempt":
+                self._attempts.append(Attempt.model_validate(document["attempt"]))
             case "budget":
                 self._budget_s = float(document["budget_s"])
                 self._finished = None
-            case "finished":
+            case "finished" if not self._reopened:
                 self._finished = {key: value for key, value in document.items() if key not in ("kind", "spent_s")}
 
 

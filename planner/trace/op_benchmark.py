@@ -10,7 +10,8 @@ In: a `TimingRequest` for each group of operations. Out: an `OpTiming` for each,
 - Each operation is timed at two sizes, because operands that fit the caches at few samples do not at many.
 - On a CPU, freed memory is kept between the runs. The cost of new pages is estimated separately (`first_touch` of the
   probes).
-- The host's own time between operations (dispatch) is not measured here.
+- The host's own time between operations (dispatch) is not measured here. On CUDA other work is queued before each
+  operation, so that the host's launch does not count either (probes/cuda_clock.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
+from autoplan.probes.cuda_clock import CudaClock
+from autoplan.probes.timing import filled
 from autoplan.strategies.techniques.allocator import keep_freed_memory
 
 REPEATS = ((0.003, 5), (0.02, 3), (0.15, 2), (float("inf"), 1))
@@ -37,6 +40,9 @@ REPRESENTATIVE_FLOPS = 1e10
 
 POOL_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Operands rotate through this much memory: several times the caches of one core; on a GPU, its L2 cache."""
+
+PROBABILITIES = (0.01, 0.99)
+"""Between these are the operands of operations that are no products."""
 
 LARGER_FACTORS = (8, 4, 2)
 LARGER_LIMIT_S = 0.03
@@ -113,7 +119,7 @@ def time_operations(
             expected_s = _scale_nearest(seconds_by_kind.get(kind, {}), request.work)
             if left_s <= 0 or (expected_s is not None and 3 * expected_s > left_s):
                 continue
-            seconds = runner.time(request.small_batch)
+            seconds = runner.time(request.small_batch, signed=request.flops > 0)
             if seconds is None:
                 continue
             timing_of_call[call_text] = _time_larger(runner, request, seconds, left_s)
@@ -160,7 +166,7 @@ def _time_larger(runner: OpRunner, request: TimingRequest, seconds: float, left_
             if size_bytes > LARGER_LIMIT_BYTES or expected_s > LARGER_LIMIT_S or 8 * expected_s > left_s:
                 continue
             call = extrapolate_call(small, large, factor)
-            larger_s = runner.time(call) if call is not None else None
+            larger_s = runner.time(call, signed=request.flops > 0) if call is not None else None
             if larger_s is not None:
                 return OpTiming(seconds=seconds, larger_s=max(larger_s, seconds), larger_factor=factor)
     return OpTiming(seconds=seconds)
@@ -226,22 +232,28 @@ class OpRunner:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._clock = CudaClock(device) if device.type == "cuda" else None
         self.pool_bytes = POOL_BYTES.get(device.type, POOL_BYTES["cuda"])
-        self._pools: dict[torch.dtype, torch.Tensor] = {}
+        self._pools: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self._next_start: dict[torch.dtype, int] = {}
         self._outputs: deque[tuple[Any, int]] = deque()  # results of the last runs, and their bytes
         self._output_bytes = 0
 
-    def time(self, call: OpCall) -> float | None:
+    def time(self, call: OpCall, *, signed: bool = False) -> float | None:
         """Seconds of an operation; None if it does not run by itself.
 
         The lower quartile of the runs, as in the probes (probes/timing.py): other work on the machine only adds time.
+
+        Args:
+            call: The operation.
+            signed: Its operands may be below 0, as those of products are. Others get probabilities: some operations
+                take nothing else, and on CUDA an assertion in a kernel ends the whole process.
         """
         try:
             with torch.no_grad():
-                first_s = self._run_once(call)
+                first_s = self._run_once(call, signed)
                 repeats = next(count for longest_s, count in REPEATS if first_s <= longest_s)
-                runs = [self._run_once(call) for _ in range(repeats)]
+                runs = [self._run_once(call, signed) for _ in range(repeats)]
         except (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError):
             return None  # it needs tensors with real values; the cost model then uses the measured rates
         finally:
@@ -249,44 +261,49 @@ class OpRunner:
                 self._pools.clear()  # it may have written infinities, or denormal numbers, which are slow
         return sorted(runs)[len(runs) // 4]
 
-    def _run_once(self, call: OpCall) -> float:
+    def _run_once(self, call: OpCall, signed: bool) -> float:
         arguments, options = pytree.tree_map(
-            lambda leaf: self._make_tensor(leaf) if is_shape(leaf) else leaf,
+            lambda leaf: self._make_tensor(leaf, signed) if is_shape(leaf) else leaf,
             (call.arguments, call.options),
             is_leaf=is_shape,
         )
-        if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            out = call.function(*arguments, **options)
-            end.record()
-            torch.cuda.synchronize(self.device)
-            seconds = float(start.elapsed_time(end)) / 1e3
+        out: list[Any] = []
+
+        def run() -> None:
+            out.append(call.function(*arguments, **options))
+
+        if self._clock is not None:
+            seconds = self._clock.sample(run)
         else:
             started = time.perf_counter()
-            out = call.function(*arguments, **options)
+            run()
             seconds = time.perf_counter() - started
-        self._keep_output(out)
+        self._keep_output(out[0])
         return seconds
 
-    def _make_tensor(self, shape: TensorShape) -> torch.Tensor:
+    def _make_tensor(self, shape: TensorShape, signed: bool) -> torch.Tensor:
         """A tensor of that shape, in a part of the pool that the last runs did not use."""
         span = max(_span(shape), 1)
         pool_elements = self.pool_bytes // shape.dtype.itemsize
         if span > pool_elements // 2:
-            return self._make_filled(span, shape.dtype).as_strided(shape.shape, shape.stride)
-        if shape.dtype not in self._pools:
-            self._pools[shape.dtype] = self._make_filled(pool_elements, shape.dtype)
+            return self._make_filled(span, shape.dtype, signed).as_strided(shape.shape, shape.stride)
+        pool = (shape.dtype, signed and shape.dtype.is_floating_point)
+        if pool not in self._pools:
+            self._pools[pool] = self._make_filled(pool_elements, shape.dtype, signed)
         start = self._next_start.get(shape.dtype, 0)
         if start + span > pool_elements:
             start = 0
         self._next_start[shape.dtype] = start + -(-span // 64) * 64
-        return self._pools[shape.dtype].as_strided(shape.shape, shape.stride, start)
+        return self._pools[pool].as_strided(shape.shape, shape.stride, start)
 
-    def _make_filled(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(count, dtype=dtype, device=self.device)
-        # Floats are neither zero, which some kernels skip, nor denormal; indices and masks are zero.
-        return tensor.fill_(0.01) if dtype.is_floating_point else tensor.zero_()
+    def _make_filled(self, count: int, dtype: torch.dtype, signed: bool) -> torch.Tensor:
+        """Floats are random: on a GPU power, and with it the clock, depends on how many bits change, and constant
+        operands ran at 894 TFLOP/s where random ones run at 788 (an H200). Indices and masks are zero."""
+        if not dtype.is_floating_point:
+            return torch.zeros(count, dtype=dtype, device=self.device)
+        if signed:
+            return filled((count,), dtype, self.device)
+        return filled((count,), torch.float32, self.device).abs_().clamp_(*PROBABILITIES).to(dtype)
 
     def _keep_output(self, out: Any) -> None:
         """Keeps results for a while, so that the next result does not get the same memory, which is in the caches."""

@@ -26,7 +26,7 @@ from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, 
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
 from autoplan.planner.trace.variants import PLAIN
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Ended, ProcessReport, Task, is_out_of_memory, limit_hit
+from autoplan.processes import Ended, ProcessReport, Task, is_out_of_memory, limit_hit, run_again
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -92,6 +92,7 @@ def trace_profile(
     cache_dir: Path | None = None,
     fresh: bool = False,
     limits: TraceLimits | None = None,
+    on_attempt: Callable[[ProcessReport], None] | None = None,
 ) -> ModelProfile:
     """The profile of a workload, from the cache or traced in a rank.
 
@@ -106,6 +107,7 @@ def trace_profile(
         cache_dir: The folder of cached profiles; None: the user's cache folder.
         fresh: Trace again, even if the profile is in the cache.
         limits: What the trace may take; None: TraceLimits().
+        on_attempt: Is told of each run that something outside ended; it is then made again.
 
     Raises:
         WorkloadError: the plain program does not run; the text begins with its own error.
@@ -117,7 +119,7 @@ def trace_profile(
     cached = None if fresh else _read_cache(path)
     if cached is not None and _serves(cached, variants, limits.time_limit_s):
         return cached
-    report = zygote.run(_task(spec, device, variants, limits))
+    report = run_again(zygote, _task(spec, device, variants, limits), on_attempt=on_attempt).report
     profile = _read_report(report, spec)
     if profile is not None:
         if report.ended is Ended.FINISHED:

@@ -15,11 +15,22 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from autoplan.planner.records import Outcome, PeakMemory, Prediction, Trial
+from autoplan.planner.records import Attempt, Outcome, PeakMemory, Prediction, Trial
 from autoplan.planner.trials.failures import classify_exception
 from autoplan.planner.trials.measure import invert
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
-from autoplan.processes import Ended, ProcessReport, Progress, RankReport, Task, Zygote
+from autoplan.processes import (
+    Cause,
+    Ended,
+    ProcessReport,
+    Progress,
+    RankReport,
+    Task,
+    Zygote,
+    cause_of,
+    killed_for_memory,
+    run_again,
+)
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -102,8 +113,22 @@ class TrialRunner:
         self.phase_deadlines_s = phase_deadlines_s
         self.seed = seed
 
-    def run(self, order: TrialOrder, *, on_progress: Callable[[Progress], None] | None = None) -> Trial:
-        """Runs one trial. Everything that happens in it is in the Trial; only KeyboardInterrupt passes through."""
+    def run(
+        self,
+        order: TrialOrder,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_attempt: Callable[[ProcessReport], None] | None = None,
+        left_s: Callable[[], float] | None = None,
+    ) -> Trial:
+        """Runs one trial. Everything that happens in it is in the Trial; only KeyboardInterrupt passes through.
+
+        Args:
+            order: What to measure.
+            on_progress: Is told how far it is.
+            on_attempt: Is told of each run that something outside ended; the trial is then run again.
+            left_s: Seconds left for running it again; None: as many as it takes.
+        """
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         began = time.monotonic()
         request = TrialRequest(
@@ -127,9 +152,35 @@ class TrialRunner:
             total_deadline_s=order.deadline_s,
             memory_limit_bytes=self.host_limit_bytes,
         )
-        report = self.zygote.run(task, on_progress=on_progress)
-        trial = make_trial(order, report, device=self.device, memory_limit_bytes=self.memory_limit_bytes)
+        runs = run_again(self.zygote, task, on_progress=on_progress, on_attempt=on_attempt, left_s=left_s)
+        trial = make_trial(order, runs.report, device=self.device, memory_limit_bytes=self.memory_limit_bytes)
+        if not runs.settled:
+            trial = did_not_run(trial, len(runs.lost))
         return trial.model_copy(update={"started": started, "seconds_spent": time.monotonic() - began})
+
+
+def did_not_run(trial: Trial, runs: int) -> Trial:
+    """The trial of a configuration that something outside ended each time: no verdict on it."""
+    times = "once, and there was no time to run it again" if runs == 1 else f"{runs} times, the last time so"
+    reason = f"it did not run: something outside ended it {times}: {trial.reason}"
+    return trial.model_copy(update={"outcome": Outcome.INTERRUPTED, "cause": Cause.OUTSIDE.value, "reason": reason})
+
+
+def make_attempt(
+    part: str, report: ProcessReport, *, number: int | None = None, config: TrainingConfig | None = None
+) -> Attempt:
+    """The record of a run that does not count."""
+    rank = report.first_failure
+    return Attempt(
+        part=part,
+        number=number,
+        config=config,
+        reason=_verdict(report).reason or report.describe(),
+        phase=report.phase,
+        exit_status=None if rank is None else _exit_status(rank),
+        seconds_spent=report.seconds,
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
 
 
 def make_trial(
@@ -140,7 +191,7 @@ def make_trial(
     The outcome is decided by what the supervisor did (deadline, memory limit), else by wait statuses and exceptions,
     else by the answers of the ranks; never by log text alone.
     """
-    verdict = _verdict(report)
+    verdict, cause = _verdict(report), cause_of(report)
     answers = [_answer(rank) for rank in report.ranks]
     good = [answer for answer in answers if answer is not None]
     first = good[0] if good else None
@@ -172,6 +223,7 @@ def make_trial(
         warnings=first.warnings if first is not None else (),
         last_lines=_last_lines(shown) if failed and shown is not None else "",
         exit_status=_exit_status(shown) if failed and shown is not None else None,
+        cause=None if cause is None else cause.value,
     )
 
 
@@ -202,7 +254,11 @@ def _verdict(report: ProcessReport) -> Verdict:
         case Ended.CANCELLED:
             return Verdict(outcome=Outcome.INTERRUPTED, reason="the search was interrupted")
         case Ended.ZYGOTE_LOST:
-            return Verdict(outcome=Outcome.CRASHED, detail="zygote", reason="the process that starts the trials died")
+            if killed_for_memory(report):
+                return _killed_for_memory(report)
+            return Verdict(outcome=Outcome.CRASHED, detail="zygote", reason=report.describe())
+        case Ended.NOT_STARTED:
+            return Verdict(outcome=Outcome.CRASHED, detail="fork", reason=report.describe())
         case Ended.RANK_FAILED:
             return _rank_verdict(report)
         case Ended.FINISHED:
@@ -214,17 +270,21 @@ def _rank_verdict(report: ProcessReport) -> Verdict:
     rank = report.first_failure
     assert rank is not None, "a failed task names the rank that failed"
     text = " ".join(report.describe().split())
+    if killed_for_memory(report):
+        return _killed_for_memory(report)
     if rank.error is not None:
         outcome, detail = classify_exception(rank.error.type_names, rank.error.message)
         return Verdict(outcome=outcome, detail=detail, reason=_shorten(text))
-    if rank.signal == signal.SIGKILL and report.kernel_oom_kills:
-        return Verdict(
-            outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=f"the kernel's out-of-memory killer ended it: {text}"
-        )
     if rank.signal == signal.SIGBUS:
         text += "; SIGBUS here usually means that /dev/shm is full"
     detail = _signal_name(rank.signal) if rank.signal is not None else f"exit status {rank.exit_code}"
     return Verdict(outcome=Outcome.CRASHED, detail=detail, reason=text)
+
+
+def _killed_for_memory(report: ProcessReport) -> Verdict:
+    text = _shorten(" ".join(report.describe().split()))
+    reason = f"the kernel's out-of-memory killer ended it: {text}"
+    return Verdict(outcome=Outcome.OUT_OF_MEMORY, detail="host", reason=reason)
 
 
 def _answer_verdict(report: ProcessReport) -> Verdict:

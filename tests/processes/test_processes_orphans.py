@@ -54,6 +54,8 @@ class Planner:
     def pid_of(self, victim: str) -> int:
         if victim == "planner":
             return self.process.pid
+        if victim == "guard":
+            return linux.parent_of(self.pid_of("zygote")) or 0
         if victim == "zygote":
             return int((self._directory / "zygote").read_text())
         return int(self._beat(1)["pid"])
@@ -71,13 +73,13 @@ class Planner:
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
-@pytest.mark.parametrize("victim", ["planner", "zygote", "rank"])
+@pytest.mark.parametrize("victim", ["planner", "zygote", "rank", "guard"])
 def test_nobody_is_left(victim: str, cold: bool, tmp_path: Path, token: str, planners: Planners) -> None:
     planner = Planner(tmp_path, token, cold, planners)
     grandchildren = planner.grandchildren()
     assert len(grandchildren) == 4 and all(linux.start_ticks(pid) for pid in grandchildren)
-    # The zygote, two ranks and four grandchildren, all of which carry the mark.
-    assert wait_until(lambda: len(survivors(token)) == 7, 5.0), "a new process shows its environment a moment later"
+    # The guard, the zygote, two ranks and four grandchildren, all of which carry the mark.
+    assert wait_until(lambda: len(survivors(token)) == 8, 5.0), "a new process shows its environment a moment later"
     lost = linux.parent_of(grandchildren[1])  # the double fork's survivor was adopted
     assert lost == planner.pid_of("zygote")
 
@@ -89,7 +91,7 @@ def test_nobody_is_left(victim: str, cold: bool, tmp_path: Path, token: str, pla
     output, _ = planner.process.communicate(timeout=30)
     if victim == "rank":
         assert json.loads(output) == ["rank_failed", 1, signal.SIGKILL]
-    elif victim == "zygote":
+    elif victim in ("zygote", "guard"):
         assert json.loads(output)[0] == "zygote_lost"
     else:
         assert planner.process.returncode == -signal.SIGKILL
@@ -104,7 +106,7 @@ def test_a_planner_killed_while_the_zygote_imports(tmp_path: Path, token: str, p
     arguments = [sys.executable, "-c", code, str(tmp_path), token]
     planner = subprocess.Popen(arguments, text=True, cwd=Path(__file__).parents[2])
     planners.append(planner)
-    assert wait_until(lambda: len(survivors(token)) == 1, 30.0)
+    assert wait_until(lambda: len(survivors(token)) == 2, 30.0)
     time.sleep(0.5)  # until it is in the import: before that it looks by itself
     planner.kill()
     planner.wait()
@@ -141,25 +143,38 @@ def test_a_fork_of_the_planner_keeps_nothing_alive(end: str, tmp_path: Path, tok
         if end == "close":
             assert planner.stdout.readline() == "closed\n"
         else:
-            assert wait_until(lambda: len(survivors(token)) == 4, 30.0)
+            assert wait_until(lambda: len(survivors(token)) == 5, 30.0)
             planner.kill()
         assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-def test_planner_and_zygote_killed_at_once_are_swept_for_by_the_next(
-    tmp_path: Path, token: str, planners: Planners
-) -> None:
+def test_planner_and_zygote_killed_at_once_leave_nobody(tmp_path: Path, token: str, planners: Planners) -> None:
     planner = Planner(tmp_path, token, False, planners)
     zygote_pid = planner.pid_of("zygote")
     os.kill(planner.process.pid, signal.SIGSTOP)  # neither may act on the other's death
     os.kill(zygote_pid, signal.SIGKILL)
     os.kill(planner.process.pid, signal.SIGKILL)
     planner.process.communicate(timeout=30)
-    # At most, since any other Zygote that starts on this machine at the same time sweeps too.
-    assert wait_until(lambda: len(survivors(token)) <= 4, GONE_WITHIN_S), "the ranks die with the zygote"
-    sweep_abandoned()
+    assert wait_until(lambda: not survivors(token), GONE_WITHIN_S), "the guard ends the ranks and their daemons"
+
+
+@pytest.mark.parametrize("others", [("zygote",), ("zygote", "planner")], ids="-".join)
+def test_the_guard_may_be_killed_too(others: tuple[str, ...], tmp_path: Path, token: str, planners: Planners) -> None:
+    planner = Planner(tmp_path, token, False, planners)
+    zygote_pid = planner.pid_of("zygote")
+    guard_pid = linux.parent_of(zygote_pid)
+    assert guard_pid is not None and guard_pid != planner.process.pid
+    victims = [guard_pid, *(planner.pid_of(name) for name in others)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in victims:
+            os.kill(pid, number)
+    if "planner" in others:  # nobody is left who could act: the next start does
+        planner.process.communicate(timeout=30)
+        # At most, since any other Zygote that starts on this machine at the same time sweeps too.
+        assert wait_until(lambda: len(survivors(token)) <= 4, GONE_WITHIN_S), "the ranks die with the zygote"
+        sweep_abandoned()
     assert wait_until(lambda: not survivors(token), GONE_WITHIN_S)
 
 
@@ -202,7 +217,7 @@ def test_close_leaves_nobody(token: str) -> None:
     zygote = Zygote(preload=(), env={"PROCESS_TEST_TOKEN": token})
     assert not zygote.alive and zygote.pid is None
     assert zygote.run(Task(target="json:dumps")).ended == "rank_failed"  # a context is not JSON; run() starts it
-    assert len(survivors(token)) == 1
+    assert len(survivors(token)) == 2  # the guard and the zygote
     zygote.close()
     zygote.close()
     assert survivors(token) == set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from autoplan.errors import WorkloadError
 from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, Calibration, MemoryFit, TimeFit
-from autoplan.planner.cost.columns import Floats
+from autoplan.planner.cost.columns import Floats, Ints
 from autoplan.planner.cost.communication import links_of
 from autoplan.planner.cost.prediction import Verdict, bound_of, spread, verdicts
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
 from autoplan.planner.cost.traced.compute import FAULTS_APART, GIVEN_BACK, discard_outlier_timings, first_touches
 from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory
 from autoplan.planner.cost.traced.rates import from_device
-from autoplan.planner.cost.traced.step_time import Machine, model_flops, step_parts
+from autoplan.planner.cost.traced.step_time import Machine, launch_over_work, model_flops, step_parts
 from autoplan.planner.records import Outcome, Prediction, Trial
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.rough_profile import rough_variant
@@ -117,18 +117,32 @@ class Estimator:
         size = len(candidates)
         parts, memory = np.zeros((len(FACTORS), size)), np.zeros((len(MEMORY_PARTS), size))
         bubble, flops = np.zeros(size), np.zeros(size)
-        pairs = candidates.variant * len(candidates.variants) + candidates.full_variant
-        for pair in np.unique(pairs):
-            here = np.flatnonzero(pairs == pair)
-            some = candidates.take(here)
-            plain = self.variant(candidates.variants[int(some.variant[0])])
-            full = self.variant(candidates.variants[int(some.full_variant[0])])
+        for here, some, plain, full in self._by_variant(candidates):
             parts[:, here], bubble[here], flops[here] = step_parts(self.machine, plain, full, some)
             parts[FACTORS.index("first_touch"), here] = self._first_touch_s(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
             memory[:, here] = [getattr(held, name) for name in MEMORY_PARTS]
         kept = MemoryParts(**dict(zip(MEMORY_PARTS, memory, strict=True)))
         return self._calibrated(candidates, parts, bubble, flops, kept)
+
+    def launch_over_work(self, configs: Sequence[TrainingConfig]) -> Floats:
+        """Seconds in which the host launches a micro-step over those in which the device works at it."""
+        blocks, out = self.profile.num_blocks, np.zeros(len(configs))
+        for here, some, plain, full in self._by_variant(
+            from_configs(configs, self.global_batch, device=self.device, num_blocks=blocks)
+        ):
+            out[here] = launch_over_work(self.machine, plain, full, some)
+        return out
+
+    def _by_variant(self, candidates: Candidates) -> Iterator[tuple[Ints, Candidates, VariantProfile, VariantProfile]]:
+        """The candidates of each variant: their places, themselves, the variant, and it with full checkpointing."""
+        pairs = candidates.variant * len(candidates.variants) + candidates.full_variant
+        for pair in np.unique(pairs):
+            here = np.flatnonzero(pairs == pair)
+            some = candidates.take(here)
+            plain = self.variant(candidates.variants[int(some.variant[0])])
+            full = self.variant(candidates.variants[int(some.full_variant[0])])
+            yield here, some, plain, full
 
     def _calibrated(
         self, candidates: Candidates, parts: Floats, bubble: Floats, flops: Floats, memory: MemoryParts

@@ -60,6 +60,14 @@ def step_parts(
     return parts, step.bubble_s, flops * c.accumulation * c.dp
 
 
+def launch_over_work(machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:
+    """Seconds in which the host launches a micro-step over those in which the device works at it."""
+    times, _ = _blended_times(machine, plain, full, c)
+    through = times.block * machine.profile.num_blocks + times.rest
+    launching = PARTS.index("dispatch")
+    return np.asarray(through[launching] / np.maximum(np.delete(through, launching, axis=0).sum(axis=0), 1e-30))
+
+
 def _blended_times(
     machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
 ) -> tuple[SegmentTimes, Floats]:

@@ -7,8 +7,9 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.cost.traced.estimator import CostTable
 from autoplan.planner.space import prune as prune_module
 from autoplan.planner.space.bounds import Bound, parse_bound
-from autoplan.planner.space.generate import generate
+from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.space.twins import without_twins
 from autoplan.probes.profile import Device, OperationReading
 from autoplan.record import Reading
 from autoplan.strategies.analysis.facts import Choices, LeftOut, offer
@@ -266,6 +267,65 @@ def test_a_very_large_space_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch):
     assert kept == [1, 3]
     assert families[0].configurations == 2
     assert "2.70 times" in families[0].by
+
+
+GPU_CONFIGS = tuple(
+    TrainingConfig.model_validate({"micro_batch": size, "precision": precision, "compile": scope, "compile_mode": mode})
+    for size in (1, 32)
+    for precision in ("fp32", "tf32", "bf16", "fp16")
+    for scope, mode in (("off", "default"), ("model", "default"), ("model", "reduce-overhead"))
+)
+
+
+def twins(rates: dict[str, float], *, named: tuple[str, ...] = (), stored_in_fp32: bool = True) -> Space:
+    """The rest of GPU_CONFIGS on a device of those rates, where micro-batches of 32 hide the launches."""
+    values = {"precision": ("fp32", "tf32", "bf16", "fp16"), "compile_mode": ("default", "reduce-overhead")}
+    return without_twins(
+        Space(candidates=GPU_CONFIGS, left_out=(), values=values),
+        device(**rates).model_copy(update={"type": "cuda"}),
+        named=named,
+        stored_in_fp32=stored_in_fp32,
+        launch_over_work=lambda configs: np.array([2.0 if config.micro_batch == 1 else 0.1 for config in configs]),
+    )
+
+
+def test_fp16_and_compiled_fp32_are_left_out_where_bf16_is_as_fast():
+    space = twins({"float32": 50e12, "bfloat16": 600e12, "float16": 610e12})
+    assert {config.precision for config in space.candidates} == {"fp32", "tf32", "bf16"}
+    assert {config.compile for config in space.candidates if config.precision == "fp32"} == {"off"}
+    assert {config.compile for config in space.candidates if config.precision == "tf32"} == {"off", "model"}
+    assert space.values["precision"] == ("fp32", "tf32", "bf16")
+    families = {family.family: family for family in space.left_out}
+    assert families["precision=fp16"].configurations == 6
+    assert "600 TFLOP/s in bf16, 610 in fp16" in families["precision=fp16"].by
+
+
+@pytest.mark.parametrize(
+    ("rates", "options"),
+    [
+        ({"float32": 8e12, "float16": 50e12}, {}),  # bf16 was not measured
+        ({"float32": 8e12, "bfloat16": 8e12, "float16": 50e12}, {}),  # a GPU that emulates bf16
+        ({"float32": 50e12, "bfloat16": 600e12, "float16": 610e12}, {"named": ("precision",)}),
+    ],
+)
+def test_fp16_and_compiled_fp32_stay_where_bf16_is_slow_or_the_user_named_them(rates, options):
+    space = twins(rates, **options)
+    assert {config.precision for config in space.candidates} == {"fp32", "tf32", "bf16", "fp16"}
+    assert {config.compile for config in space.candidates if config.precision == "fp32"} == {"off", "model"}
+
+
+def test_a_model_that_is_stored_in_bf16_keeps_its_plain_precision_compiled():
+    space = twins({"float32": 50e12, "bfloat16": 600e12, "float16": 610e12}, stored_in_fp32=False)
+    assert {config.compile for config in space.candidates if config.precision == "fp32"} == {"off", "model"}
+
+
+def test_cuda_graphs_are_left_out_where_launches_hide_behind_the_work():
+    space = twins({})
+    graphs = [config for config in space.candidates if config.compile_mode == "reduce-overhead"]
+    assert {config.micro_batch for config in graphs} == {1}
+    (family,) = space.left_out
+    assert family.configurations == 4 and "10% to 10% of the work" in family.by
+    assert twins({}, named=("compile_mode",)).candidates == GPU_CONFIGS
 
 
 def test_reading_bounds():

@@ -1,0 +1,197 @@
+"""What ended a task: the program, a limit, a fatal signal of its own, or something outside; and when to run it again.
+
+Whoever asks for a task needs to know whether its end says something about the task. A Python exception does: the same
+task would raise it again. A SIGKILL that nobody here sent does not: the task is run again (`run_again`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from autoplan.processes.client import Zygote
+from autoplan.processes.errors import ZygoteError
+from autoplan.processes.report import Ended, ErrorReport, ProcessReport
+from autoplan.processes.task import Progress, Task
+
+MAX_RETRIES = 2
+"""A task is run at most this many times more."""
+
+PAUSE_S = 1.0
+"""Before it is run again: the driver frees a killed process's memory, and other programs their shared memory, late."""
+
+LEAST_LEFT_S = 5.0
+"""With less time than this left, a task is not run again."""
+
+FATAL_SIGNALS = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
+)
+"""What a program's own fault raises. Memory that another program damaged, or a rare race, raises them too."""
+
+LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
+"""The limits of the user's shell on CPU time and file size (setrlimit(2)): the same again would meet them again."""
+
+# Texts of exceptions that come from the state of the machine: a full disk or /dev/shm, no process or thread to be had,
+# a port that is taken, a worker that was killed, a device that is busy or broken.
+OUTSIDE_TEXTS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "unable to allocate shared memory",
+    "out of shared memory",
+    "Resource temporarily unavailable",
+    "can't start new thread",
+    "Too many open files in system",
+    "Address already in use",
+    "is killed by signal: Killed",
+    "is killed by signal: Terminated",
+    "is killed by signal: Bus error",
+    "devices are busy or unavailable",
+    "device(s) is/are busy or unavailable",
+    "uncorrectable ECC error",
+    "GPU is lost",
+)
+WORKER_KILLED = "is killed by signal: Killed"
+
+
+class Cause(StrEnum):
+    """What ended a task that did not finish."""
+
+    PROGRAM = "program"
+    """It raised, exited by itself, or gave no result: the same again would do the same. Never run again."""
+    LIMIT = "limit"
+    """Our memory limit or deadline, a limit of the shell, or the kernel's out-of-memory killer. Never run again."""
+    FATAL_SIGNAL = "fatal_signal"
+    """SIGSEGV, SIGBUS, SIGABRT and the like. The same signal in the same phase a second time is a verdict."""
+    OUTSIDE = "outside"
+    """A signal that nobody here sent, a lost zygote, a failed fork, a full /dev/shm: it says nothing about the task."""
+
+
+def cause_of(report: ProcessReport) -> Cause | None:
+    """What ended a task; None if it finished, or if the caller ended it."""
+    match report.ended:
+        case Ended.FINISHED | Ended.CANCELLED:
+            return None
+        case Ended.MEMORY_LIMIT | Ended.DEADLINE:
+            return Cause.LIMIT
+        case Ended.ZYGOTE_LOST:
+            return Cause.LIMIT if report.kernel_oom_kills else Cause.OUTSIDE
+        case Ended.NOT_STARTED:
+            return Cause.OUTSIDE
+        case Ended.RANK_FAILED:
+            return _cause_of_rank(report)
+
+
+def _cause_of_rank(report: ProcessReport) -> Cause:
+    rank = report.first_failure
+    assert rank is not None, "a failed task names the rank that failed"
+    if killed_for_memory(report):
+        return Cause.LIMIT
+    if rank.error is not None:
+        return Cause.OUTSIDE if is_from_outside(rank.error) else Cause.PROGRAM
+    if rank.signal is None:
+        return Cause.PROGRAM
+    if rank.signal in LIMIT_SIGNALS:
+        return Cause.LIMIT
+    return Cause.FATAL_SIGNAL if rank.signal in FATAL_SIGNALS else Cause.OUTSIDE
+
+
+def killed_for_memory(report: ProcessReport) -> bool:
+    """Whether the kernel's out-of-memory killer ended the task: its counter rose, and a process died of SIGKILL."""
+    if not report.kernel_oom_kills:
+        return False
+    if report.ended is Ended.ZYGOTE_LOST:
+        return True
+    rank = report.first_failure
+    if rank is None:
+        return False
+    return rank.signal == signal.SIGKILL or (rank.error is not None and WORKER_KILLED in rank.error.message)
+
+
+def is_from_outside(error: ErrorReport) -> bool:
+    """Whether an exception comes from the state of the machine, by its type and by known texts."""
+    return error.is_a("KeyboardInterrupt") or any(text in error.message for text in OUTSIDE_TEXTS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runs:
+    """A task that was run until its end says something about it, or until no further run was allowed.
+
+    Attributes:
+        report: Of the run that counts, or of the last one that did not.
+        lost: The runs that do not count, in their order.
+        settled: False: no run counts, and nothing is known of the task.
+    """
+
+    report: ProcessReport
+    lost: tuple[ProcessReport, ...]
+    settled: bool
+
+
+def run_again(
+    zygote: Zygote,
+    task: Task,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_attempt: Callable[[ProcessReport], None] | None = None,
+    left_s: Callable[[], float] | None = None,
+) -> Runs:
+    """Runs a task, and runs it again where something outside ended it: at most twice, after a pause.
+
+    Args:
+        zygote: Starts the ranks; where they could not be started, or could not be ended, by a new process of its own.
+        task: What to run. Each run has the task's whole time, as far as `left_s` allows.
+        on_progress: As `Zygote.run` takes it.
+        on_attempt: Is told of each run that does not count.
+        left_s: Seconds that are left now; None: as many as it takes.
+
+    Raises:
+        ZygoteError: no zygote could be started, also after pauses.
+    """
+    lost: list[ProcessReport] = []
+    total_s = task.total_deadline_s
+    while True:
+        report = _run(zygote, task, on_progress)
+        shortened = bool(lost) and report.ended is Ended.DEADLINE and task.total_deadline_s != total_s
+        if not shortened and not _does_not_count(report, lost):
+            return Runs(report=report, lost=tuple(lost), settled=True)
+        if shortened:  # it had less time than the first run: that is no verdict on it
+            return Runs(report=lost[-1], lost=tuple(lost), settled=False)
+        lost.append(report)
+        if on_attempt is not None:
+            on_attempt(report)
+        left = None if left_s is None else left_s() - PAUSE_S * len(lost)
+        if len(lost) > MAX_RETRIES or (left is not None and left < max(LEAST_LEFT_S, report.seconds)):
+            return Runs(report=report, lost=tuple(lost), settled=False)
+        if report.left_behind or report.ended is Ended.NOT_STARTED:
+            zygote.close()
+        time.sleep(PAUSE_S * len(lost))
+        if left is not None:
+            task = replace(task, total_deadline_s=left if total_s is None else min(left, total_s))
+
+
+def _run(zygote: Zygote, task: Task, on_progress: Callable[[Progress], None] | None) -> ProcessReport:
+    """One run; a zygote that does not start is tried again as a task is."""
+    for retry in range(MAX_RETRIES):
+        try:
+            zygote.start()
+            break
+        except ZygoteError as error:
+            if not error.transient:
+                raise
+            time.sleep(PAUSE_S * (retry + 1))
+    return zygote.run(task, on_progress=on_progress)
+
+
+def _does_not_count(report: ProcessReport, lost: list[ProcessReport]) -> bool:
+    cause = cause_of(report)
+    if cause is Cause.FATAL_SIGNAL:
+        return _fatal_end(report) not in {_fatal_end(one) for one in lost if cause_of(one) is Cause.FATAL_SIGNAL}
+    return cause is Cause.OUTSIDE
+
+
+def _fatal_end(report: ProcessReport) -> tuple[int | None, str]:
+    rank = report.first_failure
+    return (None if rank is None else rank.signal), report.phase

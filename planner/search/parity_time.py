@@ -1,0 +1,130 @@
+"""The time that a search keeps free for the parity check: by what the parts of a check cost on this model.
+
+A check (planner/parity/) starts two processes. One runs the plain reference, the other builds the candidate as training
+would, and compiles it anew: its sequences are shorter than those of a trial, so that no kernel is in the cache. Both
+run a few small steps, then one pass at the workload's own sequence length, and passes with dropout on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoplan.planner.parity.records import (
+    CHECK_MICRO_BATCH,
+    CHECK_SEQUENCE_LENGTH,
+    CHECK_STEPS,
+    DROPOUT_SEEDS,
+    DROPOUT_SEQUENCE_LENGTH,
+    LARGE_MODEL_SEQUENCE_LENGTH,
+    SMALL_MODEL_PARAMETERS,
+    check_accumulation,
+)
+from autoplan.planner.search.selection import CandidateRuns
+from autoplan.planner.search.trial_cost import TrialCost
+from autoplan.strategies.config import TrainingConfig
+
+LEAST_SHARE, LEAST_S, MOST_LEAST_S = 0.12, 5.0, 45.0
+"""Kept at the least: a share of the budget, within these seconds."""
+
+MOST_SHARE = 0.3
+"""Of the budget that is kept at the most for what is not compiling; the check leaves parts out where time is short."""
+
+MOST_COMPILING_SHARE = 0.3
+"""Of the budget that is kept at the most for compiling."""
+
+OVERRUN = 0.1
+"""A check may end this share of the budget past the budget: without it the search would end with no plan."""
+
+SMALL_BATCH_FACTOR = 2.0
+"""A sample in the small micro-batches of the check takes so much longer than one in a trial's (assumed; on a GPU more,
+but there all of it takes a second)."""
+
+OPTIMIZER_STEPS = 4.0 * CHECK_STEPS
+"""The check copies and compares parameters and gradients at each step of both runs, and replays the optimizer on the
+candidate's gradients: each about as long as an optimizer step in a foreach form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCost:
+    """What a check costs on one model, besides compiling.
+
+    Attributes:
+        sequence_length: Of the workload; None: samples are no sequences.
+        parameters: That train.
+        sample_s: Seconds of a plain forward and backward of one sample of the workload's own length.
+        optimizer_s: Seconds of the plain optimizer step.
+        has_dropout: Whether passes with dropout on are made.
+    """
+
+    sequence_length: int | None
+    parameters: float
+    sample_s: float
+    optimizer_s: float = 0.0
+    has_dropout: bool = True
+
+
+def running_s(cost: ModelCost, config: TrainingConfig) -> float:
+    """Seconds of all forwards and backwards of a check, and of its optimizer steps, without starts and compiling."""
+    longest = CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
+    step_samples = CHECK_STEPS * check_accumulation(config) * min(config.micro_batch, CHECK_MICRO_BATCH) * config.dp
+    dropout_samples = (2 * DROPOUT_SEEDS + 1) * CHECK_MICRO_BATCH * config.dp
+    if cost.sequence_length is None:
+        samples = 2.0 * step_samples + dropout_samples
+    else:
+        length = min(longest, cost.sequence_length)
+        samples = 2.0 * step_samples * length / cost.sequence_length
+        samples += dropout_samples * min(DROPOUT_SEQUENCE_LENGTH, length) / cost.sequence_length
+        if length < cost.sequence_length:
+            samples += 2.0 * config.dp
+    return SMALL_BATCH_FACTOR * samples * cost.sample_s + OPTIMIZER_STEPS * cost.optimizer_s
+
+
+def compilations(cost: ModelCost, config: TrainingConfig) -> int:
+    """How often a check compiles: for its short sequences, for the workload's own length, and with dropout on."""
+    if config.compile == "off":
+        return 0
+    longest = CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
+    own_length = cost.sequence_length is not None and cost.sequence_length > longest
+    return 1 + own_length + cost.has_dropout
+
+
+def check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
+    """Expected seconds of a whole check of a configuration, reference included."""
+    return 2 * trials.fixed_s + running_s(cost, config) + compilations(cost, config) * trials.compile_s(config)
+
+
+def least_check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
+    """The same of the parts that a verdict needs: one compilation, where there is any."""
+    return 2 * trials.fixed_s + running_s(cost, config) + trials.compile_s(config)
+
+
+def reserve_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig, budget_s: float) -> float:
+    """Seconds that a search keeps free for the check of a configuration.
+
+    All its parts, as far as a share of the budget goes; one compilation in any case, since no verdict does without.
+    """
+    least_s = min(max(LEAST_SHARE * budget_s, LEAST_S), MOST_LEAST_S)
+    running = 2 * trials.fixed_s + running_s(cost, config)
+    one_s = trials.compile_s(config)
+    compiling = max(one_s, min(compilations(cost, config) * one_s, MOST_COMPILING_SHARE * budget_s))
+    return max(least_s, min(running, MOST_SHARE * budget_s)) + compiling
+
+
+def deadline_s(left_s: float, budget_s: float, *, expected_s: float, fallback_s: float, has_fallback: bool) -> float:
+    """Seconds for the check of a configuration: all that is left, and OVERRUN of the budget.
+
+    Args:
+        left_s: Of the budget; below 0 past it.
+        budget_s: All of it.
+        expected_s: Of the check.
+        fallback_s: Of the check of the eager configuration that is tried if this one does not end in its time.
+        has_fallback: Whether there is one: it gets its time, unless that would cut this one short.
+    """
+    limit_s = left_s + OVERRUN * budget_s
+    return min(limit_s, max(limit_s - fallback_s, expected_s)) if has_fallback else limit_s
+
+
+def first_eager(candidates: Sequence[CandidateRuns]) -> CandidateRuns | None:
+    """The first one that compiles nothing."""
+    return next((candidate for candidate in candidates if candidate.config.compile == "off"), None)

@@ -1,0 +1,261 @@
+"""What a search expects of its time: compilations by scope and mode, the parity check's reserve, the fallback."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoplan.planner.parity import compare
+from autoplan.planner.records import Interval, Outcome, Parity, Trial
+from autoplan.planner.search import parity_time
+from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.parity_time import ModelCost
+from autoplan.planner.search.sampler import AutoplanSampler, RedrawingSampler, make_sampler
+from autoplan.planner.search.session import BudgetOver
+from autoplan.planner.search.stages import find_verified, repeat_deadline_s
+from autoplan.planner.search.trial_cost import COMPILE_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
+from autoplan.processes import TaskFailedError
+from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig, knob_values
+
+PLAIN = TrainingConfig(micro_batch=4)
+COMPILED = PLAIN.model_copy(update={"compile": "model"})
+TUNED = COMPILED.model_copy(update={"compile_mode": "max-autotune-no-cudagraphs"})
+COST = ModelCost(sequence_length=1024, parameters=124e6, sample_s=4.0, optimizer_s=0.3)
+
+
+def trial_of(config: TrainingConfig, *, number: int = 0, seconds: float = 1.0, compile_s: float = 0.0, **fields: Any):
+    phases = {"start": 0.2, "build": 0.3, "warmup": 1.0, "measure": 2.0} | ({"compile": compile_s} if compile_s else {})
+    values: dict[str, Any] = {
+        "number": number,
+        "purpose": "search",
+        "config": config,
+        "outcome": Outcome.OK,
+        "phase": "done",
+        "step_time_s": Interval(median=seconds, low=seconds, high=seconds, samples=5),
+        "seconds_spent": 3.5 + compile_s,
+        "phase_seconds": phases,
+    }
+    return Trial(**(values | fields))
+
+
+def trial_cost(*configs: TrainingConfig) -> TrialCost:
+    return TrialCost(configs or (PLAIN,), global_batch=8, num_blocks=12, device="cpu", time_box_s=10.0)
+
+
+# Compilations.
+
+
+def test_a_compilation_is_known_by_its_scope_and_its_mode():
+    cost = trial_cost()
+    block, more = COMPILE_S["cpu"]
+    assert cost.compile_s(PLAIN) == 0.0
+    assert cost.compile_s(COMPILED) == block + 12 * more
+    assert cost.compile_s(TUNED) == SLOW_MODE_FACTOR * (block + 12 * more)
+    cost.observe(trial_of(COMPILED, compile_s=60.0))
+    assert cost.compile_s(COMPILED) == 60.0
+    assert cost.compile_s(TUNED) == SLOW_MODE_FACTOR * 60.0, "assumed from the default mode that was seen"
+    cost.observe(trial_of(TUNED, compile_s=150.0))
+    assert (cost.compile_s(COMPILED), cost.compile_s(TUNED)) == (60.0, 150.0)
+    assert cost.compile_s(PLAIN.model_copy(update={"compile": "block"})) == block
+
+
+def test_a_compilation_from_the_cache_says_nothing_about_one_without():
+    cost = trial_cost()
+    cost.observe(trial_of(COMPILED, compile_s=60.0, warnings=("compile cache: 0 hit(s), 3 miss(es)",)))
+    assert cost.compile_s(COMPILED, warm=True) == WARM_SHARE * 60.0
+    cost.observe(trial_of(COMPILED, compile_s=9.0, warnings=("compile cache: 3 hit(s), 0 miss(es)",)))
+    assert cost.compile_s(COMPILED) == 60.0
+    assert cost.compile_s(COMPILED, warm=True) == 9.0
+
+
+def test_a_candidate_that_differs_in_its_optimizer_alone_is_expected_to_find_its_kernels():
+    fused = COMPILED.model_copy(update={"optimizer_step": "fused"})
+    larger = COMPILED.model_copy(update={"micro_batch": 8})
+    cost = trial_cost(COMPILED, fused, larger)
+    cost.observe(trial_of(COMPILED, compile_s=60.0))
+    here = cost.all_s(np.array([1.0, 1.0, 1.0]))
+    assert here[1] == pytest.approx(here[2] - 30.0, abs=1.0)
+    assert cost.one_s(fused, 1.0) == pytest.approx(cost.one_s(larger, 1.0) - 30.0, abs=1.0)
+
+
+def test_a_repeat_finds_its_kernels_in_the_cache():
+    cost = trial_cost()
+    cold = trial_of(COMPILED, compile_s=60.0)
+    cost.observe(cold)
+    assert cost.repeat_s(cold) == pytest.approx(3.5 + 30.0)
+    warm = trial_of(COMPILED, number=1, compile_s=9.0, warnings=("compile cache: 3 hit(s), 0 miss(es)",))
+    cost.observe(warm)
+    assert cost.repeat_s(cold) == pytest.approx(3.5 + 9.0)
+    assert cost.repeat_s(warm) == warm.seconds_spent
+    assert cost.repeat_s(trial_of(PLAIN)) == 3.5
+
+
+# Slow modes.
+
+MODES = tuple(
+    TrainingConfig.model_validate({"micro_batch": size, "compile": "model", "compile_mode": mode})
+    for size in (1, 2, 4, 8)
+    for mode in knob_values("compile_mode") or ()
+)
+
+
+def seconds_of(config: TrainingConfig) -> float:
+    return (2.0 + 1.0 / config.micro_batch) * (0.97 if config.compile_mode.startswith("max-autotune") else 1.0)
+
+
+@pytest.mark.parametrize("sampler", ["autoplan", "random"])
+def test_the_slow_modes_are_for_the_leader_alone(sampler: str):
+    model = CandidateModel(MODES)
+    drawn = make_sampler(sampler, model, None, seed=0)
+    assert isinstance(drawn, AutoplanSampler | RedrawingSampler)
+    import optuna
+
+    study = optuna.create_study(sampler=drawn)
+    tried: list[TrainingConfig] = []
+    while drawn.reason_to_stop(study) is None:
+        asked = study.ask(drawn.distributions)
+        config = TrainingConfig.model_validate(asked.params)
+        if config.compile_mode.startswith("max-autotune"):
+            best = min((c for c in tried), key=seconds_of)
+            assert {**config.model_dump(), "compile_mode": ""} == {**best.model_dump(), "compile_mode": ""}
+        tried.append(config)
+        study.tell(asked, seconds_of(config))
+    assert len(set(tried)) == len(tried)
+    assert any(config.compile_mode == "max-autotune" and config.micro_batch == 8 for config in tried)
+
+
+def test_a_slow_mode_that_the_user_fixed_waits_for_nothing():
+    graphs = [config for config in MODES if config.compile_mode == "max-autotune"]
+    assert graphs[0].compile_mode in CUDAGRAPH_MODES
+    assert CandidateModel(graphs).assess().untried.all()
+
+
+# The reserve.
+
+
+def test_the_reserve_knows_what_the_winner_compiles():
+    cost = trial_cost()
+    eager_s = parity_time.reserve_s(cost, COST, PLAIN, 600.0)
+    cost.observe(trial_of(COMPILED, compile_s=60.0))
+    assert parity_time.reserve_s(cost, COST, PLAIN, 600.0) == eager_s
+    short, own, dropout = 60.0, 60.0, 60.0
+    assert parity_time.reserve_s(cost, COST, COMPILED, 600.0) == pytest.approx(eager_s + short + own + dropout)
+    short_budget_s = [parity_time.reserve_s(cost, COST, config, 120.0) for config in (PLAIN, COMPILED)]
+    assert short_budget_s[1] - short_budget_s[0] == pytest.approx(60.0), "no verdict does without one compilation"
+
+
+def test_the_reserve_grows_with_the_model():
+    cost = trial_cost()
+    small = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
+    assert parity_time.reserve_s(cost, small, PLAIN, 600.0) == 45.0
+    assert parity_time.reserve_s(cost, small, PLAIN, 30.0) == 5.0
+    slow = ModelCost(sequence_length=1024, parameters=124e6, sample_s=20.0, optimizer_s=1.0)
+    assert parity_time.reserve_s(cost, slow, PLAIN, 600.0) > 100.0
+    assert parity_time.reserve_s(cost, slow, PLAIN, 300.0) == parity_time.MOST_SHARE * 300.0
+
+
+def test_a_check_may_run_past_the_budget_and_leaves_time_for_the_eager_one():
+    late = parity_time.deadline_s(-5.0, 100.0, expected_s=30.0, fallback_s=0.0, has_fallback=False)
+    assert late == pytest.approx(5.0)
+    both = parity_time.deadline_s(60.0, 100.0, expected_s=30.0, fallback_s=20.0, has_fallback=True)
+    assert both == pytest.approx(50.0)
+    short = parity_time.deadline_s(30.0, 100.0, expected_s=30.0, fallback_s=20.0, has_fallback=True)
+    assert short == pytest.approx(30.0), "the winner's own time comes first"
+
+
+def test_a_repeat_is_ended_after_a_few_times_its_own_runs():
+    runs: Any = SimpleNamespace(first=trial_of(PLAIN), finalist_runs=(trial_of(PLAIN, seconds_spent=4.5),))
+    assert repeat_deadline_s(runs) == pytest.approx(3 * 4.5 + 5.0)
+
+
+# The fallback.
+
+
+def checked(passed: bool) -> Parity:
+    return Parity(
+        passed=passed,
+        tolerance=1e-3,
+        worst_gradient_difference=0.0,
+        worst_update_difference=0.0,
+        worst_group="",
+        loss_difference=0.0,
+        global_batch=8,
+        sequence_length=None,
+        changes_numerics=False,
+    )
+
+
+class Searched:
+    """As much of a session as the last stage asks for; the clock stands still."""
+
+    def __init__(self, trials: tuple[Trial, ...], folder: Path, left_s: float = 40.0) -> None:
+        self.notes: list[str] = []
+        self.budget_s, self.left_s = 100.0, left_s
+        self.store = SimpleNamespace(
+            trials=trials, folder=folder, parity_of=lambda config: None, add_parity=lambda config, parity: None
+        )
+        self.options = SimpleNamespace(allows=lambda config: True)
+        self.observer = SimpleNamespace(on_phase=lambda *texts: None)
+        self.zygote = None
+        self.context = SimpleNamespace(spec=SimpleNamespace(global_batch=8, sequence_length=None), device="cpu")
+        self.trial_cost = trial_cost()
+        self.parity_cost = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
+        for trial in trials:
+            self.trial_cost.observe(trial)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, ends: Any) -> list[tuple[TrainingConfig, float]]:
+    """A parity check that ends as `ends(config)` says; None: not in its time."""
+    asked: list[tuple[TrainingConfig, float]] = []
+
+    def run_parity(zygote: Any, spec: Any, config: TrainingConfig, *, deadline_s: float, **rest: Any) -> Parity:
+        asked.append((config, deadline_s))
+        passed = ends(config)
+        if passed is None:
+            report: Any = SimpleNamespace(describe=lambda: "the deadline passed")
+            raise TaskFailedError(report)
+        return checked(passed)
+
+    monkeypatch.setattr(compare, "run_parity", run_parity)
+    return asked
+
+
+TRIALS = (
+    trial_of(COMPILED, number=1, seconds=1.0, compile_s=20.0),
+    trial_of(COMPILED.model_copy(update={"optimizer_step": "fused"}), number=2, seconds=1.1, compile_s=20.0),
+    trial_of(COMPILED.model_copy(update={"micro_batch": 8}), number=3, seconds=1.2, compile_s=20.0),
+    trial_of(PLAIN, number=4, seconds=2.0),
+)
+
+
+def test_an_eager_configuration_is_checked_where_the_compiled_winner_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = plant(monkeypatch, lambda config: None if config.compile != "off" else True)
+    session: Any = Searched(TRIALS, tmp_path)
+    found = find_verified(session)
+    assert found is not None and found[0].config == PLAIN
+    assert [config for config, _ in asked] == [COMPILED, PLAIN], "no further compiled one is tried"
+    assert asked[0][1] < 50.0 == asked[1][1], "the first leaves time for the second"
+    assert "did not end in its time" in session.notes[0]
+
+
+def test_a_search_ends_without_a_plan_only_where_no_check_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = plant(monkeypatch, lambda config: None)
+    session: Any = Searched(TRIALS, tmp_path)
+    with pytest.raises(BudgetOver, match="compile=model"):
+        find_verified(session)
+    assert [config for config, _ in asked] == [COMPILED, PLAIN]
+
+
+def test_past_its_budget_a_search_checks_the_winner_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = plant(monkeypatch, lambda config: True)
+    session: Any = Searched(TRIALS[3:], tmp_path, left_s=-2.0)
+    found = find_verified(session)
+    assert found is not None and asked == [(PLAIN, pytest.approx(8.0))]
+    assert session.notes == [f"the parity check of {PLAIN.describe()} ended 2.0 s past the budget"]
