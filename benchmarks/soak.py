@@ -41,7 +41,7 @@ LEFT_S = 10.0
 RUN_S = 120.0
 """A run of the tiny search takes some 20 s; one that takes longer than this is a finding."""
 
-BUDGET_S, MORE_BUDGET_S = 30.0, 15.0
+BUDGET_S, MORE_BUDGET_S = 45.0, 20.0
 """Of a search, and what each further run of it adds: every start costs some seconds of it."""
 
 MARK = "AUTOPLAN_SOAK"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import is_out_of_memory
+from autoplan.processes import is_out_of_memory, machine_trouble
 from autoplan.record import Record
 from autoplan.strategies.analysis.facts import Choices, Dependence, WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -62,8 +62,9 @@ def run_inspect_rank(context: Any, spec: WorkloadSpec, hardware: HardwareProfile
         )
         answer = Inspection(facts=facts)
     except UsageError as error:
-        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
-            raise error.__cause__ from None  # the limit, not the function, is what the reader must hear of
+        trouble = machine_trouble(error)
+        if trouble is not None:
+            raise trouble from None
         answer = Inspection(error_code=error.code, error=error.message, hint=error.hint)
     except DeviceError as error:
         answer = Inspection(error_code=error.code, error=error.message, hint=error.hint)

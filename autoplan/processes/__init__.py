@@ -26,7 +26,15 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     linux.py          Linux calls that Python does not wrap, readings from /proc
 """
 
-from autoplan.processes.cause import Cause, Runs, cause_of, killed_for_memory, run_again
+from autoplan.processes.cause import (
+    Cause,
+    Runs,
+    cause_of,
+    killed_for_memory,
+    machine_trouble,
+    raised_from_outside,
+    run_again,
+)
 from autoplan.processes.client import Zygote, sweep_abandoned
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
@@ -58,6 +66,8 @@ __all__ = [
     "is_out_of_memory",
     "killed_for_memory",
     "limit_hit",
+    "machine_trouble",
+    "raised_from_outside",
     "run_again",
     "sweep_abandoned",
     "sweep_folders",

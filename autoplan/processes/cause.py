@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from autoplan.processes.client import Zygote
 from autoplan.processes.errors import ZygoteError
+from autoplan.processes.limits import is_out_of_memory
 from autoplan.processes.report import Ended, ErrorReport, ProcessReport
 from autoplan.processes.task import Progress, Task
 
@@ -111,8 +112,34 @@ def killed_for_memory(report: ProcessReport) -> bool:
 
 
 def is_from_outside(error: ErrorReport) -> bool:
-    """Whether an exception comes from the state of the machine, by its type and by known texts."""
-    return error.is_a("KeyboardInterrupt") or any(text in error.message for text in OUTSIDE_TEXTS)
+    """Whether an exception, or one that it was raised from, comes from the state of the machine.
+
+    Known by its type and by known texts. In a traceback the lines of exceptions are not indented, those of source are.
+    """
+    if error.is_a("KeyboardInterrupt"):
+        return True
+    lines = [error.message, *(line for line in error.traceback.splitlines() if not line.startswith(" "))]
+    return any(text in line for line in lines for text in OUTSIDE_TEXTS)
+
+
+def raised_from_outside(error: BaseException) -> BaseException | None:
+    """The exception in a chain of causes that comes from the state of the machine; None if none does."""
+    found: BaseException | None = error
+    while found is not None and not any(text in str(found) for text in OUTSIDE_TEXTS):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def machine_trouble(error: BaseException) -> BaseException | None:
+    """The exception behind an error that says nothing about the code that raised it; None if there is none.
+
+    Where memory ran out, or something outside failed, the rank raises this one instead of its own error: then the
+    report shows it, and the task is run again or the limit is named.
+    """
+    found: BaseException | None = error
+    while found is not None and not is_out_of_memory(found):
+        found = found.__cause__ or found.__context__
+    return found or raised_from_outside(error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

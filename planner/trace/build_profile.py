@@ -31,6 +31,7 @@ from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
 from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
 from autoplan.planner.trace.variants import PLAIN
+from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.workloads.workload import Workload
 
@@ -80,6 +81,8 @@ def profile_workload(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"{error.func} needs the values of a tensor"
     except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
+        if raised_from_outside(error) is not None:
+            raise
         why = _one_line(error)
     notes = (f"not traced on fake tensors ({why}): micro-steps were run for real instead",)
     tracer = VariantTracer(workload, device, contextlib.nullcontext())
@@ -174,6 +177,8 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
         except ConfigError as error:
             found.failed[key.text()] = error.message
         except Exception as error:  # a technique that does not go with this model, whatever the library raises
+            if raised_from_outside(error) is not None:  # which says nothing about the technique
+                raise
             found.failed[key.text()] = _one_line(error)
         longest_s = max(longest_s, time.perf_counter() - started)
     return found

@@ -26,7 +26,17 @@ from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, 
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
 from autoplan.planner.trace.variants import PLAIN
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Ended, ProcessReport, Task, is_out_of_memory, limit_hit, run_again
+from autoplan.processes import (
+    Cause,
+    Ended,
+    ProcessReport,
+    Task,
+    cause_of,
+    is_out_of_memory,
+    limit_hit,
+    machine_trouble,
+    run_again,
+)
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -119,7 +129,13 @@ def trace_profile(
     cached = None if fresh else _read_cache(path)
     if cached is not None and _serves(cached, variants, limits.time_limit_s):
         return cached
-    report = run_again(zygote, _task(spec, device, variants, limits), on_attempt=on_attempt).report
+    ends_at = None if limits.left_s is None else time.monotonic() + limits.left_s
+    report = run_again(
+        zygote,
+        _task(spec, device, variants, limits),
+        on_attempt=on_attempt,
+        left_s=None if ends_at is None else lambda: ends_at - time.monotonic(),
+    ).report
     profile = _read_report(report, spec)
     if profile is not None:
         if report.ended is Ended.FINISHED:
@@ -160,7 +176,10 @@ def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | No
     if report.phase == INPUT_PHASE and isinstance(result, dict):  # the profile was known before make_batch was timed
         profile = ModelProfile.model_validate(result)
         return profile if report.ended is Ended.FINISHED else _without_input(profile, report)
-    if failure is not None and failure.error is not None and not is_out_of_memory(failure.error):
+    trouble = failure is not None and failure.error is not None and is_out_of_memory(failure.error)
+    if cause_of(report) is Cause.OUTSIDE or trouble:
+        return None
+    if failure is not None and failure.error is not None:
         raise WorkloadError(
             f"{failure.error.type_name}: {failure.error.message}: raised while {spec.name} was traced",
             hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
@@ -243,6 +262,9 @@ def _trace_rank(
             before_input=before_input,
         )
     except AutoplanError as error:
+        trouble = machine_trouble(error)
+        if trouble is not None:
+            raise trouble from None
         context.report({"error": error.message, "hint": error.hint})
         return
     context.report(json.loads(profile.model_dump_json()))

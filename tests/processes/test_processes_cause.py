@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.errors import DeviceError
+from autoplan.errors import DeviceError, WorkloadError
 from autoplan.processes import (
     Cause,
     Ended,
@@ -142,6 +142,22 @@ def test_texts_of_a_machine_in_trouble(zygote: Zygote) -> None:
     assert cause.is_from_outside(error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed. "))
     assert cause.is_from_outside(error("KeyboardInterrupt", ""))
     assert not cause.is_from_outside(error("RuntimeError", "shapes differ"))
+    killed = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. \n\nThe above exception was ..."
+    exited = error("RuntimeError", "DataLoader worker (pid(s) 7) exited unexpectedly")
+    assert cause.is_from_outside(exited.model_copy(update={"traceback": killed}))
+    assert not cause.is_from_outside(exited.model_copy(update={"traceback": "    # " + killed})), "a line of source"
+
+
+def test_the_trouble_behind_an_error_is_found_in_its_causes() -> None:
+    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    ours = WorkloadError("make_batch raised RuntimeError: exited unexpectedly")
+    ours.__cause__ = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    assert cause.machine_trouble(ours) is None
+    ours.__cause__.__cause__ = killed
+    assert cause.machine_trouble(ours) is killed and cause.raised_from_outside(ours) is killed
+    full = MemoryError()
+    ours.__cause__ = full
+    assert cause.machine_trouble(ours) is full and cause.raised_from_outside(ours) is None
 
 
 FAILING_FORK = """
