@@ -41,8 +41,8 @@ LEFT_S = 10.0
 RUN_S = 120.0
 """A run of the tiny search takes some 20 s; one that takes longer than this is a finding."""
 
-BUDGET_S, MORE_BUDGET_S = 45.0, 20.0
-"""Of a search, and what each further run of it adds: every start costs some seconds of it."""
+BUDGET_S = 900.0
+"""Of a search over all its runs. A search whose budget ends is a finding."""
 
 MARK = "AUTOPLAN_SOAK"
 PHASES = ("inspect", "trace", "baseline", "search", "finalists", "parity", "write")
@@ -83,7 +83,6 @@ class Soak:
     def begin_search(self) -> None:
         """A new store for the next search."""
         self.store = self.folder / f"store{self.figures['searches']}-{uuid.uuid4().hex[:6]}"
-        self.budget_s = BUDGET_S
         self.record = b""
 
     def save(self) -> None:
@@ -154,11 +153,10 @@ def run_once(soak: Soak) -> None:
         file.unlink(missing_ok=True)
     temporary = soak.folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    if soak.random.random() < 0.5:  # so that it is traced again
+    if min(count for pair, count in soak.kills.items() if pair.startswith("trace/")) < LEAST:  # traced again
         shutil.rmtree(soak.cache / "autoplan" / "profiles", ignore_errors=True)
     environment = os.environ | {MARK: mark, "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(soak.cache)}
-    command = [sys.executable, "-m", "benchmarks.soak_search", str(soak.store), str(soak.budget_s)]
-    soak.budget_s += MORE_BUDGET_S
+    command = [sys.executable, "-m", "benchmarks.soak_search", str(soak.store), str(BUDGET_S)]
     with (soak.folder / "output").open("wb") as output:
         planner = subprocess.Popen(
             [*command, str(phase_file), str(result_file)],
@@ -306,7 +304,7 @@ def take_result(soak: Soak, result: dict[str, Any], temporary: Path, killed: lis
         soak.begin_search()
         return
     soak.errors[f"{result['status']}: {' '.join(str(result['reason']).split())[:160]}"] += 1
-    if result["status"] == "no_feasible_plan":  # a verdict, which the record keeps: no resume mends it
+    if result["status"] in ("no_feasible_plan", "budget_ended"):  # the record keeps it: no resume mends it
         soak.finding("no_plan", f"{result['reason']} after {killed}")
         soak.begin_search()
 
