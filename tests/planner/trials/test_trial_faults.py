@@ -51,7 +51,7 @@ def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
     ("micro_batch", "outcome", "detail", "words"),
     [
         (12, Outcome.CRASHED, None, "planted"),
-        (192, Outcome.CRASHED, "SIGKILL", "signal 9"),
+        (192, Outcome.INTERRUPTED, "SIGKILL", "signal 9"),
         (384, Outcome.CRASHED, "SIGSEGV", "signal 11"),
         (8, Outcome.TIMEOUT, "warmup", f"deadline of {HANG_DEADLINE_S:.0f} s"),
         (16, Outcome.CRASHED, "exit status 3", "exit status 3"),

@@ -1,0 +1,250 @@
+"""What something outside ends is no verdict, in any part of a search. Every kill is a real one, in the workload."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan import api
+from autoplan.errors import AutoplanError, DidNotRunError
+from autoplan.planner.plan import Plan
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
+from autoplan.planner.store.store import Store
+from autoplan.processes import cause, linux
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+
+WORKLOAD = Path(__file__).parents[1] / "data" / "injected.py"
+FIXED = {"precision": "fp32", "compile": "off", "threads": 1, "checkpointing": "none", "optimizer_step": "own"}
+PARTS = ("inspect", "trace", "baseline", "search", "finalists", "parity")
+
+pytestmark = pytest.mark.usefixtures("probed_machine")
+
+
+class Injector(SearchObserver):
+    """Plants faults by part of the search, and tells the workload which part runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        folder.mkdir()
+        self.plant({})
+
+    def plant(self, faults: dict[str, tuple[str, int]]) -> None:
+        (self.folder / "plan.json").write_text(json.dumps(faults))
+        for path in self.folder.glob("*.[0-9]*"):
+            path.unlink()
+
+    def done(self) -> Counter[str]:
+        return Counter(path.name.partition(".")[0] for path in self.folder.glob("*.[0-9]*"))
+
+    def on_phase(self, name: str, detail: str = "") -> None:
+        (self.folder / "part").write_text(name)
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Injector]:
+    monkeypatch.setenv("FAULTS", str(tmp_path / "faults"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"])  # the machine's profile is there
+    monkeypatch.setattr(cause, "PAUSE_S", 0.1)
+    yield Injector(tmp_path / "faults")
+    marked = linux.environments("FAULTS")
+    assert [pid for pid, folder in marked.items() if folder == str(tmp_path / "faults")] == [], "somebody is left"
+
+
+def options(folder: Path, **changed: Any) -> SearchOptions:
+    values: dict[str, Any] = {"budget": 60.0, "device": "cpu", "max_trials": 2, "fix": FIXED}
+    return SearchOptions(spec=make_spec(model=f"{WORKLOAD}:make"), store=folder, **(values | changed))
+
+
+def search(folder: Path, injector: Injector, **changed: Any) -> SearchResult:
+    return run_search(options(folder, **changed), observer=injector)
+
+
+def record(result: SearchResult) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(result.store) / "record.jsonl").read_text().splitlines()]
+
+
+def forget_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace of another test does not answer."""
+    from autoplan.planner.trace import trace
+
+    monkeypatch.setattr(trace, "_read_cache", lambda path: None)
+
+
+@pytest.mark.slow
+def test_one_kill_in_every_part_changes_nothing(
+    tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_trace(monkeypatch)
+    kinds = ("kill", "full", "kill_zygote", "segv", "terminate", "kill")
+    injector.plant({part: (kind, 1) for part, kind in zip(PARTS, kinds, strict=True)})
+    result = search(tmp_path / "s", injector, budget=20.0)
+    assert result.status == "plan_found", result.reason
+    assert injector.done() == Counter(dict.fromkeys(PARTS, 1))
+    names = [*PARTS[:4], "finalist", "parity"]
+    assert [attempt.part for attempt in result.attempts] == names
+    assert all(trial.outcome in (Outcome.OK, Outcome.PRUNED) for trial in result.trials)
+    plan = result.plan
+    assert plan is not None and plan.parity.passed and plan.attempts == result.attempts
+    for name in names:
+        assert any(name in note and "does not count" in note for note in plan.notes), name
+    assert [line["attempt"]["part"] for line in record(result) if line["kind"] == "attempt"] == names
+    again = search(tmp_path / "s", injector, budget=20.0)
+    assert again.from_record and again.plan == plan and again.attempts == result.attempts
+
+
+@pytest.mark.exhaustive
+def test_a_baseline_that_is_killed_each_time_did_not_run_and_is_tried_again(tmp_path: Path, injector: Injector) -> None:
+    injector.plant({"baseline": ("kill", 99)})
+    result = search(tmp_path / "s", injector)
+    assert (result.status, result.exit_code, result.trials) == ("did_not_run", 4, ())
+    assert injector.done()["baseline"] == 3 == len(result.attempts)
+    assert "did not run" in (result.reason or "") and "signal 9" in (result.reason or "")
+    assert {line["kind"] for line in record(result)} == {"study", "budget", "attempt"}
+    with pytest.raises(DidNotRunError, match="same command tries it again"):
+        api.search(str(f"{WORKLOAD}:make"), **_arguments(tmp_path / "s"), observer=injector)
+    injector.plant({})
+    found = search(tmp_path / "s", injector)
+    assert found.status == "plan_found" and not found.from_record and len(found.attempts) == 6
+
+
+def _arguments(store: Path) -> dict[str, Any]:
+    return {"store": store, "budget": 60.0, "device": "cpu", "max_trials": 2, "fix": FIXED}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["kill", "kill_zygote", "full"])
+def test_a_check_that_is_killed_each_time_is_no_failed_check(tmp_path: Path, injector: Injector, kind: str) -> None:
+    injector.plant({"parity": (kind, 99)})
+    result = search(tmp_path / "s", injector)
+    assert (result.status, result.exit_code) == ("did_not_run", 4), result.reason
+    assert not [line for line in record(result) if line["kind"] in ("parity", "finished")]
+    injector.plant({})
+    found = search(tmp_path / "s", injector)
+    assert found.plan is not None and found.plan.parity.passed
+    trials = [trial.number for trial in found.trials]
+    assert trials == [trial.number for trial in result.trials], "only the check was made again"
+
+
+@pytest.mark.exhaustive
+def test_a_candidate_whose_check_is_killed_gives_way_and_is_checked_by_the_next_call(
+    tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autoplan.planner.parity import compare
+
+    real = compare._reference
+
+    def reference(*arguments: Any) -> Any:
+        injector.plant({})
+        found = real(*arguments)
+        first = not any("was the fastest left" in note for note in injector.notes)
+        injector.plant({"parity": ("kill", 99)} if first else {})
+        return found
+
+    monkeypatch.setattr(compare, "_reference", reference)
+    result = search(tmp_path / "s", injector, max_trials=4)
+    assert result.status == "plan_found", result.reason
+    assert any("it was not checked and is not the plan" in note for note in result.notes)
+    assert not [line for line in record(result) if line["kind"] == "finished"]
+    monkeypatch.setattr(compare, "_reference", real)
+    injector.plant({})
+    found = search(tmp_path / "s", injector, max_trials=4)
+    assert found.plan is not None and result.plan is not None and not found.from_record
+    assert found.plan.config != result.plan.config, "the fastest is checked now"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["kill", "kill_zygote"])
+def test_a_killed_finalist_is_no_failed_finalist(tmp_path: Path, injector: Injector, kind: str) -> None:
+    injector.plant({"finalists": (kind, 99)})
+    result = search(tmp_path / "s", injector)
+    assert result.status == "plan_found", result.reason
+    assert not [trial for trial in result.trials if trial.purpose == "finalist"]
+    assert len([attempt for attempt in result.attempts if attempt.part == "finalist"]) == 3
+    injector.plant({})
+    found = search(tmp_path / "s", injector)
+    assert not found.from_record and [trial for trial in found.trials if trial.purpose == "finalist"]
+
+
+@pytest.mark.exhaustive
+def test_finalists_that_crash_end_with_the_right_words(tmp_path: Path, injector: Injector) -> None:
+    injector.plant({"finalists": ("raise", 99)})
+    result = search(tmp_path / "s", injector)
+    assert result.status in ("no_feasible_plan", "plan_found")
+    if result.status == "no_feasible_plan":
+        assert "ran a second time" in (result.reason or "") and "parity" not in (result.reason or "")
+
+
+@pytest.mark.exhaustive
+def test_trials_that_are_all_killed_end_the_search(tmp_path: Path, injector: Injector) -> None:
+    injector.plant({"search": ("kill", 99)})
+    result = search(tmp_path / "s", injector, max_trials=6)
+    assert (result.status, result.exit_code) == ("did_not_run", 4)
+    assert injector.done()["search"] == 6, "two configurations, three runs each"
+    injector.plant({})
+    assert search(tmp_path / "s", injector, max_trials=6).status == "plan_found"
+
+
+# What may happen in each part of a search.
+
+TRANSIENT = ("kill", "kill_zygote", "full", "segv")
+LASTING = ("raise", "surrogate", "exit", "exit_0", "hang", "memory", "nan", "daemon")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kind", [*TRANSIENT, *LASTING])
+def test_every_fault_in_every_part(
+    tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch, part: str, kind: str
+) -> None:
+    """A fault at any time is an end with a reason or an error of autoplan, and the study goes on without it."""
+    forget_trace(monkeypatch)
+    injector.plant({part: (kind, 99)})
+    limits = {"budget": 45.0, "memory_limit": 1 << 30}
+    try:
+        result = search(tmp_path / "s", injector, **limits)
+    except AutoplanError as error:
+        assert error.exit_code != 1 and str(error).encode(), "a text that can be written"
+        assert kind not in TRANSIENT or isinstance(error, DidNotRunError)
+    else:
+        assert result.status != "plan_found" or result.plan is not None
+        assert result.model_dump_json()
+        assert all(line["kind"] != "finished" for line in record(result)) or kind not in ("kill", "kill_zygote", "full")
+    assert injector.done()[part] > 0, "the fault was never met"
+    injector.plant({})
+    fresh = kind not in TRANSIENT  # what the workload itself does is a verdict
+    found = search(tmp_path / "s", injector, fresh=fresh, budget=90.0, memory_limit=1 << 30)
+    assert found.status == "plan_found", found.reason
+    assert isinstance(found.plan, Plan) and found.plan.parity.passed
+
+
+# Records of earlier versions.
+
+
+def test_a_kill_in_a_record_of_an_earlier_version_no_longer_counts(tmp_path: Path) -> None:
+    config = TrainingConfig(micro_batch=4)
+    killed = Trial(
+        number=0, purpose="baseline", config=config, outcome=Outcome.CRASHED, detail="SIGKILL",
+        reason="killed by signal 9 in phase 'measure'", phase="measure", seconds_spent=3.0,
+    )  # fmt: skip
+    crashed = killed.model_copy(update={"number": 1, "detail": None, "purpose": "search"})
+    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
+        store.add_trial(killed)
+        store.add_trial(crashed)
+        store.finish("no_feasible_plan", reason="the plain fp32 run does not run here", ended_by="time")
+    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
+        assert [trial.number for trial in store.trials] == [1] and store.next_number == 2
+        assert [attempt.part for attempt in store.attempts] == ["baseline"]
+        assert store.finished is None
