@@ -94,7 +94,8 @@ def search(
         fix: Knobs to keep at one value, like `{"precision": "bf16"}`.
         bound: Knobs to keep within bounds, like `{"micro_batch": (1, 8), "precision": ["fp32", "bf16"]}`.
         device: "cuda" or "cpu". Default: CUDA where there is one.
-        memory_limit: What a trial may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
+        memory_limit: What a trial may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available;
+            of a GPU 95 %, less what a process takes there before any tensor.
         nproc: The largest number of ranks. Default: all visible GPUs; 1 on CPU.
         sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
             Optuna, whose illegal points are drawn again at no trial's cost.

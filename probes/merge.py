@@ -28,6 +28,7 @@ def merge_measured(device: Device, measured: Iterable[Measured]) -> Device:
                 update={
                     "operations": found.operations,
                     "kernel_launch_s": found.kernel_launch_s,
+                    "context_bytes": found.context_bytes,
                     "peak_flops_per_s": _peaks(found.operations),
                     "memory_bandwidth_bytes_per_s": _best(found.operations, ("copy", "add")),
                     "host_to_device_bytes_per_s": _transfers(found.operations, "host_to_device"),
@@ -62,7 +63,14 @@ def _best(operations: Sequence[OperationReading], kinds: Sequence[str]) -> Readi
 def refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> HardwareProfile:
     """A cached profile's measured figures, with what is read now (free memory, clocks, load)."""
     measured = [
-        Measured(type=d.type, index=d.index, operations=d.operations, kernel_launch_s=d.kernel_launch_s, complete=True)
+        Measured(
+            type=d.type,
+            index=d.index,
+            operations=d.operations,
+            kernel_launch_s=d.kernel_launch_s,
+            context_bytes=d.context_bytes,
+            complete=True,
+        )
         for d in cached.devices
         if d.operations
     ]

@@ -33,10 +33,11 @@ REASONS = {
     999: "unknown driver error",
 }
 
-# bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h, nvmlClocksEventReason*); idle is no throttling
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h, nvmlClocksEventReason*) that are throttling. Idle (0x1) is
+# not, nor is the software power cap (0x4): "clocks have been optimized to ensure not to exceed currently set power
+# limits", which is how a GPU runs at full load.
 CLOCK_EVENTS = {
     0x2: "clocks set by an application",
-    0x4: "software power cap",
     0x8: "hardware slowdown",
     0x10: "sync boost",
     0x20: "software thermal slowdown",

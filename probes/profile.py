@@ -91,6 +91,9 @@ class Device(Record):
     kernel_launch_s: Reading | None = Field(
         default=None, description="host time to launch (CUDA) or dispatch (CPU) one small operation"
     )
+    context_bytes: Reading | None = Field(
+        default=None, description="CUDA: memory that a process takes before any tensor: context and libraries"
+    )
     state: dict[str, Reading] = Field(
         default_factory=dict, description="clocks, power, temperature, utilisation at probe time"
     )

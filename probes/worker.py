@@ -59,6 +59,7 @@ class Measured(Record):
     index: int
     operations: tuple[OperationReading, ...] = ()
     kernel_launch_s: Reading | None = None
+    context_bytes: Reading | None = Field(default=None, description="CUDA: what a process takes before any tensor")
     others_cpu_share: float = Field(
         default=0.0, description="share of all cores that other processes kept busy during the measurement"
     )
@@ -135,6 +136,26 @@ def _open_device(kind: str, index: int, threads: int) -> Any:
     return device
 
 
+def _free_bytes(request: ProbeRequest) -> float | None:
+    """What the driver says is free on a GPU, before this process has a context there; None: a CPU, or not known."""
+    if request.type == "cpu":
+        return None
+    from autoplan.probes.gpu import read_gpus
+
+    found = [gpu for gpu in read_gpus().devices if gpu.index == request.index]
+    return found[0].memory_available_bytes.value if found else None
+
+
+def _context_bytes(device: Any, free_before: float | None) -> Reading | None:
+    """What this process took on the GPU by opening it: CUDA's context, kernels, and the libraries of products."""
+    import torch
+
+    if free_before is None:
+        return None
+    taken = max(0.0, free_before - torch.cuda.mem_get_info(device)[0])
+    return Reading(value=taken, unit="bytes", provenance="measured", source="free before and after the first product")
+
+
 class OtherProcesses:
     """How much of the machine's CPU time went to other processes since this was made."""
 
@@ -169,14 +190,16 @@ def _memory_limit_bytes(device: Any, given: float | None) -> float:
     return 0.5 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
 
 
-def _series(context: Context, request: ProbeRequest) -> Any:
+def _series(rank: Context, request: ProbeRequest) -> Any:
     """Yield what is measured so far after each series of measurements; the series that are needed most come first."""
     from autoplan.probes import launch
     from autoplan.probes.timing import Budget, Rates, measure_operations
 
     started = time.perf_counter()
     others = OtherProcesses()
+    free_before = _free_bytes(request)
     device = _open_device(request.type, request.index, request.threads)
+    context = _context_bytes(device, free_before)
     reading = launch.probe_launch(device)
     operations: list[OperationReading] = []
     notes: list[str] = []
@@ -195,7 +218,7 @@ def _series(context: Context, request: ProbeRequest) -> Any:
             cap_s=0.4 if device.type == "cpu" else 0.25,
             memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
             rates=rates,
-            on_progress=lambda label: context.heartbeat(doing=label),
+            on_progress=lambda label: rank.heartbeat(doing=label),
         )
         operations += readings
         notes += left_out
@@ -208,6 +231,7 @@ def _series(context: Context, request: ProbeRequest) -> Any:
             index=request.index,
             operations=tuple(operations),
             kernel_launch_s=reading,
+            context_bytes=context,
             others_cpu_share=others.cpu_share(),
             notes=tuple(notes),
             seconds=time.perf_counter() - started,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,9 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.state import collect_state, restore_state
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import agree_on_overflow, data_position, local_tensor, rank_seed
-from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch, split_batch
+from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
 from autoplan.strategies.workloads.training_mode import caching_configs, without_cache
+from autoplan.strategies.workloads.transfer import device_micro_batches
 
 
 class StepResult(NamedTuple):
@@ -93,11 +94,15 @@ class TrainingRun:
             return total, count, divisor
         total = torch.zeros((), device=self.device)
         count = torch.zeros((), device=self.device)
-        for number, micro in enumerate(split_batch(batch, self.config.micro_batch), start=1):
+        for number, micro in enumerate(self.micro_batches(batch), start=1):
             micro_total, micro_count = self.micro_step(micro, divisor, sync=number == self.accumulation)
             total += micro_total
             count += micro_count
         return total, count, divisor
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """The micro-batches of some of a step's samples on this rank's device, in order; the host waits for none."""
+        return device_micro_batches(batch, self.config.micro_batch, self.device)
 
     def loss_divisor(self, batch: Batch) -> torch.Tensor:
         """What the summed loss is divided by in the backward: the count of the whole global batch.
@@ -107,7 +112,7 @@ class TrainingRun:
         """
         count = self.workload.count
         share = count(batch) if count is not None else batch_size(batch) * self.workload.tokens_per_sample
-        divisor = torch.tensor(float(share), device=self.device)
+        divisor = torch.full((), float(share), device=self.device)  # torch.tensor() would copy, and wait for the copy
         return self._build.gradients.sum_over_ranks(divisor)
 
     def micro_step(self, micro: Batch, divisor: torch.Tensor, *, sync: bool) -> tuple[torch.Tensor, torch.Tensor]:

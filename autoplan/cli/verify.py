@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from autoplan.planner.plan import Plan
     from autoplan.planner.records import Parity, Trial
 
-MEMORY_SHARE = 0.8  # of what is available, as a search takes by default
-
 
 def verify_command(
     plan: PlanArgument = DEFAULT_PLAN,
@@ -91,15 +89,14 @@ def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> No
 def verify_plan(plan: Plan, seconds: float) -> tuple[Parity, Trial]:
     """The parity check and one measured trial of a plan's configuration, in ranks of their own."""
     from autoplan.planner.parity.compare import run_parity
+    from autoplan.planner.search.setup import limits
     from autoplan.planner.trials.runner import TrialOrder, TrialRunner
     from autoplan.probes.run import pick_device, read_host_profile
     from autoplan.processes import Zygote, folder_prefix
 
     profile = read_host_profile()
     device = pick_device(profile, plan.device)
-    host_limit = int(MEMORY_SHARE * (profile.host.memory_available_bytes.value or 0))
-    available = profile.device(device).memory_available_bytes.value
-    limit = host_limit if device == "cpu" or available is None else int(MEMORY_SHARE * available)
+    limit, host_limit = limits(profile, device, None, measured=plan.hardware)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder, Zygote() as zygote:
         parity = run_parity(
             zygote,

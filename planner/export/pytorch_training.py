@@ -137,7 +137,8 @@ def step(plan: Plan) -> str:
         f"    divisor = {divisor}",
         "    total = torch.zeros((), device=device)",
         "    count = torch.zeros((), device=device)",
-        "    for start in range(0, GLOBAL_BATCH, MICRO_BATCH):",
+        "    micros = device_micro_batches(batch, MICRO_BATCH, device)",
+        "    for _ in range(ACCUMULATION):",
         *_micro_step_lines(plan.config),
         *(["    scaler.unscale_(optimizer)"] if fp16 else []),
     ]
@@ -155,7 +156,15 @@ def step(plan: Plan) -> str:
         "    optimizer.zero_grad(set_to_none=True)",
         "    return float(total / count)",
     ]
-    return "\n\n\n".join([_BATCH_HELPERS, "\n".join(lines)])
+    return "\n\n\n".join([_CUT, *_transfer(plan.device), "\n".join(lines)])
+
+
+def _transfer(device: str) -> list[str]:
+    """`device_micro_batches`: the micro-batches of a step on the device."""
+    if device == "cpu":
+        return [_MOVE]
+    names = ("MOVED_AT_ONCE_BYTES", "device_micro_batches", "_host_bytes", "_copied_ahead", "_copy_stream")
+    return [_SPLIT, take("workloads/batch.py", "move_batch"), take("workloads/transfer.py", *names)]
 
 
 def _micro_step_lines(config: TrainingConfig) -> list[str]:
@@ -168,14 +177,14 @@ def _micro_step_lines(config: TrainingConfig) -> list[str]:
         loss = f"scaler.scale{loss}"
     mark = ["        torch.compiler.cudagraph_mark_step_begin()"] if config.compile_mode in CUDAGRAPH_MODES else []
     return [
-        "        micro = move(cut(batch, start, start + MICRO_BATCH), device)",
+        "        micro = next(micros)",
         *mark,
         "        with without_cache(caching):",
         f"            with {context}:",
         "                micro_total, micro_count = module(micro)",
         f"            {loss}.backward()",
         "        total += micro_total.detach().float()",
-        "        count += torch.as_tensor(micro_count, device=device).detach().float()",
+        "        count += micro_count",
     ]
 
 
@@ -190,22 +199,32 @@ def _optimizer_step_lines(fp16: bool) -> list[str]:
     ]
 
 
-_BATCH_HELPERS = '''def cut(batch, start, stop):
+_CUT = '''def cut(batch, start, stop):
     """The samples start to stop of a nest of tensors whose first dim counts samples."""
     if isinstance(batch, dict):
         return {key: cut(value, start, stop) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         return type(batch)(cut(value, start, stop) for value in batch)
-    return batch[start:stop] if isinstance(batch, torch.Tensor) and batch.dim() else batch
+    return batch[start:stop] if isinstance(batch, torch.Tensor) and batch.dim() else batch'''
 
+_SPLIT = '''def split_batch(batch, micro_batch):
+    """The batch in micro-batches, in order."""
+    for start in range(0, GLOBAL_BATCH, micro_batch):
+        yield cut(batch, start, start + micro_batch)'''
 
-def move(batch, device):
+_MOVE = '''def move(batch, device):
     """The batch on a device."""
     if isinstance(batch, dict):
         return {key: move(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         return type(batch)(move(value, device) for value in batch)
-    return batch.to(device, non_blocking=True) if isinstance(batch, torch.Tensor) else batch'''
+    return batch.to(device, non_blocking=True) if isinstance(batch, torch.Tensor) else batch
+
+
+def device_micro_batches(batch, micro_batch, device):
+    """The micro-batches of a step on the device, in order."""
+    for start in range(0, GLOBAL_BATCH, micro_batch):
+        yield move(cut(batch, start, start + micro_batch), device)'''
 
 
 def _items(plan: Plan) -> str:

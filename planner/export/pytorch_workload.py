@@ -28,7 +28,7 @@ def imports(plan: Plan, task: str) -> str:
     modules = {"argparse", "contextlib", "time"}
     modules |= {"inspect", "importlib.util", "sys", "types"} if function else {"json"}
     modules |= {"ctypes", "sys"} if config.allocator == "keep" else set()
-    modules |= {"functools"} if fused or config.checkpointing != "none" else set()
+    modules |= {"functools"} if fused or config.checkpointing != "none" or plan.device == "cuda" else set()
     lines = [f"import {name}" for name in sorted(modules)]
     kinds = ["Iterator"] + (["Iterable"] if function else []) + (["Callable"] if fused or function else [])
     lines += [f"from collections.abc import {', '.join(sorted(kinds))}"]
@@ -44,6 +44,7 @@ def imports(plan: Plan, task: str) -> str:
             "    checkpoint_wrapper,",
             ")",
         ]
+    lines += ["from torch.utils import _pytree as pytree"] if plan.device == "cuda" else []
     names = ["checkpoint"] if fused else []
     if config.checkpointing != "none":
         names = ["CheckpointPolicy", *names, "create_selective_checkpoint_contexts"]

@@ -54,7 +54,7 @@ class SearchOptions:
             Bound. When it is read, each is a Bound.
         device: "cuda" or "cpu"; None: CUDA where there is one.
         memory_limit: What one trial may take on the device (host memory on CPU): "8GiB", bytes, or "80%" of all the
-            memory there is; None: 80 % of what is available.
+            memory there is; None: 80 % of what is available, of a GPU 95 % less its context.
         nproc: The largest number of ranks; None: all visible GPUs, 1 on CPU.
         sampler: "autoplan", "tpe", "random", or a sampler of Optuna.
         out: Where the plan is written; None: only into the store.

@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
 
 MEMORY_SHARE = 0.8
-"""Share of the available memory that a trial may take unless --memory-limit says otherwise."""
+"""Share of the available host memory that a trial may take unless --memory-limit says otherwise: the system's own
+out-of-memory killer must never have to act."""
+
+CUDA_MEMORY_SHARE = 0.95
+"""The same of a GPU, less what a process takes there before any tensor: running out is an exception of one process."""
+
+CONTEXT_BYTES = 6e8
+"""Of a CUDA context with its libraries, where the probes did not measure it (assumed)."""
 
 INSPECT_DEADLINE_S, INSPECT_SHARE = 300.0, 0.25
 """The longest inspection: seconds, or a share of the budget where that is more; and never more than is left of it."""
@@ -190,7 +197,7 @@ def prepare_search(
     target = find_target(options, now)
     device = target.device
     hardware = _probe(now, device, zygote, observer, saved, ranks=target.nproc)
-    memory_limit, host_limit = limits(now, device, target.given_limit_bytes)
+    memory_limit, host_limit = limits(now, device, target.given_limit_bytes, measured=hardware)
     observer.on_hardware(hardware, memory_limit)
 
     budget_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
@@ -309,8 +316,20 @@ def _probe(
     return hardware
 
 
-def limits(hardware: HardwareProfile, device: Literal["cuda", "cpu"], wanted_bytes: int | None) -> tuple[int, int]:
+def limits(
+    hardware: HardwareProfile,
+    device: Literal["cuda", "cpu"],
+    wanted_bytes: int | None,
+    *,
+    measured: HardwareProfile | None = None,
+) -> tuple[int, int]:
     """What one trial may take on its device, and of host memory.
+
+    Args:
+        hardware: The machine as it is now.
+        device: cuda or cpu.
+        wanted_bytes: The limit that was given; None: a share of what is available.
+        measured: The probed machine, which says what a CUDA context takes; None: assumed.
 
     Raises:
         DeviceError: the machine does not say how much is available, and no limit was given.
@@ -323,8 +342,17 @@ def limits(hardware: HardwareProfile, device: Literal["cuda", "cpu"], wanted_byt
             hint="Say how much a trial may take with --memory-limit, for example --memory-limit 8GiB.",
         )
     host_limit = int(MEMORY_SHARE * host) if host is not None else int(wanted_bytes or here or 0)
-    limit = wanted_bytes if wanted_bytes is not None else int(MEMORY_SHARE * (here or 0))
+    limit = wanted_bytes if wanted_bytes is not None else _share_bytes(here or 0, device, measured)
     return limit, (limit if device == "cpu" else host_limit)
+
+
+def _share_bytes(available: float, device: Literal["cuda", "cpu"], measured: HardwareProfile | None) -> int:
+    """The limit that nobody gave, in bytes."""
+    if device == "cpu":
+        return int(MEMORY_SHARE * available)
+    reading = None if measured is None else measured.device("cuda").context_bytes
+    context = CONTEXT_BYTES if reading is None or reading.value is None else reading.value
+    return max(0, int(CUDA_MEMORY_SHARE * available - context))
 
 
 def inspect(

@@ -53,9 +53,14 @@ class MemoryMonitor:
             )
         return PeakMemory(resident_bytes=_resident_peak_bytes(), limit_bytes=self.limit_bytes)
 
+    def forget_retries(self) -> None:
+        """Counts from now on: in the first steps the allocator's cache holds blocks of sizes that come but once."""
+        if self.device.type == "cuda":
+            self._retries_before = _allocator_retries(self.device)
+
     @property
     def allocator_retries(self) -> int:
-        """How often the allocator had to free its cache and try again: the configuration barely fits."""
+        """How often the allocator had to free its cache and try again since then: the configuration barely fits."""
         return _allocator_retries(self.device) - self._retries_before if self.device.type == "cuda" else 0
 
 

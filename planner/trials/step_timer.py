@@ -29,7 +29,6 @@ from autoplan.planner.trials.measure import (
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import EXPENSIVE, FITS_MICRO_STEPS, VERY_EXPENSIVE, WHOLE_STEP_SHARE, TrialRequest
 from autoplan.strategies.run import StepResult, TrainingRun
-from autoplan.strategies.workloads.batch import split_batch
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
@@ -42,6 +41,9 @@ MIN_SAMPLE_S = 0.05
 
 PART_MICRO_STEPS = 6
 """Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
+
+MOST_SKIPPED = 20
+"""Samples in a row in which fp16 loss scaling may skip steps: from 2**16 its scale has then halved to below 1."""
 
 COLD_FACTOR, WARM_FACTOR = 2.0, 1.1
 """A configuration is stopped before it is measured only if its micro-steps alone take this many times as long as the
@@ -174,7 +176,7 @@ class StepTimer:
         total = torch.zeros((), device=run.device)
         count = torch.zeros((), device=run.device)
         last = micro_steps
-        for number, micro in enumerate(split_batch(batch, run.config.micro_batch), start=1):
+        for number, micro in enumerate(run.micro_batches(batch), start=1):
             sync = number == last
             (micro_total, micro_count), seconds = self._time(
                 lambda micro=micro, sync=sync: run.micro_step(micro, divisor, sync=sync)  # type: ignore[misc]
@@ -225,7 +227,7 @@ class StepTimer:
         self._prepare_whole_steps()
         samples: list[float] = []
         while not is_settled(samples):
-            samples.append(self._whole_step_sample())
+            samples.append(self._taken_step_sample())
             if self._elapsed() > self.request.time_box_s / 3 and len(samples) >= 2:
                 if len(samples) >= 6:
                     self.warnings.append("step times had not settled when the warm-up ended")
@@ -241,9 +243,9 @@ class StepTimer:
         if self.request.config.pp > 1:  # no short step was made
             same = first_samples(self.run.workload, self.run.config.micro_batch, self.run.accumulation)
             self._keep_first_loss(float(self.run.step(same).loss))
-            step_s = self._whole_step_sample()
+            step_s = self._taken_step_sample()
         else:
-            step_s = [self._whole_step_sample() for _ in range(2)][-1]
+            step_s = [self._taken_step_sample() for _ in range(2)][-1]
         if self.request.config.pp > 1:
             self.context.phase("warmup")
             self._began = time.monotonic()
@@ -262,6 +264,14 @@ class StepTimer:
         if any(result.skipped for result in results):
             return math.nan
         return seconds / self._steps_per_sample
+
+    def _taken_step_sample(self) -> float:
+        """The same, once fp16 loss scaling skips none: its scale begins at 2**16 and halves at each skipped step."""
+        for _ in range(MOST_SKIPPED):
+            sample = self._whole_step_sample()
+            if not math.isnan(sample):
+                return sample
+        raise NonfiniteError(f"fp16 loss scaling skipped {MOST_SKIPPED} steps one after another")
 
     def measure_whole_steps(self) -> tuple[Interval, Stop]:
         """Times whole steps until the stop rule ends it.

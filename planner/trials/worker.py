@@ -57,7 +57,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, throttle=throttle)
     items = workload.global_batch * workload.tokens_per_sample
     try:
-        interval, stop = _measure(timer)
+        interval, stop = _measure(timer, memory)
     except NonfiniteError as error:
         return TrialAnswer(outcome=Outcome.NONFINITE, reason=str(error), loss=None, startup_s=startup_s)
     except CannotWinError as error:
@@ -115,15 +115,17 @@ def _shorten_timeout(seconds: float) -> None:
         change(timedelta(seconds=seconds), None)
 
 
-def _measure(timer: StepTimer) -> tuple[Interval, Stop]:
+def _measure(timer: StepTimer, memory: MemoryMonitor) -> tuple[Interval, Stop]:
     """Two short steps, then whole steps or parts until the stop rule ends it."""
     if not timer.request.config.pp > 1:
         timer.short_steps()
     if timer.choose_method() == "whole_steps":
         timer.warm_up()
         timer.context.phase("measure")
+        memory.forget_retries()
         return timer.measure_whole_steps()
     timer.context.phase("measure")
+    memory.forget_retries()
     return timer.measure_parts()
 
 

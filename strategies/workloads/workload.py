@@ -128,5 +128,5 @@ class TrainingModule(nn.Module):
                 "how many items that were, for example cross_entropy(..., reduction='sum') and labels.numel().",
             ) from None
         if not isinstance(count, torch.Tensor):
-            count = torch.tensor(count, device=total.device)
+            count = torch.full((), count, device=total.device)  # torch.tensor() would make the host wait for a copy
         return total, count

@@ -30,7 +30,7 @@ def test_a_gpu_is_read_with_units(tmp_path: Path) -> None:
     assert gpu.state["sm_clock"].value == 1.98e9 and gpu.state["sm_clock"].unit == "Hz"
     assert gpu.state["power"].value == pytest.approx(120.5) and gpu.state["power_limit"].value == 700
     assert gpu.state["temperature"].value == 41 and gpu.state["utilisation"].value == 0.03
-    assert gpu.throttle_reasons == ("software power cap", "hardware thermal slowdown")
+    assert gpu.throttle_reasons == ("hardware thermal slowdown",), "a GPU at its power limit is no slower than usual"
     assert gpu.mig is False
     assert gpu.datasheet_name == "NVIDIA H100 SXM 80GB"
     assert gpu.datasheet_peak_flops_per_s["bfloat16"].value == 989.4e12

@@ -199,7 +199,9 @@ class Searched:
         self.options = SimpleNamespace(allows=lambda config: True)
         self.observer = SimpleNamespace(on_phase=lambda *texts: None)
         self.zygote = None
-        self.context = SimpleNamespace(spec=SimpleNamespace(global_batch=8, sequence_length=None), device="cpu")
+        self.context = SimpleNamespace(
+            spec=SimpleNamespace(global_batch=8, sequence_length=None), device="cpu", host_limit_bytes=None
+        )
         self.trial_cost = trial_cost()
         self.parity_cost = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
         for trial in trials:

@@ -12,7 +12,7 @@ import torch
 from autoplan.planner.trials.measure import step_terms, sum_interval
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialRequest
-from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, StepTimer
+from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, NonfiniteError, StepTimer
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.sources import load_workload, make_spec
@@ -105,3 +105,21 @@ def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.Monke
         timer._add_samples(timer.short_step(PART_MICRO_STEPS))
     parts = sum_interval(step_terms(timer.parts, timer.run.accumulation)).median
     assert parts == pytest.approx(median(whole[2:]), rel=0.2)
+
+
+def test_steps_that_loss_scaling_skips_are_no_samples():
+    timer = make_timer("make_sound", 48, time_box_s=5.0)
+    timer.run = prepare(timer.run.workload, TrainingConfig(micro_batch=48, threads=1, precision="fp16"))
+    timer.run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # halves at each step until nothing overflows
+    timer.warm_up()
+    assert timer.run.scaler.get_scale() < 2.0**30
+    interval, _ = timer.measure_whole_steps()
+    assert interval.median > 0 and not any(sample != sample for sample in timer.samples)
+
+
+def test_steps_that_are_skipped_without_end_end_the_trial():
+    timer = make_timer("make_sound", 48, time_box_s=5.0)
+    timer.run = prepare(timer.run.workload, TrainingConfig(micro_batch=48, threads=1, precision="fp16"))
+    timer.run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with pytest.raises(NonfiniteError, match="skipped"):
+        timer.warm_up()
