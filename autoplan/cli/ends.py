@@ -141,6 +141,6 @@ def _open_closed() -> None:
                 os.dup2(opened, fd)
                 os.close(opened)
     if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)  # type: ignore[unreachable]  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # type: ignore[unreachable]  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
