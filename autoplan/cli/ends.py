@@ -106,6 +106,9 @@ class _Output:
             raise ReaderGone from error
         self._fail(error)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (sys, "stdout" if self._fd == 1 else "stderr")  # what refers to it travels without it
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
