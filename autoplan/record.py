@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from autoplan.text import all_writable
 
 Provenance = Literal["measured", "driver", "datasheet", "published", "assumed", "unknown"]
 
 
 class Record(BaseModel):
-    """A frozen record that crosses a process or a file; unknown fields are refused."""
+    """A frozen record that crosses a process or a file; unknown fields are refused.
+
+    Texts in it can always be written: a lone surrogate in one, which UTF-8 has no bytes for, is escaped.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_texts_writable(cls, value: Any) -> Any:
+        return {name: all_writable(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 class Reading(Record):

@@ -192,6 +192,11 @@ class Parity(Record):
     failures: tuple[str, ...] = Field(default=(), description="what failed, in sentences")
     not_checked: tuple[str, ...] = Field(default=(), description="what was not compared this time, and why")
 
+    @property
+    def compared(self) -> bool:
+        """Whether the check came to its comparisons; if not, the largest differences are placeholders."""
+        return self.passed or bool(self.worst_group)
+
 
 class LeftOutFamily(Record):
     """A family of configurations that was never tried: which, which limit it broke, by how much."""

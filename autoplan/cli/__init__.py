@@ -5,6 +5,15 @@ from __future__ import annotations
 
 def main() -> None:
     """Runs the command line and ends the process with its exit code."""
-    from autoplan.cli.app import run
+    from autoplan.cli import ends
 
-    raise SystemExit(run())
+    ends.prepare()
+    try:
+        from autoplan.cli.app import run
+
+        code = run()
+    except BaseException:  # a signal in the middle of an import, which may surface as any error
+        if ends.received() is None:
+            raise
+        code = ends.exit_code(130)
+    raise SystemExit(code)

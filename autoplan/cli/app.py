@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
 import typer
 
 from autoplan import __version__
-from autoplan.cli import output
+from autoplan.cli import ends, output
+from autoplan.cli.ends import ReaderGone
 from autoplan.cli.estimate import estimate_command
 from autoplan.cli.explain import explain_command
 from autoplan.cli.export import export_command
@@ -19,7 +21,7 @@ from autoplan.cli.schema import schema_command
 from autoplan.cli.search import EXAMPLES, search_command
 from autoplan.cli.show import show_command
 from autoplan.cli.verify import verify_command
-from autoplan.errors import AutoplanError, UsageError
+from autoplan.errors import AutoplanError, InterruptedSearchError, UsageError
 from autoplan.report.screen import is_plain
 from autoplan.strategies.config import knob_help
 
@@ -29,7 +31,8 @@ HELP = (
 )
 EPILOG = (
     "Exit codes: 0 done; 1 a bug of autoplan; 2 wrong usage or input; 3 nothing fits; 4 device unusable or busy; "
-    "5 budget ended before a verified plan; 6 export failed its check; 130 interrupted."
+    "5 budget ended before a verified plan; 6 export failed its check; 130 interrupted "
+    "(143 by SIGTERM, 129 by SIGHUP); 141 nobody reads the output."
 )
 
 
@@ -97,17 +100,48 @@ def call(app: typer.Typer) -> int:
 def run() -> int:
     """Runs the command in sys.argv; returns its exit code (see autoplan.errors)."""
     try:
-        return call(build_app())
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return _run()
+    except ReaderGone:
+        return ends.BROKEN_PIPE
+    except ends.OutputError as error:
+        output.show_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:  # a second signal, while the first was being said
+        return ends.exit_code(130)
+
+
+def _run() -> int:
+    try:
+        try:
+            code = call(build_app())
+            ends.flush()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            ends.flush()
+        return _interrupted() if code == 130 else code
+    except ends.OutputError:
+        raise
     except AutoplanError as error:
+        if ends.received() is not None:
+            return _interrupted()
         output.show_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone: nothing is left to say, or to whom
-        return 0
-    except Exception as error:  # whatever is left is our bug
+        return _interrupted()
+    except ReaderGone:
+        raise
+    except Exception as error:  # whatever is left is our bug, unless a signal came in the middle of an import
+        if ends.received() is not None:
+            return _interrupted()
         output.show_bug(error)
         return 1
+
+
+def _interrupted() -> int:
+    """The end by Ctrl-C, SIGTERM or SIGHUP: a last line, unless the command has said so, and its code."""
+    if not ends.said:
+        number = ends.received()
+        by = "" if number is None else f" by {signal.Signals(number).name}"
+        error = InterruptedSearchError(f"interrupted{by}", hint="What finished is kept; the same command goes on.")
+        output.show_error(error, ends.exit_code(130))
+    return ends.exit_code(130)

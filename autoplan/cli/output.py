@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoplan.cli.ends import OutputError
 from autoplan.errors import AutoplanError
 from autoplan.report.screen import make_console
+from autoplan.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,21 +41,21 @@ def wants_json() -> bool:
     return "--json" in sys.argv[1:]
 
 
-def show_error(error: AutoplanError) -> None:
-    """The error for a person on stderr, and with --json as a document on stdout too."""
-    sys.stderr.write(f"error: {error.flag_message}\n")
+def show_error(error: AutoplanError, exit_code: int | None = None) -> None:
+    """The error for a person on stderr, and with --json as a document on stdout too, with its code or the one given."""
+    sys.stderr.write(printable(f"error: {error.flag_message}\n"))
     if error.flag_hint:
-        sys.stderr.write(f"  {error.flag_hint}\n")
-    if wants_json():
+        sys.stderr.write(printable(f"  {error.flag_hint}\n"))
+    if wants_json() and not isinstance(error, OutputError):
         facts = {"code": error.code, "message": error.flag_message, "hint": error.flag_hint}
-        print_json({"status": "error", "error": facts | {"exit_code": error.exit_code}})
+        print_json({"status": "error", "error": facts | {"exit_code": exit_code or error.exit_code}})
 
 
 def show_bug(error: BaseException) -> None:
     """A bug of ours: a short text, and where its traceback is."""
-    text = "".join(traceback.format_exception(error))
+    text = printable("".join(traceback.format_exception(error)))
     place = _write_traceback(text)
-    sys.stderr.write(f"error: this is a bug in autoplan: {type(error).__name__}: {error}\n")
+    sys.stderr.write(printable(f"error: this is a bug in autoplan: {type(error).__name__}: {error}\n"))
     sys.stderr.write(f"  The traceback is in {place}; please report it.\n" if place else text)
     if wants_json():
         facts = {"code": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli import output
+from autoplan.cli import ends, output
 from autoplan.errors import UsageError
+from autoplan.text import printable
 
 if TYPE_CHECKING:
     from autoplan.planner.records import LeftOutFamily, Trial
@@ -217,7 +218,9 @@ def search_command(
         output.print_json(search_document(result))
     else:
         show_result(result, out, spec.unit)
-    raise typer.Exit(result.exit_code)
+    if result.status == "interrupted":
+        ends.said.append(result.status)
+    raise typer.Exit(ends.exit_code(result.exit_code))
 
 
 def make_spec(model: str, sequence_length: int | None, global_batch: int | None, **options: Any) -> WorkloadSpec:
@@ -293,7 +296,7 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
         content = facts.trial_rows([trial for trial in ends if trial is not None], unit)
         terminal.show_table(console, content, title="Best so far, not verified")
     terminal.show_left_out(console, result.left_out, more="--json")
-    sys.stderr.write(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n")
+    sys.stderr.write(printable(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n"))
     if result.hint:
         sys.stderr.write(f"  {result.hint}\n")
 
@@ -316,12 +319,13 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "status": result.status,
         "reason": result.reason,
         "hint": result.hint,
-        "exit_code": result.exit_code,
+        "exit_code": ends.exit_code(result.exit_code),
         "baseline": None if result.baseline is None else trial_document(result.baseline),
         "plan": None if result.plan is None else result.plan.model_dump(mode="json"),
         "plan_path": result.plan_path,
         "best": None if result.best is None else trial_document(result.best),
         "trials": [trial_document(trial) for trial in result.trials],
+        "attempts": [attempt.model_dump(mode="json") for attempt in result.attempts],
         "left_out": [left_out_document(family) for family in result.left_out],
         "candidates": [candidate_document(candidate) for candidate in result.candidates],
         "from_record": result.from_record,

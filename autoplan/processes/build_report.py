@@ -9,6 +9,7 @@ from typing import Any
 from autoplan.processes.files import rank_file, read_json, read_tail
 from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankReport
 from autoplan.processes.task import FIRST_PHASE, Task
+from autoplan.text import printable
 
 
 def build_report(task: Task, directory: Path, requested_at: float, ended: dict[str, Any]) -> ProcessReport:
@@ -64,11 +65,21 @@ def _rank_report(
         phase=beat["phases"][-1][0] if beat else FIRST_PHASE,
         facts=beat.get("facts", {}),
         result=written["result"] if written else None,
-        error=ErrorReport(**failure["error"]) if failure else None,
-        stderr_tail=read_tail(rank_file(directory, rank, "stderr")),
-        stdout_tail=read_tail(rank_file(directory, rank, "stdout")),
+        error=_error_report(failure["error"]) if failure else None,
+        stderr_tail=printable(read_tail(rank_file(directory, rank, "stderr"))),
+        stdout_tail=printable(read_tail(rank_file(directory, rank, "stdout"))),
         started=beat.get("started_at") is not None,
         failed_after_s=None if failed_at is None else failed_at - since,
+    )
+
+
+def _error_report(error: dict[str, Any]) -> ErrorReport:
+    """The exception that a rank wrote, as a screen may show it."""
+    return ErrorReport(
+        type_name=printable(error["type_name"]),
+        type_names=tuple(map(printable, error["type_names"])),
+        message=printable(error["message"]),
+        traceback=printable(error["traceback"]),
     )
 
 

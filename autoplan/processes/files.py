@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from autoplan.text import all_writable
+
 _KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
 _TAIL_BYTES = 16_384
 _OUTPUT_LIMIT_BYTES = 16 << 20
@@ -41,11 +43,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The value in a JSON file; None if it is not there or cannot be read."""
+    """The value in a JSON file, every text in it writable; None if it is not there or cannot be read."""
     try:
-        return json.loads(path.read_text())
+        text = path.read_text()
+        value = json.loads(text)
     except (OSError, ValueError):
         return None
+    return all_writable(value) if "\\ud" in text else value  # json escapes a lone surrogate so
 
 
 def read_tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> str:

@@ -51,9 +51,9 @@ def _guard(zygote_pid: int, planner_pidfd: int | None) -> NoReturn:
     try:
         exit_code = _await_zygote(zygote_pid, planner_pidfd)
     except _Terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         linux.signal_quietly(zygote_pid, signal.SIGKILL)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _sweep()
         os._exit(exit_code)
 

@@ -17,6 +17,7 @@ from autoplan.probes.profile import HardwareProfile
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.text import printable
 from autoplan.units import format_bytes, format_clock, format_number, format_seconds
 
 PHASES = {
@@ -56,7 +57,7 @@ class PlainProgress(SearchObserver):
 
     def say(self, text: str) -> None:
         """Prints one line."""
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
     def on_phase(self, name: str, detail: str = "") -> None:
         now = time.monotonic()
@@ -190,7 +191,10 @@ class LiveProgress(PlainProgress):
         self.console.print(
             Text.assemble(
                 (f"{trial.number:3d} ", "dim"),
-                (self.ending(trial, best), "green" if best is not None and best.number == trial.number else ""),
+                (
+                    printable(self.ending(trial, best)),
+                    "green" if best is not None and best.number == trial.number else "",
+                ),
                 "  ",
                 (trial.config.describe(), "dim" if good else "yellow"),
             )

@@ -12,6 +12,7 @@ from rich.text import Text
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import LeftOutFamily, Trial
 from autoplan.report import facts
+from autoplan.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +34,7 @@ def make_table(content: facts.Rows, *, title: str | None = None, right: Sequence
     for number, heading in enumerate(content.headings):
         table.add_column(Text(heading), justify="right" if number in right else "left", overflow="fold")
     for row in content.rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
@@ -54,7 +55,7 @@ def show_lines(console: Console, content: facts.Rows, title: str) -> None:
     console.print(Text(title + ":"))
     for row in (content.headings, *content.rows):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        console.print(Text(("  " + cells).rstrip()), soft_wrap=True)
+        console.print(Text(printable("  " + cells).rstrip()), soft_wrap=True)
     console.print()
 
 
@@ -100,4 +101,4 @@ def show_trials(console: Console, trials: Sequence[Trial], unit: str) -> None:
 
 def say(console: Console, topic: str, text: str) -> None:
     """`topic: text`, wrapped under itself on a terminal."""
-    console.print(Text.assemble((f"{topic}: ", "bold"), text), soft_wrap=not console.is_terminal)
+    console.print(Text.assemble((f"{topic}: ", "bold"), printable(text)), soft_wrap=not console.is_terminal)

@@ -98,7 +98,6 @@ def run_parity(
         spec=spec,
         config=config,
         device=device,
-        samples=str((folder / "elements").absolute()),
         reference=reference.measurement,
         time_s=CANDIDATE_SHARE * left_s,
     )
@@ -230,7 +229,6 @@ def _reference(launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, devi
         spec=spec,
         config=config,
         device=device,
-        samples=str((kept / "elements").absolute()),
         time_s=REFERENCE_SHARE * deadline_s,
     )
     report, samples = _run(launch, request, kept, 1, deadline_s)

@@ -24,6 +24,7 @@ from autoplan.planner.parity.records import (
 )
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.mesh import axis_size, gather_full, local_tensor, named_parameters
+from autoplan.text import writable
 
 SAMPLED_ELEMENTS = 1 << 14  # of each parameter, evenly spread
 _NORM_PIECE = 1 << 16
@@ -171,7 +172,7 @@ class Recorder:
         import numpy as np
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, **self.samples())
+        np.savez(path, **{writable(name): values for name, values in self.samples().items()})
 
     # How tensors are read.
 

@@ -162,7 +162,6 @@ class ParityRequest(Record):
     spec: WorkloadSpec
     config: TrainingConfig = Field(description="the candidate's, as it is; the rank makes it small")
     device: str
-    samples: str = Field(description="where the sampled elements go: this and .RANK.npz")
     reference: ParityMeasurement | None = Field(
         default=None, description="what the reference saw, which a candidate repeats; None: this is the reference"
     )

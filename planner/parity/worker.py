@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.planner.parity.candidate import run_candidate
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasurement:
-    """One run of the check in a rank; the sampled elements go to a file."""
+    """One run of the check in a rank; the sampled elements go to a file in the task's folder."""
     context.phase("build")
     device = pick_device(context, request.device)
     mesh = None
@@ -34,5 +33,5 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
         measurement = run_reference(workload, request.config, device, recorder, context.phase, limit)
     else:
         measurement = run_candidate(workload, request.config, request.reference, device, recorder, context.phase, limit)
-    recorder.save_samples(Path(f"{request.samples}.{context.rank}.npz"))
+    recorder.save_samples(context.directory / f"elements.{context.rank}.npz")
     return measurement

@@ -26,6 +26,7 @@ from autoplan.planner.search.stages import find_verified, run_baseline, run_fina
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.folders import study_folder
+from autoplan.planner.store.journal import check_out
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
 from autoplan.planner.store.store import Store, study_identity
 from autoplan.planner.trials.runner import TrialRunner
@@ -63,6 +64,8 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     observer = observer or SearchObserver()
     if options.dry_run:
         return _dry_run(options, observer)
+    if options.out is not None:
+        check_out(Path(options.out))
     profile = read_host_profile()
     target = find_target(options, profile)
     identity = study_identity(
@@ -75,7 +78,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         memory_limit_bytes=target.given_limit_bytes,
     )
     folder = study_folder(None if options.store is None else Path(options.store), identity)
-    with Store(folder, identity, summary=_summary(options, target), fresh=options.fresh) as store:
+    with Store(folder, identity, summary=_summary(options, target, profile.fingerprint), fresh=options.fresh) as store:
         if store.renamed_to is not None:
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
         budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
@@ -84,7 +87,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         return answer.finished_before(run) or _search(run)
 
 
-def _summary(options: SearchOptions, target: Target) -> dict[str, Any]:
+def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[str, Any]:
     """What the study is, for people; the record keeps it under these names."""
     spec = options.spec
     return {
@@ -96,6 +99,8 @@ def _summary(options: SearchOptions, target: Target) -> dict[str, Any]:
         "bounds": {knob: allowed.describe() for knob, allowed in options.bound.items()},
         "nproc": target.nproc,
         "memory_limit_bytes": target.given_limit_bytes,
+        "workload_digest": spec.identity,
+        "hardware_digest": fingerprint,
     }
 
 

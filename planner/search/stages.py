@@ -299,7 +299,8 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
         if parity.passed:
             return candidate, parity
         why = "; ".join(parity.failures) or parity.note  # a check of an earlier version has the note alone
-        session.note(f"{candidate.config.describe()} was the fastest left, but fails parity: {why}")
+        how = "fails parity" if parity.compared else "its parity check ended before anything was compared"
+        session.note(f"{candidate.config.describe()} was the fastest left, but {how}: {why}")
     if late is not None:
         raise late
     return None

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import StoreError
+from autoplan.errors import StoreError, UsageError
 
 ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
 
@@ -121,6 +122,28 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise store_error(path, error) from error
+
+
+def check_out(path: Path) -> None:
+    """Looks whether a plan can be written to a file, before a search spends its time.
+
+    Raises:
+        UsageError: it is no file, or nothing can be written there.
+    """
+    hint = "Give another place with --out."
+    folder = path.parent
+    try:
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "no regular file"
+            raise UsageError(f"--out is {path}, which is {what}", hint=hint)
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent  # the plan makes the folders that are missing
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0" * 4096)
+            file.flush()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"--out is {path}, which cannot be written: {reason}", hint=hint) from None
 
 
 def store_error(path: Path, error: OSError) -> StoreError:

@@ -208,7 +208,7 @@ class Store:
             head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": self.identity, "summary": dict(summary)}
             self._record.append(head | {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
             return
-        self._check_head(documents[0])
+        self._check_head(documents[0], summary)
         for document in documents[1:]:
             try:
                 self._load_one(document)
@@ -224,7 +224,7 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # never written, or torn: the record's own figure counts
 
-    def _check_head(self, head: dict[str, Any]) -> None:
+    def _check_head(self, head: dict[str, Any], summary: Mapping[str, Any]) -> None:
         if head.get("kind") != "study" or head.get("schema") != RECORD_SCHEMA:
             raise StoreError(
                 f"{self._record.path} is not a record of this version of autoplan",
@@ -232,7 +232,7 @@ class Store:
             )
         if head.get("identity") != self.identity:
             raise StoreError(
-                f"{self.folder} holds another search: {_describe(head.get('summary'))}",
+                f"{self.folder} holds another search: {_differences(head.get('summary'), summary)}",
                 hint="A search resumes only with the same workload, machine and options. Give another folder with "
                 "--store DIR, or start over here with --fresh (the old folder is kept under another name).",
             )
@@ -262,10 +262,28 @@ class Store:
                 self._finished = {key: value for key, value in document.items() if key not in ("kind", "spent_s")}
 
 
-def _describe(summary: object) -> str:
-    if not isinstance(summary, dict):
-        return "unknown"
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in summary.items() if value not in (None, {}))
+DIGESTS = {
+    "workload_digest": "what is trained (code, configuration, data or weights) is not the same",
+    "hardware_digest": "the machine is not the same (devices, memory, driver or version of torch)",
+}
+
+
+def _differences(there: object, here: Mapping[str, Any]) -> str:
+    """What a search that is on disk was asked for, where that differs from this one; in words."""
+    if not isinstance(there, dict):
+        return "what it was asked for is not known"
+    known = [key for key in (*there, *(key for key in here if key not in there)) if key not in DIGESTS]
+    said = [
+        f"{key.replace('_', ' ')} {_value(there.get(key))} there, {_value(here.get(key))} here"
+        for key in known
+        if there.get(key) != here.get(key)
+    ]
+    said += [text for key, text in DIGESTS.items() if key in there and key in here and there[key] != here[key]]
+    return "; ".join(said) or "its workload, machine or version is not the same, and its record does not say which"
+
+
+def _value(value: object) -> str:
+    return "not given" if value in (None, {}, "") else str(value)
 
 
 def _take(folder: Path) -> Any:

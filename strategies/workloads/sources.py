@@ -16,6 +16,7 @@ from autoplan.strategies.workloads import registry
 from autoplan.strategies.workloads.digests import digest, installed_versions
 from autoplan.strategies.workloads.function_file import check_function, import_function, local_sources
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
+from autoplan.text import writable
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
@@ -46,6 +47,10 @@ def make_spec(
     Raises:
         WorkloadError: an unknown model, a broken file, or a number out of range.
     """
+    if model != writable(model):
+        raise WorkloadError(
+            f"{writable(model)} is no text in UTF-8, so no record or plan can name it", hint="Rename the file."
+        )
     check_count("the global batch", global_batch, "--global-batch 32")
     check_count("the sequence length", sequence_length, "--seq-len 1024")
     chosen: dict[str, Option] = {

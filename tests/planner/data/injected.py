@@ -85,3 +85,16 @@ def make() -> Workload:
         return LossSum(total * factor, items)
 
     return dataclasses.replace(sound, name="injected", loss=loss)
+
+
+def make_odd() -> Workload:
+    """The same with names that UTF-8 has no bytes for, and with what a terminal would obey."""
+    sound = make()
+
+    def build_model() -> nn.Module:
+        model = nn.Sequential()
+        for number, layer in enumerate(sound.build_model()):
+            model.add_module(f"layer {number} \udc80 \x1b[31m 模", layer)
+        return model
+
+    return dataclasses.replace(sound, name="odd \udc80 \x1b[31m name", build_model=build_model)

@@ -1,9 +1,12 @@
 """Parts of the parity check by themselves: masked labels, the replay, tolerances, near-zero gradients, time limits."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from autoplan.planner.parity import compare as parity_run
 from autoplan.planner.parity.batches import mask_labels
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
@@ -224,3 +227,23 @@ def test_a_verdict_of_an_earlier_version_loads():
         "note": "checked on 4 samples",
     }
     assert Parity.model_validate(old).checks == ()
+
+
+def test_a_torn_reference_is_made_again(tmp_path):
+    """The planner may be killed, or the disk full, while a reference is written: then it counts as not there."""
+    recorder = Recorder()
+    workload = language(LLAMA)
+    measurement = run_reference(workload, PLAIN, torch.device("cpu"), recorder, lambda name: None, TimeLimit())
+    recorder.save_samples(tmp_path / "elements.0.npz")
+    (tmp_path / "measurements.json").write_text(json.dumps([measurement.model_dump(mode="json")]))
+    assert len(parity_run._load(tmp_path, 1)) == 1
+    for name in ("elements.0.npz", "measurements.json"):
+        path = tmp_path / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        torn = [whole[:cut] for cut in (0, 1, 30, middle, len(whole) - 30, len(whole) - 1)]
+        torn += [whole[:middle] + b"\0" * 4096 + whole[middle + 4096 :], b"\0" * len(whole), b"[null]", b"{}", b"7"]
+        for content in torn:
+            path.write_bytes(content)
+            assert parity_run._load(tmp_path, 1) == [], (name, len(content))
+        path.write_bytes(whole)

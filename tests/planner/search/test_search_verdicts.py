@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from autoplan import api
 from autoplan.errors import AutoplanError, DidNotRunError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.search import stages
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
 from autoplan.planner.store.store import Store
 from autoplan.processes import cause, linux
@@ -88,10 +90,12 @@ def test_one_kill_in_every_part_changes_nothing(
     tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_trace(monkeypatch)
+    monkeypatch.setattr(stages, "MAX_ROUNDS", 1)
     kinds = ("kill", "full", "kill_zygote", "segv", "terminate", "kill")
     injector.plant({part: (kind, 1) for part, kind in zip(PARTS, kinds, strict=True)})
-    result = search(tmp_path / "s", injector, budget=20.0)
+    result = search(tmp_path / "s", injector, budget=40.0)
     assert result.status == "plan_found", result.reason
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a call of the library installs no handlers"
     assert injector.done() == Counter(dict.fromkeys(PARTS, 1))
     names = [*PARTS[:4], "finalist", "parity"]
     assert [attempt.part for attempt in result.attempts] == names
@@ -101,7 +105,7 @@ def test_one_kill_in_every_part_changes_nothing(
     for name in names:
         assert any(name in note and "does not count" in note for note in plan.notes), name
     assert [line["attempt"]["part"] for line in record(result) if line["kind"] == "attempt"] == names
-    again = search(tmp_path / "s", injector, budget=20.0)
+    again = search(tmp_path / "s", injector, budget=40.0)
     assert again.from_record and again.plan == plan and again.attempts == result.attempts
 
 
@@ -195,6 +199,21 @@ def test_trials_that_are_all_killed_end_the_search(tmp_path: Path, injector: Inj
     assert injector.done()["search"] == 6, "two configurations, three runs each"
     injector.plant({})
     assert search(tmp_path / "s", injector, max_trials=6).status == "plan_found"
+
+
+# Texts.
+
+
+@pytest.mark.exhaustive
+def test_names_with_anything_in_them(tmp_path: Path, injector: Injector) -> None:
+    """Of the workload, its modules and files, and the folders that a search is given."""
+    store, out = tmp_path / os.fsdecode(b"store \xff \x1b"), tmp_path / os.fsdecode(b"plan \xfe\n.json")
+    result = search(store, injector, spec=make_spec(model=f"{WORKLOAD}:make_odd"), out=out)
+    assert result.status == "plan_found", result.reason
+    assert result.plan is not None and result.plan.parity.passed and Plan.load(out) == result.plan
+    assert result.model_dump_json().encode() and "\\udc80" in result.plan.workload.name
+    again = search(store, injector, spec=make_spec(model=f"{WORKLOAD}:make_odd"), out=out)
+    assert again.from_record and again.plan == result.plan
 
 
 # What may happen in each part of a search.

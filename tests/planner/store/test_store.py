@@ -167,6 +167,21 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path):
     open_store(tmp_path / "s", "one").close()  # the lock was given back
 
 
+def test_another_search_in_the_folder_is_told_by_what_differs(tmp_path: Path):
+    first = {"model": "gpt2", "global_batch": 8, "fixed": {}, "workload_digest": "a", "hardware_digest": "m"}
+    Store(tmp_path / "s", "one", summary=first).close()
+    for changed, words in (
+        ({"global_batch": 16}, "holds another search: global batch 8 there, 16 here\n"),
+        ({"fixed": {"compile": "off"}}, "fixed not given there, {'compile': 'off'} here"),
+        ({"workload_digest": "b"}, "what is trained .* is not the same\n"),
+        ({"hardware_digest": "n"}, "the machine is not the same"),
+        ({}, "its record does not say which"),
+    ):
+        with pytest.raises(StoreError, match=words) as caught:
+            Store(tmp_path / "s", "two", summary=first | changed)
+        assert "gpt2" not in caught.value.message, "what is the same is not listed"
+
+
 def test_fresh_renames_and_deletes_nothing(tmp_path: Path):
     with open_store(tmp_path / "s") as store:
         store.add_trial(make_trial(0))
