@@ -191,6 +191,7 @@ class Parity(Record):
     checks: tuple[ParityCheck, ...] = Field(default=(), description="every comparison that was made")
     failures: tuple[str, ...] = Field(default=(), description="what failed, in sentences")
     not_checked: tuple[str, ...] = Field(default=(), description="what was not compared this time, and why")
+    finished: bool = Field(default=True, description="False: a limit ended the check, or it failed; the note says why")
 
 
 class LeftOutFamily(Record):

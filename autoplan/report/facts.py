@@ -206,6 +206,8 @@ def parity_line(plan: Plan) -> str:
 
 def parity_words(parity: Parity) -> str:
     """What a parity check found, in a line."""
+    if not parity.finished:
+        return f"NOT FINISHED; {parity.note}"
     changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
     verdict = f"passed, {changed}" if parity.passed else "FAILED"
     note = f"; {parity.note.rstrip('.')}" if parity.note else ""

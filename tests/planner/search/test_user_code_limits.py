@@ -20,6 +20,7 @@ from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.collectives import probe_collectives
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import TaskFailedError, Zygote
+from autoplan.report.facts import parity_words
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
@@ -144,7 +145,8 @@ def test_the_parity_check_keeps_the_memory_limit(zygote: Zygote, tmp_path: Path)
         deadline_s=60.0,
         memory_limit_bytes=LIMIT_BYTES,
     )
-    assert not verdict.passed
+    assert not verdict.passed and not verdict.finished
+    assert parity_words(verdict).startswith("NOT FINISHED; the plain reference used 0.")
     assert "the limit is 0.62 GiB. Raise the limit, for example --memory-limit 1280MiB" in verdict.note
 
 
