@@ -121,6 +121,27 @@ def test_a_search_whose_function_hangs_ends_with_its_budget(tmp_path: Path, monk
     assert run_search(options).from_record
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
+def test_a_search_whose_check_meets_the_memory_limit_says_so(tmp_path: Path):
+    options = SearchOptions(
+        spec=spec_of("greedy_check"),
+        budget=40.0,
+        memory_limit="700MiB",
+        max_trials=2,
+        fix={"precision": "fp32", "compile": "off", "threads": 1},
+        device="cpu",
+        store=tmp_path,
+    )
+    result = run_search(options)
+    assert result.status == "no_feasible_plan"
+    assert "no parity check came to its end" in str(result.reason)
+    assert "the limit is 0.68 GiB" in str(result.reason)
+    assert "larger --memory-limit" in str(result.hint)
+    assert any("its parity check did not come to its end" in note for note in result.notes)
+
+
 def test_timing_data_that_never_comes_does_not_lose_the_trace(
     zygote: Zygote, alive_before: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
