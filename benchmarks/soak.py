@@ -199,7 +199,7 @@ def kill_on_the_way(soak: Soak, planner: subprocess.Popen[bytes], phase_file: Pa
                 soak.kills[f"{phase}/{victim}"] += 1
                 killed.append(f"{phase}/{victim}")
                 victim = None
-        time.sleep(0.005)
+        time.sleep(0.01)
     return killed
 
 

@@ -191,11 +191,7 @@ class Parity(Record):
     checks: tuple[ParityCheck, ...] = Field(default=(), description="every comparison that was made")
     failures: tuple[str, ...] = Field(default=(), description="what failed, in sentences")
     not_checked: tuple[str, ...] = Field(default=(), description="what was not compared this time, and why")
-
-    @property
-    def compared(self) -> bool:
-        """Whether the check came to its comparisons; if not, the largest differences are placeholders."""
-        return self.passed or bool(self.worst_group)
+    finished: bool = Field(default=True, description="False: a limit ended the check, or it failed; the note says why")
 
 
 class LeftOutFamily(Record):

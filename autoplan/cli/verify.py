@@ -74,6 +74,11 @@ def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> No
         print(f"peak memory: {format_bytes(trial.peak_memory_bytes)}")
     if elsewhere:
         output.console().print(f"note: {elsewhere}", markup=False, soft_wrap=True)
+    if not parity.finished:
+        raise NoFeasiblePlanError(
+            f"the plan could not be checked here: {parity.note}",
+            hint="Search on this machine: autoplan search, with a larger --memory-limit where that was the reason.",
+        )
     if not parity.passed:
         raise NoFeasiblePlanError(
             "the plan fails the parity check here: it would not train the same thing",

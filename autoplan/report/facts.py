@@ -206,11 +206,11 @@ def parity_line(plan: Plan) -> str:
 
 def parity_words(parity: Parity) -> str:
     """What a parity check found, in a line."""
+    if not parity.finished:
+        return f"NOT FINISHED; {parity.note}"
     changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
     verdict = f"passed, {changed}" if parity.passed else "FAILED"
     note = f"; {parity.note.rstrip('.')}" if parity.note else ""
-    if not parity.compared:
-        return f"FAILED, nothing could be compared{note}"
     return (
         f"{verdict}; largest difference in gradients {parity.worst_gradient_difference:.2g} and in the "
         f"update {parity.worst_update_difference:.2g} of {parity.tolerance:.2g} allowed, in {parity.worst_group}{note}"

@@ -181,6 +181,7 @@ def unfinished(config: TrainingConfig, why: str) -> Parity:
         changes_numerics=config.precision != "fp32",
         note=why,
         failures=(why,),
+        finished=False,
     )
 
 

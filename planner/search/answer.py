@@ -212,6 +212,8 @@ def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
     if ended_by == "time":
         return budget_ended(run, reason, ended_by=ended_by)
     hint = "autoplan's record has the last lines of each trial. If all fail alike, the workload itself is broken."
+    if set(kinds) == {Outcome.OUT_OF_MEMORY.value}:
+        hint = "Raise --memory-limit if the machine has more, or take a smaller model, batch or sequence."
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
 
 
@@ -231,6 +233,13 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
             "measures all of them again.",
             ended_by=ended_by,
         )
+    parities = [parity for trial in run.store.trials if (parity := run.store.parity_of(trial.config)) is not None]
+    if parities and not any(parity.finished for parity in parities):
+        reason = f"no parity check came to its end, so nothing was verified: {parities[-1].note}"
+        hint = (
+            "The text says what ended it. Where that was the memory limit, search again with a larger --memory-limit."
+        )
+        return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
     reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
     hint = "Its record says which gradients differ. A larger --budget tries more, --fix precision=fp32 is safest."
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)

@@ -123,8 +123,8 @@ def _alternatives(session: Session, winner: CandidateRuns, candidates: Sequence[
         parity = session.store.parity_of(candidate.config)
         if parity is not None and not parity.passed:
             why = "it fails parity: it would not train the same thing"
-            if not parity.compared:
-                why = f"its parity check failed before anything was compared: {parity.note}"
+            if not parity.finished:
+                why = f"its parity check did not come to its end: {parity.note}"
         elif not session.options.allows(candidate.config):
             why = "the plain baseline; it does not keep what was fixed or bounded"
         elif ratio.low > 1.0:

@@ -299,8 +299,8 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
         if parity.passed:
             return candidate, parity
         why = "; ".join(parity.failures) or parity.note  # a check of an earlier version has the note alone
-        how = "fails parity" if parity.compared else "its parity check ended before anything was compared"
-        session.note(f"{candidate.config.describe()} was the fastest left, but {how}: {why}")
+        what = "fails parity" if parity.finished else "its parity check did not come to its end"
+        session.note(f"{candidate.config.describe()} was the fastest left, but {what}: {why}")
     if late is not None:
         raise late
     return None

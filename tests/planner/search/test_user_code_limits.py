@@ -20,6 +20,7 @@ from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.collectives import probe_collectives
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import TaskFailedError, Zygote
+from autoplan.report.facts import parity_words
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
@@ -120,6 +121,27 @@ def test_a_search_whose_function_hangs_ends_with_its_budget(tmp_path: Path, monk
     assert run_search(options).from_record
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
+def test_a_search_whose_check_meets_the_memory_limit_says_so(tmp_path: Path):
+    options = SearchOptions(
+        spec=spec_of("greedy_check"),
+        budget=40.0,
+        memory_limit="700MiB",
+        max_trials=2,
+        fix={"precision": "fp32", "compile": "off", "threads": 1},
+        device="cpu",
+        store=tmp_path,
+    )
+    result = run_search(options)
+    assert result.status == "no_feasible_plan"
+    assert "no parity check came to its end" in str(result.reason)
+    assert "the limit is 0.68 GiB" in str(result.reason)
+    assert "larger --memory-limit" in str(result.hint)
+    assert any("its parity check did not come to its end" in note for note in result.notes)
+
+
 def test_timing_data_that_never_comes_does_not_lose_the_trace(
     zygote: Zygote, alive_before: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -144,7 +166,8 @@ def test_the_parity_check_keeps_the_memory_limit(zygote: Zygote, tmp_path: Path)
         deadline_s=60.0,
         memory_limit_bytes=LIMIT_BYTES,
     )
-    assert not verdict.passed
+    assert not verdict.passed and not verdict.finished
+    assert parity_words(verdict).startswith("NOT FINISHED; the plain reference used 0.")
     assert "the limit is 0.62 GiB. Raise the limit, for example --memory-limit 1280MiB" in verdict.note
 
 
