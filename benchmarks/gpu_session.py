@@ -15,9 +15,10 @@ Parts, with the seconds that their steps are expected to take (and may take) on 
         order that is drawn, while the time lasts: 85 each, three 255: 325 (510)
     c   predicted against measured memory and step time: 4 families, 5 configurations each: 4 x (start, trace 15;
         five trials 45; one of them compiles 25): 340 (520)
-    d   knobs one by one from one setting: compile modes 40, 45, 130, 140, attention 3 x 10, the others 10 to 40 each:
-        500 (520); what is left is done when it is called again
-    e   GPT-2 large and Llama 3.2 1B, a search of 225 each: 470 (525)
+    d   the three largest micro-batches with and without expandable_segments 6 x 12; then knobs one by one from one
+        setting: compile modes 40, 45, 130, 140, attention 3 x 10, the others 10 to 40 each: 500 (520); what is left is
+        done when it is called again
+    e   GPT-2 large and Llama 3.2 1B, a search of 215 each: 450 (525)
     f   sixty configurations of GPT-2, for replays: 25 each, 1500: three calls of 520
 
 summary.json in the archive has every step with its exit status and seconds, and the figures that documents quote. On a
@@ -37,6 +38,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,15 @@ class Session:
         path.write_text(json.dumps(document, indent=1) + "\n")
         return path
 
-    def run(self, name: str, command: list[str], *, limit_s: float, least_s: float = 5.0) -> str | None:
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        *,
+        limit_s: float,
+        least_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> str | None:
         """Runs a command; gives what it wrote to stdout if it ended well. Without `least_s` left it is not begun."""
         seconds, began = min(self.left_s, limit_s), time.monotonic()
         status: int | str = "no time left"
@@ -121,7 +131,7 @@ class Session:
                         stderr=stderr,
                         timeout=seconds,
                         cwd=ROOT,
-                        env=self.environment,
+                        env={**self.environment, **(environment or {})},
                         check=False,
                     ).returncode
                 except subprocess.TimeoutExpired:
@@ -135,9 +145,9 @@ class Session:
         self.pack()
         return outputs[0].read_text() if status == 0 else None
 
-    def python(self, name: str, module: str, *arguments: str, limit_s: float, least_s: float = 5.0) -> str | None:
-        """Runs a module of Python."""
-        return self.run(name, [sys.executable, "-m", module, *arguments], limit_s=limit_s, least_s=least_s)
+    def python(self, name: str, module: str, *arguments: str, **options: Any) -> str | None:
+        """Runs a module of Python; the options are those of `run`."""
+        return self.run(name, [sys.executable, "-m", module, *arguments], **options)
 
     def pack(self) -> None:
         """Writes the archive anew, in one move; without the folders of single trials."""

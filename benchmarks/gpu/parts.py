@@ -62,14 +62,23 @@ def workload(session: Session, name: str) -> Knobs:
     return {"model": str(path), "sequence_length": length, "global_batch": batch}
 
 
-def trials(session: Session, name: str, model: str, configs: list[Knobs], *, limit_s: float, **task: Any) -> None:
+def trials(
+    session: Session,
+    name: str,
+    model: str,
+    configs: list[Knobs],
+    *,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    **task: Any,
+) -> None:
     """Direct trials of some configurations; those that an earlier call made are not repeated."""
     small = {"time_box_s": 2.0} if session.small else {}
     document = {**workload(session, model), "device": session.device, "configs": configs, **task, **small}
     path, out = session.keep(f"{name}.task.json", document), session.path(f"{name}.trials.jsonl")
     seconds = min(limit_s, session.left_s) - 10.0
     arguments = ("--task", str(path), "--out", str(out), "--seconds", f"{seconds:.0f}")
-    session.python(name, "benchmarks.gpu.trials", *arguments, limit_s=limit_s, least_s=30.0)
+    session.python(name, "benchmarks.gpu.trials", *arguments, limit_s=limit_s, least_s=30.0, environment=environment)
 
 
 def search(session: Session, name: str, model: str, budget_s: int) -> None:
@@ -167,9 +176,14 @@ def part_c(session: Session) -> None:
 
 
 def part_d(session: Session) -> None:
-    """One knob after another, from one setting: compile modes, attention, then all that the space has besides."""
+    """The allocator's segments; then one knob after another: compile modes, attention, all that the space has."""
     from autoplan.strategies.config import KNOBS, knob_values, knobs
 
+    sizes = (4, 8) if session.small else (64, 128, 256)
+    largest: list[Knobs] = [{**HAND, "compile": "off", "micro_batch": size} for size in sizes]
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    trials(session, "d.segments", "gpt2", largest, limit_s=60, time_box_s=4.0)
+    trials(session, "d.expandable", "gpt2", largest, limit_s=60, time_box_s=4.0, environment=expandable)
     base: Knobs = {**HAND, "micro_batch": 8 if session.small else 32}
     order = ["compile_mode", "attention", "compile", "precision", "loss", "optimizer_step", "checkpointing"]
     others = [knob for knob in KNOBS if knob not in order and knobs()[knob].role == "run" and knob != "micro_batch"]
@@ -182,8 +196,8 @@ def part_d(session: Session) -> None:
 
 def part_e(session: Session) -> None:
     """GPT-2 large and Llama 3.2 1B."""
-    search(session, "gpt2-large", "gpt2-large", 225)
-    search(session, "llama", "llama", 225)
+    search(session, "gpt2-large", "gpt2-large", 215)
+    search(session, "llama", "llama", 215)
 
 
 def part_f(session: Session) -> None:
