@@ -154,6 +154,12 @@ def test_the_reserve_grows_with_the_model():
     slow = ModelCost(sequence_length=1024, parameters=124e6, sample_s=20.0, optimizer_s=1.0)
     assert parity_time.reserve_s(cost, slow, PLAIN, 600.0) > 100.0
     assert parity_time.reserve_s(cost, slow, PLAIN, 300.0) == parity_time.MOST_SHARE * 300.0
+    # a GPT-2 of 124M on two cores: 44 CPU-seconds were measured, where a sample takes 8 to 10
+    gpt2 = ModelCost(sequence_length=1024, parameters=124e6, sample_s=9.0, optimizer_s=0.3)
+    assert 40.0 < parity_time.check_s(cost, gpt2, PLAIN) < 60.0
+    pictures = ModelCost(sequence_length=None, parameters=1e6, sample_s=0.5, fixed_micro_batch=True)
+    larger = PLAIN.model_copy(update={"micro_batch": 8})
+    assert parity_time.running_s(pictures, larger) == 2 * parity_time.running_s(pictures, PLAIN)
 
 
 def test_a_check_may_run_past_the_budget_and_leaves_time_for_the_eager_one():
