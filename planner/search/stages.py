@@ -15,6 +15,7 @@ from autoplan.planner.search import parity_time
 from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -29,9 +30,6 @@ BASELINE_RESERVE_SHARE = 0.3
 
 BASELINE_DONE_SHARE = 0.5
 """The share of a budget by which the baseline should be measured: a budget that ended before it is scaled by this."""
-
-SLOW_MODE_SHARE = 0.25
-"""Of the budget, what one trial in a slow mode of the compiler may take."""
 
 FINALIST_FACTOR, FINALIST_SLACK_S = 3.0, 5.0
 """A repeat is ended after so many times what the configuration's longest run took, and these seconds."""

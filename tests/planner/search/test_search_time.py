@@ -132,6 +132,16 @@ def test_a_slow_mode_that_the_user_fixed_waits_for_nothing():
     assert CandidateModel(graphs).assess().untried.all()
 
 
+def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
+    cost = TrialCost(MODES, global_batch=8, num_blocks=12, device="cuda", time_box_s=10.0)
+    fast = MODES[0]
+    tuned = fast.model_copy(update={"compile_mode": "max-autotune"})
+    for limit_s, waits in ((1000.0, False), (60.0, True)):
+        model = CandidateModel(MODES, None, cost, device="cuda", slow_mode_limit_s=limit_s)
+        model.observe(trial_of(fast))
+        assert model.wait_for_the_leader()[MODES.index(tuned)] == waits
+
+
 # The reserve.
 
 
