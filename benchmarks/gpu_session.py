@@ -1,196 +1,201 @@
-"""Everything that needs a GPU, in one command.
+"""Everything that needs a GPU, in parts that each fit one call of nine minutes, in one archive.
 
-    python -m benchmarks.gpu_session --out DIR [--part probe,search,modes,models,checks] [--minutes 9]
+    python -m benchmarks.gpu_session --part a --archive session.tar.gz [--wheels DIR]
+    python -m benchmarks.gpu_session --part a --archive /tmp/try.tar.gz --device cpu --small     # to try it
 
-Each part runs commands of autoplan, one after another, within the minutes given. Their output goes to files in DIR.
-DIR/summary.json has the figures that the documents quote: the speed of the plan against the plain baseline and the
-expert's usual setting, and the predicted memory of each trial against the allocator's peak. If a part fails, that is
-recorded and the next part runs. Parts:
+Each call unpacks the archive, adds what its part finds, and packs it again after every step; so a call that is cut off
+loses one step, and a part that is called again goes on. (a), (b1) and (b2) come first: 21 minutes together.
 
-    probe    the hardware profile, the output of nvidia-smi, the collectives over NCCL
-    search   a search for GPT-2, with its plan and trial records
-    modes    the modes of torch.compile with bf16
-    models   one search each for GPT-2 large and Llama 3.2 1B
-    checks   the tests marked cuda, the parity check of the plan, the exported PyTorch script
+Parts, with the seconds that their steps are expected to take (and may take) on one H100:
 
-If the machine has no network, download the missing wheels elsewhere (`pip download --only-binary=:all:`) and install
-them with `pip install --no-index` first. Copy DIR into benchmarks/results/ and commit it.
+    a   the probes 40 (90), the driver's own report 5 (30), the tests marked cuda 60 (120), three trials 165 (270):
+        eager bf16; compile=model; compile_mode=reduce-overhead at accumulation 2: 270 (510)
+    b1  the search for GPT-2 124M, 524,288 tokens a step: a budget of 420, at most a tenth past it: 440 (490)
+    b2  the script by hand finds its micro-batch 70 (150), then rounds of it, the plan and the fp32 baseline, in an
+        order that is drawn, while the time lasts: 85 each, three 255: 325 (510)
+    c   predicted against measured memory and step time: 4 families, 5 configurations each: 4 x (start, trace 15;
+        five trials 45; one of them compiles 25): 340 (520)
+    d   the three largest micro-batches with and without expandable_segments 6 x 12; then knobs one by one from one
+        setting: compile modes 40, 45, 130, 140, attention 3 x 10, the others 10 to 40 each: 500 (520); what is left is
+        done when it is called again
+    e   GPT-2 large and Llama 3.2 1B, a search of 215 each: 450 (525)
+    f   sixty configurations of GPT-2, for replays: 25 each, 1500: three calls of 520
+
+summary.json in the archive has every step with its exit status and seconds, and the figures that documents quote. On a
+machine without a network, --wheels is a folder of wheels (`pip download --only-binary=:all: optuna pydantic ...`); what
+cannot be imported is installed from there, for this session alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
-import platform
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PARTS = ("probe", "search", "modes", "models", "checks")
 ROOT = Path(__file__).resolve().parent.parent
+MINUTES = 9.0
+LAST_S = 10.0
+"""Kept at the end of a call for the archive."""
+
+NEEDED = {  # what autoplan imports, besides torch and transformers, and the package that has it
+    "cloudpickle": "cloudpickle",
+    "filelock": "filelock",
+    "numpy": "numpy",
+    "optuna": "optuna",
+    "platformdirs": "platformdirs",
+    "psutil": "psutil",
+    "pydantic": "pydantic",
+    "pynvml": "nvidia-ml-py",
+    "pytest": "pytest",
+    "rich": "rich",
+    "typer": "typer",
+    "yaml": "pyyaml",
+}
 
 
 class Session:
-    """Runs commands until the time is used up, and keeps their output.
+    """Runs the steps of one part within the time of a call, and keeps what they say.
 
     Args:
-        out: The folder of the records.
-        seconds: Time for all commands.
-        device: cuda, or cpu to test this script.
+        archive: Where everything is kept; what it holds already is there again.
+        seconds: Of this call.
+        device: cuda, or cpu to try it.
+        small: Tiny sizes.
+        wheels: A folder of wheels, or None.
     """
 
-    def __init__(self, out: Path, seconds: float, device: str) -> None:
-        self.out = out
-        self.device = device
+    def __init__(self, archive: Path, seconds: float, device: str, *, small: bool, wheels: Path | None) -> None:
         self._ends = time.monotonic() + seconds
-        self.steps: list[dict[str, Any]] = []
-        out.mkdir(parents=True, exist_ok=True)
+        self.archive, self.device, self.small = archive.resolve(), device, small
+        # always the same place: plans and stores name the files of their models by it
+        self.folder = Path(tempfile.gettempdir()) / f"autoplan-gpu-{self.archive.name.split('.')[0]}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.results = self.folder / "session"
+        self.results.mkdir(parents=True)
+        if self.archive.exists():
+            with tarfile.open(self.archive) as packed:
+                packed.extractall(self.folder, filter="data")
+        paths = [str(ROOT)]
+        if wheels is not None:
+            paths.append(str(self._install(wheels)))
+        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
     @property
     def left_s(self) -> float:
-        """Seconds left."""
-        return self._ends - time.monotonic()
+        """Seconds left for steps."""
+        return self._ends - time.monotonic() - LAST_S
 
-    def run(self, name: str, command: list[str], *, limit_s: float | None = None) -> int | None:
-        """Runs a command; its output goes to NAME.out and NAME.err. Returns its exit status; None: no time."""
-        seconds = min(self.left_s - 5, limit_s or self.left_s)
-        began = time.monotonic()
-        status: int | None = None
-        if seconds > 5:
+    def path(self, name: str) -> Path:
+        """A file or folder in the archive."""
+        return self.results / name
+
+    def keep(self, name: str, document: Any) -> Path:
+        """Writes a JSON file into the archive."""
+        path = self.path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        return path
+
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        *,
+        limit_s: float,
+        least_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> str | None:
+        """Runs a command; gives what it wrote to stdout if it ended well. Without `least_s` left it is not begun."""
+        seconds, began = min(self.left_s, limit_s), time.monotonic()
+        status: int | str = "no time left"
+        outputs = [self.path(f"{name}.{stream}") for stream in ("out", "err")]
+        outputs[0].parent.mkdir(parents=True, exist_ok=True)
+        if seconds > least_s:
             print(f"[{name}] {' '.join(command)}  (up to {seconds:.0f} s)", flush=True)
-            with open(self.out / f"{name}.out", "w") as stdout, open(self.out / f"{name}.err", "w") as stderr:
+            with open(outputs[0], "w") as stdout, open(outputs[1], "w") as stderr:
                 try:
                     status = subprocess.run(
-                        command, stdout=stdout, stderr=stderr, timeout=seconds, cwd=ROOT, check=False
+                        command,
+                        stdout=stdout,
+                        stderr=stderr,
+                        timeout=seconds,
+                        cwd=ROOT,
+                        env={**self.environment, **(environment or {})},
+                        check=False,
                     ).returncode
-                except (subprocess.TimeoutExpired, OSError) as error:
-                    print(f"[{name}] {error}", file=stderr)
-        step = {"name": name, "command": command, "exit_status": status, "seconds": time.monotonic() - began}
-        self.steps.append(step)
-        print(f"[{name}] exit {status} after {step['seconds']:.1f} s", flush=True)
-        return status
+                except subprocess.TimeoutExpired:
+                    status = f"ended after {seconds:.0f} s"
+                except OSError as error:
+                    status = str(error)
+        taken_s = round(time.monotonic() - began, 1)
+        with open(self.path("steps.jsonl"), "a") as file:
+            file.write(json.dumps({"name": name, "command": command, "status": status, "seconds": taken_s}) + "\n")
+        print(f"[{name}] {status} after {taken_s} s", flush=True)
+        self.pack()
+        return outputs[0].read_text() if status == 0 else None
 
-    def autoplan(self, name: str, *arguments: str, limit_s: float | None = None) -> int | None:
-        """Runs a command of autoplan."""
-        return self.run(name, [sys.executable, "-m", "autoplan", *arguments], limit_s=limit_s)
+    def python(self, name: str, module: str, *arguments: str, **options: Any) -> str | None:
+        """Runs a module of Python; the options are those of `run`."""
+        return self.run(name, [sys.executable, "-m", module, *arguments], **options)
 
-    def search(self, name: str, *arguments: str, seconds: float) -> None:
-        """Runs a search with its own store in the folder of the records, and keeps its document and its plan."""
-        budget_s = int(min(seconds, self.left_s - 30))
-        if budget_s < 60:
-            self.steps.append({"name": name, "exit_status": None, "skipped": "too little time left"})
-            return
-        self.autoplan(
-            f"{name}.search",
-            *("search", *arguments, "--device", self.device, "--budget", f"{budget_s}s", "--json"),
-            *("--out", str(self.out / f"{name}.plan.json"), "--store", str(self.out / "stores" / name)),
-            limit_s=budget_s * 1.2,
-        )
+    def pack(self) -> None:
+        """Writes the archive anew, in one move; without the folders of single trials."""
+        self.archive.parent.mkdir(parents=True, exist_ok=True)
+        packed = self.archive.with_name(self.archive.name + ".new")
+        with tarfile.open(packed, "w:gz") as file:
+            file.add(self.results, arcname="session", filter=_without_scratch)
+        packed.replace(self.archive)
 
+    def close(self) -> None:
+        """Removes the unpacked files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-def run_probe(session: Session) -> None:
-    session.run("nvidia-smi", ["nvidia-smi", "-q"], limit_s=20)
-    session.run("topology", ["nvidia-smi", "topo", "-m"], limit_s=20)
-    session.autoplan("probe", "probe", "--fresh", "--json", limit_s=90)
-
-
-def run_search(session: Session) -> None:
-    session.search("gpt2", "--model", "gpt2", seconds=session.left_s - 20)
-
-
-def run_modes(session: Session) -> None:
-    fixed = ["--fix", "precision=bf16", "--fix", "attention=own", "--fix", "micro_batch=32"]
-    session.search("modes", "--model", "gpt2", *fixed, "--fix", "compile=model", seconds=240)
+    def _install(self, wheels: Path) -> Path:
+        """Installs what cannot be imported from a folder of wheels; returns where."""
+        target = self.folder / "site"
+        missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+        if missing:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+            subprocess.run([*command, "--target", str(target), *missing], check=True)
+        return target
 
 
-def run_models(session: Session) -> None:
-    half = session.left_s / 2
-    session.search("gpt2-large", "--model", "gpt2-large", seconds=half)
-    session.search("llama3.2-1b", "--model", "llama3.2-1b", "--seq-len", "2048", seconds=half)
-
-
-def run_checks(session: Session) -> None:
-    session.run("tests", [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"], limit_s=240)
-    plan = next(iter(sorted(session.out.glob("*.plan.json"))), None)
-    if plan is not None:
-        session.autoplan("verify", "verify", str(plan), limit_s=180)
-        script = session.out / "exported.py"
-        session.autoplan("export", "export", str(plan), "--to", "pytorch", "--out", str(script), limit_s=60)
-        session.run("exported", [sys.executable, str(script)], limit_s=180)
-
-
-def summarise(session: Session) -> dict[str, Any]:
-    """The figures that documents quote, from the documents of the searches in the folder of the records."""
-    import torch
-
-    searches = {}
-    for path in sorted(session.out.glob("*.search.out")):
-        try:
-            document = json.loads(path.read_text())
-        except ValueError:
-            continue
-        searches[path.name.removesuffix(".search.out")] = _figures(document)
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "steps": session.steps,
-        "searches": searches,
-    }
-
-
-def _figures(document: dict[str, Any]) -> dict[str, Any]:
-    plan = document.get("plan") or {}
-    rows = []
-    for trial in document.get("trials", []):
-        measured = trial.get("peak_memory") or {}
-        predicted = trial.get("predicted_peak_memory_bytes")
-        actual = measured.get("allocated_bytes") or trial.get("peak_memory_bytes")
-        rows.append(
-            {
-                "number": trial.get("number"),
-                "purpose": trial.get("purpose"),
-                "config": trial.get("config"),
-                "outcome": trial.get("outcome"),
-                "tokens_per_s": trial.get("tokens_per_s"),
-                "predicted_over_measured_memory": predicted / actual if predicted and actual else None,
-                "predicted_over_measured_time": (
-                    trial["predicted_step_time_s"] / trial["step_time_s"]["median"]
-                    if trial.get("predicted_step_time_s") and trial.get("step_time_s")
-                    else None
-                ),
-            }
-        )
-    return {
-        "status": document.get("status"),
-        "config": plan.get("config"),
-        "speedup_over_plain_fp32": plan.get("speedup"),
-        "alternatives": plan.get("alternatives"),
-        "trials": rows,
-    }
+def _without_scratch(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    parts = Path(member.name).parts
+    return None if "trials" in parts[2:] or member.size > 50 << 20 else member
 
 
 def main() -> int:
+    from benchmarks.gpu import parts
+    from benchmarks.gpu.summary import summarise
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--part", default=",".join(PARTS), help="which parts, with commas")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to test this script")
-    options = parser.parse_args()
-    unknown = set(options.part.split(",")) - set(PARTS)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}")
-    os.environ.setdefault("PYTHONPATH", str(ROOT))
-    session = Session(options.out.resolve(), options.minutes * 60, options.device)
-    for part in PARTS:
-        if part in options.part.split(","):
-            globals()[f"run_{part}"](session)
-    (session.out / "summary.json").write_text(json.dumps(summarise(session), indent=2) + "\n")
-    print((session.out / "summary.json").read_text())
+    parser.add_argument("--part", required=True, choices=tuple(parts.PARTS), help="which one")
+    parser.add_argument("--archive", type=Path, required=True, help="the records of all parts: FILE.tar.gz")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time of this call")
+    parser.add_argument("--wheels", type=Path, default=None, help="a folder of wheels for what is not installed")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it")
+    parser.add_argument("--small", action="store_true", help="tiny models and short searches: to try it")
+    given = parser.parse_args()
+    session = Session(given.archive, given.minutes * 60, given.device, small=given.small, wheels=given.wheels)
+    try:
+        parts.PARTS[given.part](session)
+        session.keep("summary.json", summarise(session.results))
+        session.pack()
+        print(session.path("summary.json").read_text())
+    finally:
+        session.close()
     return 0
 
 

@@ -53,6 +53,7 @@ class CandidateModel:
         memory_limit_bytes: Of one trial.
         device: cuda or cpu.
         allows: Whether a configuration may be the plan. One that it refuses (the plain baseline) is no target to beat.
+        slow_mode_limit_s: What a compilation in a slow mode may be expected to take.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class CandidateModel:
         memory_limit_bytes: float = math.inf,
         device: str = "cpu",
         allows: Callable[[TrainingConfig], bool] = lambda config: True,
+        slow_mode_limit_s: float = math.inf,
     ) -> None:
         self.candidates = tuple(candidates)
         self.legal = frozenset(self.candidates)
@@ -73,6 +75,7 @@ class CandidateModel:
         self._set_aside: set[TrainingConfig] = set()
         self._cost = cost
         self._allows = allows
+        self._slow_mode_limit_s = slow_mode_limit_s
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
         self._fast_siblings = _fast_siblings(self.candidates)
         self._assessment: Assessment | None = None
@@ -112,15 +115,19 @@ class CandidateModel:
     def wait_for_the_leader(self) -> NDArray[np.bool_]:
         """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
 
-        Such a mode tunes for minutes, and gains a few percent over the default one: it is for the leader alone. One
-        that has no candidate beside it in another mode (the user fixed the mode) does not wait.
+        Such a mode tunes for minutes, and gains a few percent over the default one: it is for the leader alone, and
+        for a budget in which it takes a small part. One that has no candidate beside it in another mode (the user
+        fixed the mode) does not wait.
         """
         waits = np.zeros(len(self.candidates), dtype=np.bool_)
         best = self.best_trial()
         leader = None if best is None else best.config.model_copy(update={"compile_mode": "default"})
         for index, sibling in self._fast_siblings.items():
-            waits[index] = sibling != leader
+            waits[index] = sibling != leader or self._takes_too_long(self.candidates[index])
         return waits
+
+    def _takes_too_long(self, config: TrainingConfig) -> bool:
+        return self._cost is not None and self._cost.compile_s(config) > self._slow_mode_limit_s
 
     @property
     def trial_cost(self) -> TrialCost | None:

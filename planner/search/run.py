@@ -23,7 +23,7 @@ from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import PRELOAD, SearchContext, Target, find_target, prepare_search
 from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_manual_setting, run_trials
-from autoplan.planner.search.trial_cost import TrialCost
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.folders import study_folder
 from autoplan.planner.store.journal import check_out
@@ -202,6 +202,7 @@ def _make_model(options: SearchOptions, context: SearchContext, budget_s: float)
         memory_limit_bytes=context.memory_limit_bytes,
         device=context.device,
         allows=options.allows,
+        slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
     )
 
 

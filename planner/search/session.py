@@ -118,6 +118,7 @@ class Session:
             sample_s=step_s / spec.global_batch,
             optimizer_s=optimizer_s,
             has_dropout=training is None or bool(training.dropout),
+            fixed_micro_batch=len(self.context.space.values["micro_batch"]) == 1,
         )
 
     @property

@@ -15,6 +15,7 @@ from autoplan.planner.search import parity_time
 from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
 from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -32,8 +33,6 @@ BASELINE_DONE_SHARE = 0.5
 
 MOST_LOST_IN_A_ROW = 2
 """After this many trials, one after the other, that something outside ended each time, the search ends."""
-SLOW_MODE_SHARE = 0.25
-"""Of the budget, what one trial in a slow mode of the compiler may take."""
 
 FINALIST_FACTOR, FINALIST_SLACK_S = 3.0, 5.0
 """A repeat is ended after so many times what the configuration's longest run took, and these seconds."""

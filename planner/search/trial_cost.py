@@ -25,13 +25,17 @@ COMPILE_S = {"cpu": (25.0, 1.6), "cuda": (20.0, 1.2)}
 compiled trial has finished (measured on a 2-core CPU, reported for recent GPUs). They only order the first compiled
 trials."""
 
-SLOW_MODE_FACTOR = 6.0
+SLOW_MODE_FACTOR = 3.0
 """A compilation with max-autotune takes about so many times as long as one with the default mode: each matrix product
 is compiled in a dozen or more Triton templates, and all of them are timed (torch/_inductor/select_algorithm.py,
 `autotune_select_algorithm`). Assumed until one has finished."""
 
-WARM_SHARE = 0.5
-"""Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen."""
+SLOW_MODE_SHARE = 0.3
+"""Of the budget, what one trial in such a mode may take; where it is expected to take more, it is not tried."""
+
+WARM_SHARE = 0.3
+"""Of a compilation, what is left with the kernels in the compile cache: tracing and loading. Assumed until seen (in a
+GPT-2 of two layers on a CPU: 3.6 s of 27)."""
 
 _CACHE = re.compile(r"compile cache: (\d+) hit\(s\), (\d+) miss\(es\)")
 

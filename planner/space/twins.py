@@ -70,7 +70,7 @@ def _without_fp16(candidates: list[TrainingConfig], device: Device, found: list[
         candidates,
         lambda config: config.precision == "fp16",
         family="precision=fp16",
-        limit="bf16 runs at the same rate here and needs no loss scaling, which costs time and skips steps",
+        limit="bf16 is no slower here and needs no loss scaling, which costs time and skips steps",
         by=_rates_text(rates, "bf16", "fp16"),
         found=found,
     )

@@ -1,0 +1,1 @@
+"""The parts of `python -m benchmarks.gpu_session`, and the programs that they run."""

@@ -1,0 +1,225 @@
+"""The parts of a GPU session. Each takes a Session, runs its steps and leaves what they found in the archive."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_session import Session
+
+Knobs = dict[str, Any]
+ROUND_S = 90.0
+"""Of one round of (b2) at the most that is expected; none is begun with less time left."""
+
+HAND: Knobs = {"precision": "bf16", "attention": "sdpa", "optimizer_step": "fused", "compile": "model"}
+
+# What is trained: (the built-in model, changed fields, tokens per sequence, sequences per step). No dropout, because
+# the published figures have none; 50,304 is the vocabulary padded to a multiple of 64.
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: Mapping[str, tuple[str, Knobs, int, int]] = {
+    "gpt2": ("gpt2", {"vocab_size": 50304, **NO_DROPOUT}, 1024, 512),
+    "gpt2-large": ("gpt2-large", {"vocab_size": 50304, **NO_DROPOUT}, 1024, 128),
+    "bert": ("bert-base", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, 512, 256),
+    "qwen": ("qwen2.5-0.5b", {}, 2048, 64),
+    "llama": ("llama3.2-1b", {}, 2048, 64),
+}
+SMALLER: Knobs = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "n_positions": 128,
+    "max_position_embeddings": 128,
+    "rope_scaling": None,
+    "layer_types": None,
+    "max_window_layers": 2,
+}
+SMALL_LENGTH, SMALL_BATCH = 64, 16
+
+
+def workload(session: Session, name: str) -> Knobs:
+    """What to train, as the command line and gpu/trials.py take it; the model's configuration goes into the archive."""
+    from autoplan.strategies.workloads import registry
+
+    base, fields, length, batch = MODELS[name]
+    config = registry.read_config(base) | fields
+    if session.small:
+        config |= {key: value for key, value in SMALLER.items() if key in config}
+        length, batch = SMALL_LENGTH, SMALL_BATCH
+    path = session.keep(f"models/{name}/config.json", config)
+    return {"model": str(path), "sequence_length": length, "global_batch": batch}
+
+
+def trials(
+    session: Session,
+    name: str,
+    model: str,
+    configs: list[Knobs],
+    *,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    **task: Any,
+) -> None:
+    """Direct trials of some configurations; those that an earlier call made are not repeated."""
+    small = {"time_box_s": 2.0} if session.small else {}
+    document = {**workload(session, model), "device": session.device, "configs": configs, **task, **small}
+    path, out = session.keep(f"{name}.task.json", document), session.path(f"{name}.trials.jsonl")
+    seconds = min(limit_s, session.left_s) - 10.0
+    arguments = ("--task", str(path), "--out", str(out), "--seconds", f"{seconds:.0f}")
+    session.python(name, "benchmarks.gpu.trials", *arguments, limit_s=limit_s, least_s=30.0, environment=environment)
+
+
+def search(session: Session, name: str, model: str, budget_s: int) -> None:
+    """A search with a store in the archive; called again, it answers from there."""
+    budget_s = 60 if session.small else budget_s
+    given = workload(session, model)
+    session.python(
+        f"{name}.search",
+        "autoplan",
+        *("search", "--model", given["model"], "--device", session.device, "--budget", f"{budget_s}s", "--json"),
+        *("--seq-len", str(given["sequence_length"]), "--global-batch", str(given["global_batch"])),
+        *("--out", str(session.path(f"{name}.plan.json")), "--store", str(session.path(f"stores/{name}"))),
+        limit_s=1.1 * budget_s + 40,
+        least_s=budget_s,
+    )
+
+
+def on_device(session: Session, config: Knobs) -> Knobs:
+    """The knobs without those that a CPU does not have."""
+    if session.device == "cuda":
+        return config
+    return {knob: value for knob, value in config.items() if knob != "compile_mode"}
+
+
+# The parts.
+
+
+def part_a(session: Session) -> None:
+    """The machine as it is, the tests marked cuda, three trials."""
+    if session.device == "cuda":
+        session.run("nvidia-smi", ["nvidia-smi", "-q"], limit_s=15)
+        session.run("topology", ["nvidia-smi", "topo", "-m"], limit_s=15)
+    session.python("probe", "autoplan", "probe", "--fresh", "--json", "--device", session.device, limit_s=90)
+    code = "import json; from benchmarks.gpu.trials import left_behind; print(json.dumps(left_behind()))"
+    session.run("driver", [sys.executable, "-c", code], limit_s=30)
+    size = 8 if session.small else 32
+    graphs = on_device(session, {**HAND, "micro_batch": size, "compile_mode": "reduce-overhead"})
+    configs = [{"micro_batch": size, "precision": "bf16"}, {**HAND, "micro_batch": size}]
+    trials(session, "a", "gpt2", configs, limit_s=180, time_box_s=10.0)
+    trials(session, "a.graphs", "gpt2", [graphs], limit_s=90, time_box_s=10.0, global_batch=2 * size)
+    which = ["tests/probes/test_probes_measuring.py"] if session.small else []
+    session.python("tests", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *which, limit_s=120)
+
+
+def part_b1(session: Session) -> None:
+    """The search for GPT-2 124M."""
+    search(session, "gpt2", "gpt2", 420)
+
+
+def part_b2(session: Session) -> None:
+    """The plan, the script by hand and the fp32 baseline, interleaved."""
+    plan = session.path("gpt2.plan.json")
+    common = ["--device", session.device, *(["--small"] if session.small else [])]
+    seconds = "2" if session.small else "12"
+    kept = session.path("by_hand.json")
+    if not kept.exists():
+        found = session.python("by_hand.find", "benchmarks.gpu.by_hand", "--find", *common, limit_s=150)
+        if found is None:
+            return
+        session.keep("by_hand.json", json.loads(found.splitlines()[-1]))
+    size = str(json.loads(kept.read_text())["micro_batch"])
+    programs = {
+        "hand": ("benchmarks.gpu.by_hand", "--micro-batch", size, "--seconds", seconds, *common),
+        "plan": ("benchmarks.gpu.run_plan", str(plan), "--seconds", seconds),
+        "baseline": ("benchmarks.gpu.run_plan", str(plan), "--baseline", "--seconds", seconds),
+    }
+    if not plan.exists():  # (b1) has left none: the script by hand alone
+        programs = {"hand": programs["hand"]}
+    first = sum(1 for _ in session.results.glob("round*.order.json"))
+    for number in itertools.count(first):
+        if session.left_s < (30.0 if session.small else ROUND_S) or (session.small and number >= 2):
+            return
+        order = list(programs)
+        random.Random(time.time_ns()).shuffle(order)
+        session.keep(f"round{number}.order.json", order)
+        ran = [session.python(f"round{number}.{name}", *programs[name], limit_s=ROUND_S) for name in order]
+        if None in ran:
+            return
+
+
+def part_c(session: Session) -> None:
+    """Predicted against measured: memory by the allocator, step times; four families, five configurations each."""
+    families = {"gpt2": (4, 32), "bert": (8, 32), "qwen": (1, 4), "llama": (1, 4)}
+    for number, (model, sizes) in enumerate(families.items()):
+        small, large = (2, 8) if session.small else sizes
+        configs: list[Knobs] = [
+            {"micro_batch": small},
+            {"micro_batch": large, "precision": "bf16"},
+            {"micro_batch": large, "precision": "bf16", "checkpointing": "full"},
+            {"micro_batch": small, "precision": "bf16", "loss": "fused", "optimizer_step": "fused"},
+            {"micro_batch": large, "precision": "bf16", "compile": "block"},
+        ]
+        limit_s = session.left_s / (len(families) - number)
+        trials(session, f"c.{model}", model, configs, limit_s=limit_s, predict=True, time_box_s=5.0, deadline_s=60.0)
+
+
+def part_d(session: Session) -> None:
+    """The allocator's segments; then one knob after another: compile modes, attention, all that the space has."""
+    from autoplan.strategies.config import KNOBS, knob_values, knobs
+
+    sizes = (4, 8) if session.small else (64, 128, 256)
+    largest: list[Knobs] = [{**HAND, "compile": "off", "micro_batch": size} for size in sizes]
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    trials(session, "d.segments", "gpt2", largest, limit_s=60, time_box_s=4.0)
+    trials(session, "d.expandable", "gpt2", largest, limit_s=60, time_box_s=4.0, environment=expandable)
+    base: Knobs = {**HAND, "micro_batch": 8 if session.small else 32}
+    order = ["compile_mode", "attention", "compile", "precision", "loss", "optimizer_step", "checkpointing"]
+    others = [knob for knob in KNOBS if knob not in order and knobs()[knob].role == "run" and knob != "micro_batch"]
+    device_knobs = [knob for knob in [*order, *others] if knobs()[knob].device in (None, session.device)]
+    varied = [{**base, knob: value} for knob in device_knobs for value in knob_values(knob) or ()]
+    eager = {**base, "compile": "off"}
+    varied += [{**eager, "attention": value} for value in knob_values("attention") or ()]
+    trials(session, "d", "gpt2", [base, *varied], limit_s=520, time_box_s=6.0, deadline_s=200.0)
+
+
+def part_e(session: Session) -> None:
+    """GPT-2 large and Llama 3.2 1B."""
+    search(session, "gpt2-large", "gpt2-large", 215)
+    search(session, "llama", "llama", 215)
+
+
+def part_f(session: Session) -> None:
+    """Sixty configurations of GPT-2 with their predictions, for replays; goes on where it was."""
+    axes: dict[str, tuple[Any, ...]] = {
+        "micro_batch": (4, 8) if session.small else (8, 16, 32, 64, 128),
+        "precision": ("bf16",) if session.small else ("bf16", "tf32"),
+        "compile": ("off",) if session.small else ("off", "block", "model"),
+        "loss": ("full", "fused"),
+    }
+    grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    grid = [{"attention": "sdpa", "optimizer_step": "fused", **knobs} for knobs in grid]
+    random.Random(0).shuffle(grid)  # whatever was made by the end of a call covers the table
+    trials(session, "f", "gpt2", grid, limit_s=520, predict=True, time_box_s=4.0, deadline_s=120.0)
+
+
+PARTS: Mapping[str, Callable[[Session], None]] = {
+    "a": part_a,
+    "b1": part_b1,
+    "b2": part_b2,
+    "c": part_c,
+    "d": part_d,
+    "e": part_e,
+    "f": part_f,
+}
