@@ -9,7 +9,8 @@
     │   └── MissingExtraError     2   an optional dependency is not installed
     ├── NoFeasiblePlanError       3   no configuration fits or runs
     ├── DeviceError               4   the device is missing, unusable or busy
-    │   └── StoreBusyError        4   another search owns the store
+    │   ├── StoreBusyError        4   another search owns the store
+    │   └── DeviceBusyError       4   another search measures on the device
     ├── BudgetEndedError          5   the budget ended before a verified plan
     ├── ExportError               6   an export failed its own check
     └── InterruptedSearchError  130   Ctrl-C; the state is saved
@@ -28,7 +29,7 @@ import re
 KEYWORDS = {
     **{name.replace("_", "-"): name for name in ("budget", "max_trials", "fix", "bound", "device", "memory_limit")},
     **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
-    **{name.replace("_", "-"): name for name in ("global_batch", "max_grad_norm", "cluster", "tokens")},
+    **{name.replace("_", "-"): name for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait")},
     "seq-len": "sequence_length",
     "model": "workload",
 }
@@ -155,6 +156,12 @@ class StoreBusyError(DeviceError):
     """Another search owns the store."""
 
     code = "store_busy"
+
+
+class DeviceBusyError(DeviceError):
+    """Another search measures on the device."""
+
+    code = "device_busy"
 
 
 class BudgetEndedError(AutoplanError):

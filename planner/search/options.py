@@ -59,6 +59,7 @@ class SearchOptions:
         out: Where the plan is written; None: only into the store.
         store: The folder of the searches' records, one folder in it for each; None: the user's state folder.
         fresh: Start over; what the store has of this search is moved aside.
+        wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
 
@@ -78,6 +79,7 @@ class SearchOptions:
     out: str | Path | None = None
     store: str | Path | None = None
     fresh: bool = False
+    wait: bool = False
     dry_run: bool = False
     seed: int = 0
 
@@ -229,6 +231,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "out": _check_place,
     "store": _check_place,
     "fresh": _check_switch,
+    "wait": _check_switch,
     "dry_run": _check_switch,
     "seed": _check_seed,
 }

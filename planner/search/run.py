@@ -24,6 +24,7 @@ from autoplan.planner.search.setup import PRELOAD, SearchContext, Target, find_t
 from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_manual_setting, run_trials
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.store.folders import study_folder
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
 from autoplan.planner.store.store import Store, study_identity
@@ -60,10 +61,12 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     from autoplan.probes.run import read_host_profile
 
     observer = observer or SearchObserver()
-    if options.dry_run:
-        return _dry_run(options, observer)
     profile = read_host_profile()
     target = find_target(options, profile)
+    devices = device_names(profile, target.device, target.nproc)
+    if options.dry_run:
+        with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
+            return _dry_run(options, observer)
     identity = study_identity(
         options.spec,
         profile.fingerprint,
@@ -74,13 +77,21 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         memory_limit_bytes=target.given_limit_bytes,
     )
     folder = study_folder(None if options.store is None else Path(options.store), identity)
-    with Store(folder, identity, summary=_summary(options, target), fresh=options.fresh) as store:
+    with Store(folder, identity, summary=_summary(options, target), fresh=options.fresh, wait=options.wait) as store:
         if store.renamed_to is not None:
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
         budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
         store.set_budget(budget_s)
         run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s)
-        return answer.finished_before(run) or _search(run)
+        before = answer.finished_before(run)
+        if before is not None:
+            return before
+        try:
+            with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
+                store.start_clock()
+                return _search(run)
+        except KeyboardInterrupt:
+            return answer.interrupted(run)  # while it waited
 
 
 def _summary(options: SearchOptions, target: Target) -> dict[str, Any]:
