@@ -11,7 +11,7 @@ from pydantic import Field
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import LeftOutFamily, Prediction, Trial
+from autoplan.planner.records import LeftOutFamily, Prediction, Purpose, Trial
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
@@ -280,7 +280,7 @@ class SearchObserver:
     def on_trial_started(
         self,
         number: int,
-        purpose: Literal["baseline", "reference", "search", "finalist"],
+        purpose: Purpose,
         config: TrainingConfig,
         prediction: Prediction | None,
         budget: BudgetState,

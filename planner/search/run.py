@@ -18,10 +18,11 @@ from autoplan.planner.search.options import (
     SearchResult,
 )
 from autoplan.planner.search.plan_maker import make_plan
+from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import PRELOAD, SearchContext, Target, find_target, prepare_search
-from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_manual_setting, run_trials
+from autoplan.planner.search.stages import find_verified, run_baseline, run_manual_setting, run_trials
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
@@ -171,7 +172,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
     for note in session.study.notes:
         session.note(note)
     for trial in store.trials:
-        if trial.purpose != "finalist":
+        if not trial.is_repeat:
             model.observe(trial)
         run.observer.on_trial_finished(trial, session.best, session.budget())
     if store.trials:
@@ -207,6 +208,8 @@ def _run_stages(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_ran(run, ended_by)
     run_finalists(session)
     verified = find_verified(session)
+    while verified is not None and not run_claim(session, verified[0].config):
+        verified = find_verified(session)  # it failed in a fresh process
     if verified is None:
         return answer.nothing_verified(run, ended_by)
     if baseline is None:

@@ -235,7 +235,9 @@ def _probe(
         on_progress=lambda text: observer.on_phase("probe", text),
         collective_ranks=ranks,
     )
-    if saved is not None:
+    if hardware.disturbed is not None:
+        observer.on_note(hardware.disturbed)
+    elif saved is not None:
         write_atomically(saved, hardware.model_dump_json(indent=1))
     return hardware
 
