@@ -77,15 +77,15 @@ def baseline_mfu(plan: Plan) -> float | None:
 
 def headline(plan: Plan) -> str:
     """How much faster the plan is than the baseline and than a hand setting, and whether that is a claim."""
-    against = [_times(plan.speedup, plan.claim, "the plain baseline")]
     hand = plan.hand
+    base = "the plain baseline"
+    if hand is not None and hand.config == plan.baseline.config:
+        base, hand = "the plain baseline, which is the best hand setting too", None
+    against = [_times(plan.speedup, plan.claim, base)]
+    if plan.claim is not None and plan.config == plan.baseline.config:
+        return f"none over {base}: {plan.claim.why_not}"
     if hand is not None:
-        what = "the plain run, which is the best hand setting too" if hand.config == plan.baseline.config else None
-        if what is None:
-            what = f"the hand setting ({hand.config.describe()})"
-            against.append(_times(hand.speedup, hand.claim, what))
-        else:
-            against = [_times(plan.speedup, plan.claim, what)]
+        against.append(_times(hand.speedup, hand.claim, f"the hand setting ({hand.config.describe()})"))
     parts = "; step times put together from parts of a step" if plan.measurement.method == "parts" else ""
     return "; ".join(against) + parts + _claim_basis(plan.claim)
 

@@ -263,7 +263,7 @@ class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, plan."""
+        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, plan."""
 
     def on_note(self, text: str) -> None:
         """A sentence the user should see."""

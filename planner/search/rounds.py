@@ -112,7 +112,7 @@ def run_claim(session: Session, winner: TrainingConfig) -> bool:
                 continue
             session.note("the budget had no time for all rounds of the plan against the baseline")
             return True
-        session.observer.on_phase("finalists", "the plan against the baseline, in runs of their own")
+        session.observer.on_phase("claim", f"round {begun + 1}")
         _run_round(session, "claim", begun, open_round)
 
 

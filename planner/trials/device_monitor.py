@@ -14,6 +14,9 @@ import torch
 
 from autoplan.planner.records import PeakMemory
 
+SAMPLE_PERIOD_S = 0.2
+"""Between two questions to the GPU's driver: each takes some hundred microseconds."""
+
 
 class MemoryMonitor:
     """Peak memory of this process from the moment the monitor is made.
@@ -130,9 +133,9 @@ class GpuMonitor:
         self._seen_us = int(time.time() * 1e6)
 
     def sample(self) -> None:
-        """Asks the driver; does nothing if there is none, or it was asked less than 0.2 s ago."""
+        """Asks the driver; does nothing if there is none, or it was asked just before."""
         now = time.monotonic()
-        if self._handle is None or now - self._asked < 0.2:
+        if self._handle is None or now - self._asked < SAMPLE_PERIOD_S:
             return
         self._asked = now
         from autoplan.probes.gpu import read_throttle_reasons

@@ -251,6 +251,11 @@ class LoadMonitor:
         quota = read_cgroup_limits().cpu_limit
         self._shares_host = quota is not None and quota < len(self.cores)
 
+    def restart(self) -> None:
+        """Begins the window anew: what was seen before it does not belong to the record."""
+        self._first = None
+        self.discarded = {}
+
     def begin(self) -> None:
         """Begins a stretch."""
         self._began = self._read()

@@ -165,6 +165,7 @@ class StepTimer(StepRunner):
         """Times whole steps until the stop rule ends it."""
         rule, stretches, before = self._stop_rule(), self._stretches, self.skipped
         stretches.clean, stretches.aside = {}, {}  # those of the short steps
+        self.load.restart()
         stretches.begin()
         while True:
             sample = self._whole_step_sample()
@@ -235,10 +236,8 @@ class StepTimer(StepRunner):
         return self._elapsed() >= self.request.time_box_s + self._stretches.extra_s
 
     def _may_end(self, over: bool) -> bool:
-        """Whether the last stretch is clean; one that is too short to be judged goes on, unless the time is over."""
-        if self._stretches.is_long_enough() or over:
-            return self._stretches.close() or over
-        return False
+        """Whether the last stretch is clean, or the time is over; a stretch that is too short to be judged goes on."""
+        return self._stretches.is_long_enough() and (self._stretches.close() or over)
 
     def _samples_that_count(self, least: Mapping[str, int]) -> dict[str, list[float]]:
         """The clean samples where there are enough of each part; else all, and the trial is disturbed."""

@@ -16,7 +16,7 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.run import Bound, SearchObserver, SearchOptions, SearchResult, run_search
-from autoplan.planner.search.selection import TIE, collect_runs, rank
+from autoplan.planner.search.selection import TIE, collect_runs, measured_spread, rank
 from autoplan.strategies.workloads.sources import make_spec
 
 WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
@@ -68,8 +68,8 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     result = run_search(options, observer=listener)
     assert result.status == "plan_found", result.reason
     assert result.exit_code == 0
-    assert listener.phases == [
-        "probe", "inspect", "trace", "space", "baseline", "search", "finalists", "parity", "plan"
+    assert [phase for phase in listener.phases if phase != "finalists"] == [
+        "probe", "inspect", "trace", "space", "baseline", "search", "parity", "claim", "plan"
     ]  # fmt: skip
     plan = Plan.load(tmp_path / "plan.json")
     assert plan == result.plan
@@ -77,7 +77,11 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert plan.baseline.config.knobs_off_default().keys() == {"micro_batch"}
     assert plan.accumulation * plan.config.micro_batch == 384
     assert result.spent_s <= 44.0
-    assert {trial.purpose for trial in result.trials} == {"baseline", "search", "finalist"}
+    assert {trial.purpose for trial in result.trials} >= {"baseline", "search", "claim"}
+    assert plan.claim is not None and plan.hand is not None
+    assert plan.claim.claimed == (plan.speedup.low > 1.0)
+    claims = {trial.number for trial in result.trials if trial.purpose == "claim"}
+    assert set(plan.claim.trials) <= claims and set(plan.measurement.trials) <= claims
     assert plan.measurement.step_time_s.low <= plan.measurement.step_time_s.median
     assert {choice.knob for choice in plan.choices} >= {"micro_batch", "precision", "optimizer_step"}
 
@@ -138,7 +142,7 @@ def test_a_plan_says_that_its_data_comes_too_slowly(tmp_path: Path):
 def test_the_selected_one_is_the_fastest_of_its_own_record(tmp_path: Path):
     result = search(tmp_path / "s", fix={"compile": "off"}, max_trials=6)
     assert result.plan is not None
-    ordered = rank(collect_runs(result.trials))
+    ordered = rank(collect_runs(result.trials), measured_spread(result.trials))
     assert result.plan.config == ordered[0].config
     measured_again = [entry for entry in ordered if entry.finalist_runs] or ordered
     fastest = min(entry.step_time.median for entry in measured_again)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import DeviceBusyError, StoreError
+from autoplan.planner.search.run import SearchOptions, run_search
 from autoplan.planner.store import device_lock
 from autoplan.planner.store.device_lock import DeviceLock, device_names, lock_folder
+from autoplan.probes.run import read_host_profile
+from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_hardware
 
 HOLD = """
@@ -119,3 +122,14 @@ def test_a_search_locks_its_own_cores_or_its_first_gpus(monkeypatch: pytest.Monk
     hardware = make_hardware(gpu=True)
     assert device_names(hardware, "cpu", 1) == (f"cpu-{machine}-1", f"cpu-{machine}-3")
     assert device_names(hardware, "cuda", 1) == ("GPU-0",)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_search_on_a_busy_device_ends_at_once_with_the_pid(tmp_path: Path, dry_run: bool):
+    spec = make_spec(model=f"{Path(__file__).parents[1] / 'data' / 'faulty.py'}:make_sound")
+    options = SearchOptions(spec=spec, device="cpu", store=tmp_path / "store", dry_run=dry_run)
+    with DeviceLock(device_names(read_host_profile(), "cpu", 1)):
+        with pytest.raises(DeviceBusyError, match=f"process {os.getpid()}") as caught:
+            run_search(options)
+        assert caught.value.exit_code == 4 and "wait" in str(caught.value.hint)
+    assert not list(tmp_path.rglob("trials/0000"))

@@ -134,8 +134,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[UsedGpu, GpuMonitor]]
     monitor = GpuMonitor(CPU)
     monitor._nvml, _ = open_nvml(Nvml([card]))
     monitor._handle = card
-    clock = iter(range(100))
-    monkeypatch.setattr(device_monitor.time, "monotonic", lambda: float(next(clock)) + 1.0)
+    monkeypatch.setattr(device_monitor, "SAMPLE_PERIOD_S", 0.0)
     monitor.start()
     yield card, monitor
 
