@@ -60,7 +60,8 @@ def run_finalists(session: Session) -> None:
                 else "the budget had no time to measure the finalists again: the choice is based on single trials"
             )
             return
-        _run_round(session, "finalist", rounds_done, [candidate.first for candidate in todo])
+        if not _run_round(session, "finalist", rounds_done, [candidate.first for candidate in todo]):
+            return
 
 
 def _is_decided(session: Session, finalists: Sequence[CandidateRuns]) -> bool:
@@ -113,7 +114,8 @@ def run_claim(session: Session, winner: TrainingConfig) -> bool:
             session.note("the budget had no time for all rounds of the plan against the baseline")
             return True
         session.observer.on_phase("claim", f"round {begun + 1}")
-        _run_round(session, "claim", begun, open_round)
+        if not _run_round(session, "claim", begun, open_round):
+            return True
 
 
 def _compared(session: Session, winner: TrainingConfig) -> list[TrainingConfig]:
@@ -154,20 +156,24 @@ def _next_round(session: Session) -> int:
     return 1 + max((t.round or 0 for t in session.store.trials if t.purpose == "claim"), default=-1)
 
 
-def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Trial]) -> None:
-    """One run of each, in an order that is drawn."""
+def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Trial]) -> bool:
+    """One run of each, in an order that is drawn; returns False if something outside ended one: no more is run."""
     order = list(firsts)
     random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
     reserve_s = session.parity_reserve_s if purpose == "finalist" else 0.0
     for first in order:
         longest_s = max(DEADLINE_FACTOR * first.seconds_spent, DEADLINE_LEAST_S)
-        session.measure(
+        trial = session.measure(
             "finalist" if purpose == "finalist" else "claim",
             first.config,
             deadline_s=min(session.hard_deadline_s(reserve_s), longest_s),
             method=first.method,
             round=number,
         )
+        if trial.outcome is Outcome.INTERRUPTED:
+            session.note(f"the rounds ended early: {trial.reason}")
+            return False
+    return True
 
 
 def _affordable(session: Session, candidates: Sequence[CandidateRuns], *, reserve_s: float) -> bool:

@@ -236,7 +236,9 @@ class StepTimer(StepRunner):
         return self._elapsed() >= self.request.time_box_s + self._stretches.extra_s
 
     def _may_end(self, over: bool) -> bool:
-        """Whether the last stretch is clean, or the time is over; a stretch that is too short to be judged goes on."""
+        """Whether all samples are judged: a stretch that is too short for it goes on, a disturbed one is repeated."""
+        if not self._stretches.current:
+            return bool(self._stretches.clean) or over
         return self._stretches.is_long_enough() and (self._stretches.close() or over)
 
     def _samples_that_count(self, least: Mapping[str, int]) -> dict[str, list[float]]:

@@ -242,3 +242,22 @@ def test_a_lasting_load_ends_the_measuring_again():
     trials = [a_trial(number, "search", BASE, 1.0, window=window) for number, window in enumerate([quiet, loud, loud])]
     assert remeasure_boxes(trials) == 0.0
     assert remeasure_boxes(trials[:2]) == remeasure_boxes([*trials, trials[0]]) == 2.0
+
+
+def test_a_round_that_something_outside_ended_ends_the_rounds():
+    """Such a trial is not in the record: the rounds must not begin it for ever."""
+    session: Any = Simulated(5, 0.01)
+    for purpose, config in (("baseline", BASE), ("search", OTHERS[0]), ("search", OTHERS[1])):
+        session.measure(purpose, config)
+    before = session.store.trials
+    lost: list[TrainingConfig] = []
+
+    def measure(purpose: str, config: TrainingConfig, **facts: Any) -> Trial:
+        lost.append(config)
+        return a_trial(99, purpose, config, 1.0, outcome=Outcome.INTERRUPTED, reason="killed from outside")
+
+    session.measure = measure
+    run_finalists(session)
+    assert run_claim(session, OTHERS[0])
+    assert len(lost) == 2 and session.store.trials == before
+    assert session.notes == ["the rounds ended early: killed from outside"] * 2
