@@ -64,13 +64,13 @@ class Pair:
         spread = measured_spread([*self.history, *self.trials])
         gain = math.log(first[SIDES["reference"]].median / first[SIDES["candidate"]].median)
         wanted = rounds_needed(spread, gain)
-        for number in range(wanted + ROUNDS_AGAIN):
+        number = quiet = 0
+        while quiet < wanted and number - quiet <= ROUNDS_AGAIN:
             order = list(SIDES)
             random.Random(f"{self.seed}/claim/{number}").shuffle(order)
             runs = [self._run(side, "claim", number) for side in order]
-            wanted -= not any(run.disturbed for run in runs)
-            if wanted <= 0:
-                break
+            quiet += not any(run.disturbed for run in runs)
+            number += 1
         by_config = {runs.config: runs for runs in collect_runs(self.trials)}
         sides = [by_config[config] for config in SIDES.values()]
         return compare(sides[0], sides[1], spread, chosen_from=2)

@@ -104,7 +104,7 @@ def run_claim(session: Session, winner: TrainingConfig) -> bool:
         open_round = [runs.first for runs in compared if begun not in {run.round for run in runs.claim_runs}]
         if begun < 0 or not open_round or len(open_round) == len(compared):
             quiet, made = _count_rounds(by_config[winner], compared)
-            if quiet >= wanted or made >= wanted + ROUNDS_AGAIN:
+            if quiet >= wanted or made - quiet > ROUNDS_AGAIN:
                 return True
             begun, open_round = _next_round(session), [runs.first for runs in compared]
         if not _affordable_s(session, open_round):
@@ -157,7 +157,10 @@ def _next_round(session: Session) -> int:
 
 
 def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Trial]) -> bool:
-    """One run of each, in an order that is drawn; returns False if something outside ended one: no more is run."""
+    """One run of each, in an order that is drawn; returns False if one was ended from outside: no more is run.
+
+    A run of the claim that is out of time is ended from outside too: the configuration ran before.
+    """
     order = list(firsts)
     random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
     reserve_s = session.parity_reserve_s if purpose == "finalist" else 0.0
@@ -170,7 +173,7 @@ def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Tri
             method=first.method,
             round=number,
         )
-        if trial.outcome is Outcome.INTERRUPTED:
+        if trial.outcome is Outcome.INTERRUPTED or (purpose == "claim" and trial.outcome is Outcome.TIMEOUT):
             session.note(f"the rounds ended early: {trial.reason}")
             return False
     return True

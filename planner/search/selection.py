@@ -82,7 +82,7 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
         if trial.is_repeat:
             if trial.outcome is Outcome.OK and trial.step_time_s is not None:
                 repeats.setdefault((trial.purpose, trial.config), []).append(trial)
-            elif trial.outcome is not Outcome.INTERRUPTED:
+            elif trial.outcome is not Outcome.INTERRUPTED and not _is_late(trial):
                 failed.add(trial.config)
         elif trial.outcome is Outcome.OK and trial.step_time_s is not None:
             firsts.setdefault(trial.config, trial)
@@ -97,6 +97,11 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
         if config not in failed
     ]
     return sorted(candidates, key=lambda candidate: (candidate.step_time.median, candidate.first.number))
+
+
+def _is_late(trial: Trial) -> bool:
+    """Whether a run of the claim was ended by its deadline: the budget's end, or a slow moment of the machine."""
+    return trial.purpose == "claim" and trial.outcome is Outcome.TIMEOUT
 
 
 def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, CandidateRuns]:

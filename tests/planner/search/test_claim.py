@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoplan.planner.records import Interval, Outcome, Trial, Window
-from autoplan.planner.search.claim import MOST_ROUNDS, Comparison, compare, rounds_needed
+from autoplan.planner.search.claim import MOST_ROUNDS, ROUNDS_AGAIN, Comparison, compare, rounds_needed
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.rounds import repeat_if_due, run_claim, run_finalists
 from autoplan.planner.search.selection import collect_runs, is_tie, measured_spread, rank
@@ -166,12 +166,11 @@ def test_disturbed_rounds_are_made_again_and_at_most_twice():
 
     session.measure("baseline", BASE)
     session.measure("search", OTHERS[0])
-    wanted = rounds_needed(ASSUMED, 0.5)
     session.measure = disturbed
     assert run_claim(session, OTHERS[0])
-    assert sum(trial.purpose == "claim" for trial in session.store.trials) == 2 * (wanted + 2)
+    assert sum(trial.purpose == "claim" for trial in session.store.trials) == 2 * (1 + ROUNDS_AGAIN)
     assert run_claim(session, OTHERS[0])  # resumed: nothing is measured again
-    assert sum(trial.purpose == "claim" for trial in session.store.trials) == 2 * (wanted + 2)
+    assert sum(trial.purpose == "claim" for trial in session.store.trials) == 2 * (1 + ROUNDS_AGAIN)
 
 
 def test_a_winner_that_fails_in_its_claim_is_no_winner():
@@ -261,3 +260,26 @@ def test_a_round_that_something_outside_ended_ends_the_rounds():
     assert run_claim(session, OTHERS[0])
     assert len(lost) == 2 and session.store.trials == before
     assert session.notes == ["the rounds ended early: killed from outside"] * 2
+
+
+def test_a_run_of_the_claim_that_is_late_does_not_cost_the_plan():
+    """The budget's end, or a slow moment: the winner has run before, and was checked."""
+    session: Any = Simulated(5, 0.01, gain=0.5)
+    session.measure("baseline", BASE)
+    session.measure("search", OTHERS[0])
+    quiet, late = session.measure, []
+
+    def measure(purpose: str, config: TrainingConfig, **facts: Any) -> Trial:
+        trial = quiet(purpose, config, **facts)
+        if config == OTHERS[0] and facts["round"] == 1:
+            late.append(config)
+            trial = trial.model_copy(update={"outcome": Outcome.TIMEOUT, "step_time_s": None, "reason": "late"})
+            session.store.trials = (*session.store.trials[:-1], trial)
+        return trial
+
+    session.measure = measure
+    assert run_claim(session, OTHERS[0])
+    assert len(late) == 1 and session.notes == ["the rounds ended early: late"]
+    runs = {one.config: one for one in collect_runs(session.store.trials)}
+    found = compare(runs[OTHERS[0]], runs[BASE], ASSUMED, chosen_from=2)
+    assert found.claim.rounds == 1 and found.claim.chosen_from == 1

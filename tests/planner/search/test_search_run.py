@@ -191,7 +191,7 @@ def test_a_sampler_object_of_optunas_searches_and_gives_legal_trials_only(tmp_pa
         max_trials=8,
     )
     assert result.status == "plan_found", result.reason
-    tried = [trial.config for trial in result.trials if trial.purpose != "finalist"]
+    tried = [trial.config for trial in result.trials if not trial.is_repeat]
     assert len(tried) == len(set(tried)) == 8
     for config in tried:
         assert config.accumulation(384) * config.micro_batch == 384
@@ -326,8 +326,8 @@ KILLED_IN = (  # the planner's line at which it is killed, and where the workloa
     (("phase", "measure"), "loss"),
     (("finished", "now"), ""),  # its line is on disk: it must stay
     (("started", "search"), ""),
-    (("started", "finalist"), ""),
     (("stage", "parity"), ""),
+    (("started", "claim"), ""),
 )
 
 
@@ -349,7 +349,7 @@ def test_a_search_killed_in_every_phase_goes_on_and_repeats_no_finished_trial(tm
     assert result.status == "plan_found", result.reason
     assert [trial.number for trial in result.trials[: len(kept)]] == [trial["number"] for trial in kept]
     assert all(trial.resumed for trial in result.trials[: len(kept)])
-    configs = [trial.config for trial in result.trials if trial.purpose != "finalist"]
+    configs = [trial.config for trial in result.trials if not trial.is_repeat]
     assert len(configs) == len(set(configs)) == 3, "a finished trial was repeated"
 
 
