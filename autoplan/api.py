@@ -70,6 +70,7 @@ def search(
     out: str | Path | None = None,
     store: str | Path | None = None,
     fresh: bool = False,
+    wait: bool = False,
     observer: SearchObserver | None = None,
     quiet: bool = False,
 ) -> Plan:
@@ -103,13 +104,14 @@ def search(
         store: The folder of the searches' records; each search has a folder of its own in it. Default: the user's
             state folder.
         fresh: Start over instead of resuming; what the store has of this search is moved aside, not deleted.
+        wait: Wait where another search measures on this device; the wait costs no budget. Default: an error.
         observer: Its methods are called with what happens. Default: progress on stderr.
         quiet: No progress on stderr.
 
     Raises:
         UsageError: an argument is wrong (WorkloadError, ConfigError, StoreError among them).
         NoFeasiblePlanError: nothing fits or runs.
-        DeviceError: the device is missing or busy.
+        DeviceError: the device is missing, or another search measures on it (DeviceBusyError).
         DidNotRunError: something outside ended it each time, and nothing is known of it; the same call tries it again.
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
@@ -142,6 +144,7 @@ def search(
         out=out,
         store=store,
         fresh=fresh,
+        wait=wait,
         seed=seed,
     )
     result = run(options, observer=observer, quiet=quiet)

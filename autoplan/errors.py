@@ -10,6 +10,7 @@
     ├── NoFeasiblePlanError       3   no configuration fits or runs
     ├── DeviceError               4   the device is missing, unusable or busy
     │   ├── StoreBusyError        4   another search owns the store
+    │   ├── DeviceBusyError       4   another search measures on the device
     │   └── DidNotRunError        4   something outside ended it each time; nothing is known of it
     ├── BudgetEndedError          5   the budget ended before a verified plan
     ├── ExportError               6   an export failed its own check
@@ -29,7 +30,7 @@ import re
 KEYWORDS = {
     **{name.replace("_", "-"): name for name in ("budget", "max_trials", "fix", "bound", "device", "memory_limit")},
     **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
-    **{name.replace("_", "-"): name for name in ("global_batch", "max_grad_norm", "cluster", "tokens")},
+    **{name.replace("_", "-"): name for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait")},
     "seq-len": "sequence_length",
     "model": "workload",
 }
@@ -162,6 +163,12 @@ class DidNotRunError(DeviceError):
     """Something outside ended each run of what is needed: nothing is known of it, and the same call tries it again."""
 
     code = "did_not_run"
+
+
+class DeviceBusyError(DeviceError):
+    """Another search measures on the device."""
+
+    code = "device_busy"
 
 
 class BudgetEndedError(AutoplanError):

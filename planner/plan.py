@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from autoplan.errors import PlanError
 from autoplan.planner.apply import AS_SEARCHED, prepare_plan
-from autoplan.planner.records import Attempt, Interval, LeftOutFamily, Parity, Prediction, Trial
+from autoplan.planner.records import Attempt, Claim, Interval, LeftOutFamily, Parity, Prediction, Trial
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -51,6 +51,15 @@ class Alternative(Record):
     why: str
 
 
+class HandSetting(Record):
+    """What a careful person would set without a search, and how the plan compares with it."""
+
+    config: TrainingConfig
+    measurement: Measurement
+    speedup: Interval = Field(description="tokens/s of the plan over the hand setting's")
+    claim: Claim
+
+
 class Choice(Record):
     """Why one knob has the value it has."""
 
@@ -85,6 +94,12 @@ class Plan(Record):
     measurement: Measurement
     baseline: Trial
     speedup: Interval = Field(description="tokens/s of the plan over the baseline's")
+    claim: Claim | None = Field(
+        default=None, description="whether that is a claim, and why not; None in plans of earlier versions"
+    )
+    hand: HandSetting | None = Field(
+        default=None, description="against a careful hand setting; None where it was not measured"
+    )
     alternatives: tuple[Alternative, ...]
     parity: Parity
     choices: tuple[Choice, ...]

@@ -61,13 +61,54 @@ class PeakMemory(Record):
         return None
 
 
+class Window(Record):
+    """What else happened on the device while a trial's steps were timed.
+
+    Shares of the CPU are of all the cores that the trial may run on. Stretches of the window that were disturbed were
+    measured again where there was time; the figures are over all of them.
+    """
+
+    seconds: float
+    others_cpu_share: float | None = Field(
+        default=None, description="CPU time that went to others; None: /proc/stat is not there"
+    )
+    steal_share: float = Field(default=0.0, description="of it, what the hypervisor gave to other machines")
+    waited_share: float | None = Field(
+        default=None, description="longest time that a thread of the trial waited for a core, of the window's seconds"
+    )
+    pressure_share: float | None = Field(
+        default=None, description="time in which some task of this machine waited for a core (PSI); None: no PSI here"
+    )
+    throttled_periods: int = Field(default=0, description="periods in which the cgroup's CPU quota was used up")
+    throttled_s: float = Field(default=0.0, description="time that the cgroup's tasks stood still for it")
+    gpu_others_share: float | None = Field(
+        default=None, description="highest utilisation of this GPU by other processes; None: the driver does not say"
+    )
+    sm_clock_hz: float | None = Field(default=None, description="median clock of the GPU's multiprocessors")
+    clock_events: tuple[str, ...] = Field(default=(), description="why the driver limited that clock")
+    discarded: dict[str, int] = Field(
+        default_factory=dict, description="why stretches were measured again: how many for each reason"
+    )
+    disturbed: str | None = Field(
+        default=None, description="a sentence, where the step time was measured while others used the device"
+    )
+
+
+Purpose = Literal["baseline", "reference", "search", "repeat", "finalist", "claim"]
+
+REPEATS = ("repeat", "finalist", "claim")
+"""Purposes of trials that measure a configuration again."""
+
+
 class Trial(Record):
     """The record of one finished trial, as the store keeps it."""
 
     number: int
-    purpose: Literal["baseline", "reference", "search", "finalist"] = Field(
-        description="reference: the careful hand setting on CUDA, measured for comparison; finalist: a repeat"
+    purpose: Purpose = Field(
+        description="reference: the careful hand setting; repeat: of a configuration, for the spread between runs; "
+        "finalist: a run that the choice is made by; claim: a run that the speed-up is calculated from"
     )
+    round: int | None = Field(default=None, description="of finalists and claims: runs of one round were side by side")
     config: TrainingConfig
     outcome: Outcome
     detail: str | None = Field(
@@ -104,6 +145,7 @@ class Trial(Record):
     startup_s: float = Field(default=0.0, description="from the request to the first line of the trial's own code")
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     warnings: tuple[str, ...] = Field(default=(), description="throttling, recompiles, skipped steps, compile cache")
+    window: Window | None = Field(default=None, description="what others did to the device while steps were timed")
     last_lines: str = Field(default="", description="the end of the trial's stderr, where it failed")
     exit_status: str | None = None
     cause: Literal["program", "limit", "fatal_signal", "outside"] | None = Field(
@@ -111,6 +153,16 @@ class Trial(Record):
     )
     resumed: bool = Field(default=False, description="taken from the record of an earlier run of the same search")
     started: str = Field(default="", description="UTC, ISO 8601")
+
+    @property
+    def disturbed(self) -> str | None:
+        """Why its step time does not count as this configuration's; None if nothing else used the device."""
+        return None if self.window is None else self.window.disturbed
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether it measured a configuration again that an earlier trial had measured."""
+        return self.purpose in REPEATS
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -140,6 +192,20 @@ class Attempt(Record):
         what = self.part if self.number is None else f"trial {self.number} ({self.part})"
         whose = f" of {self.config.describe()}" if self.config is not None and self.number is None else ""
         return f"{what}{whose}: {self.reason}"
+
+
+class Claim(Record):
+    """What may be said of a plan's speed-up, and what it rests on."""
+
+    claimed: bool = Field(description="the interval of the speed-up is above 1, and nothing disturbed its runs")
+    why_not: str | None = Field(default=None, description="a sentence, where no win is claimed")
+    rounds: int = Field(description="rounds of runs side by side behind the speed-up; 0: single trials")
+    chosen_from: int = Field(
+        default=1, description="1: its runs had no part in the choice of the plan; else among how many it was the best"
+    )
+    spread: float = Field(description="standard deviation between runs of one configuration, as a share")
+    spread_repeats: int = Field(description="repeats that it was measured by; 0: assumed")
+    trials: tuple[int, ...] = Field(default=(), description="numbers of the plan's and the baseline's runs")
 
 
 class Prediction(Record):

@@ -50,6 +50,16 @@ def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     )
 
 
+def cpu_stat_path(root: Path = Path("/")) -> Path | None:
+    """The `cpu.stat` of this process's own cgroup, which counts how often its quota was used up; None: there is none.
+
+    Args:
+        root: The folder to read as `/`.
+    """
+    levels, _ = _levels(root, "cpu")
+    return next((level / "cpu.stat" for level in levels if (level / "cpu.stat").is_file()), None)
+
+
 def _levels(root: Path, controller: str) -> tuple[list[Path], int | None]:
     """The folders from this process's own cgroup up to its mount, and the cgroup version in charge."""
     mounts = _mounts(root)

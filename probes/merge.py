@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from autoplan.probes.nvml import SLOWDOWNS
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.probes.worker import Measured
 from autoplan.record import Reading
@@ -97,8 +98,9 @@ def busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
         use = device.state["utilisation"].value if "utilisation" in device.state else None
         if use is not None and use > BUSY_SHARE:
             notes.append(f"cuda:{device.index} was busy ({use:.0%} utilisation): rates may be lower than it can do")
-        if device.throttle_reasons:
-            notes.append(f"the clock of cuda:{device.index} was limited: {', '.join(device.throttle_reasons)}")
+        slowed = SLOWDOWNS.intersection(device.throttle_reasons)
+        if slowed:
+            notes.append(f"the clock of cuda:{device.index} was limited: {', '.join(sorted(slowed))}")
     return notes
 
 

@@ -48,6 +48,10 @@ CLOCK_EVENTS = {
     0x400: "reliability",
 }
 
+SLOWDOWNS = frozenset(CLOCK_EVENTS[bit] for bit in (0x8, 0x20, 0x40, 0x80))
+"""Events that make a card slower than it usually is: throttling. A software power cap does not: cards under load run at
+their power limit all the time. Nor do clocks that a person has set."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:

@@ -145,6 +145,9 @@ class HardwareProfile(Record):
     links: tuple[Link, ...] = ()
     collectives: tuple[CollectiveReading, ...] = ()
     notes: tuple[str, ...] = Field(default=(), description="what could not be read and why, in sentences")
+    disturbed: str | None = Field(
+        default=None, description="a sentence, where it was measured under load: such a profile is not kept"
+    )
 
     def device(self, kind: str) -> Device:
         """The first device of that type; raises KeyError if there is none."""

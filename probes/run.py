@@ -114,6 +114,9 @@ def run_probes(
     profile = profile.model_copy(update={"devices": devices, "seconds_spent": time.perf_counter() - started})
     profile = _with_notes(profile, [*notes, *contention_notes(measured)])
     others = max(m.others_cpu_share for m in measured)
+    disturbed = load_sentence(profile, kind, others)
+    if disturbed is not None:
+        return profile.model_copy(update={"disturbed": disturbed})
     problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
 
@@ -246,13 +249,32 @@ def choose_threads(host: Host) -> int:
     return max(1, min(host.cores_usable, physical))
 
 
+def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) -> str | None:
+    """Why a measured profile is not kept: others used the device meanwhile. None: they did not.
+
+    Where a container has a share of a host's cores, the others' share of all the cores says little; then it does not
+    count.
+    """
+    quota = profile.host.cgroup_cpu_limit.value
+    shares_host = quota is not None and quota < (profile.host.cores_logical or profile.host.cores_usable)
+    why = None
+    if others_cpu_share > SEVERE_OTHERS_SHARE and not shares_host:
+        why = f"other work took {others_cpu_share:.0%} of the CPU time while this machine was measured"
+    for device in profile.devices:
+        use = device.state["utilisation"].value if "utilisation" in device.state else None
+        if kind == "cuda" and device.type == "cuda" and use is not None and use > BUSY_SHARE:
+            why = f"other work used {use:.0%} of cuda:{device.index} before it was measured"
+    return None if why is None else f"{why}: its rates are not kept, and the next run measures again"
+
+
 def _is_good_enough(cached: CachedProfile, now: HardwareProfile, budget_s: float) -> bool:
-    """Whether a cached profile is used: same machine, at least this budget, and not disturbed while it is idle now."""
+    """Whether a cached profile is used: same machine, at least this budget, and not measured under load.
+
+    Earlier versions kept profiles that were measured under load.
+    """
     if cached.profile.fingerprint != now.fingerprint or cached.budget_s < budget_s:
         return False
-    load = now.host.load_average.value
-    busy_now = load is not None and load > BUSY_SHARE * now.host.cores_usable
-    return busy_now or cached.others_cpu_share <= SEVERE_OTHERS_SHARE
+    return load_sentence(cached.profile.model_copy(update={"devices": ()}), "cpu", cached.others_cpu_share) is None
 
 
 def _measure(

@@ -29,18 +29,31 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_folders(shared_folder: Path) -> Iterator[None]:
-    """The cache and the state of the user are neither read nor changed, also by the processes that tests start."""
+def own_folders(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The cache and the state of the user are neither read nor changed, also by the processes that tests start.
+
+    Each worker has device locks of its own: the searches of two workers do not wait for each other.
+    """
+    runtime = tmp_path_factory.mktemp("runtime")
+    runtime.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))
         patch.setenv("XDG_STATE_HOME", str(shared_folder / "state"))
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
         yield
 
 
 @pytest.fixture(scope="session")
 def probed_machine(shared_folder: Path, own_folders: None) -> None:
-    """The profile of this machine is in the cache: searches find it, and the workers measure it once for all."""
-    from autoplan.probes.run import run_probes
+    """The profile of this machine is in the cache: searches find it, and the workers measure it once for all.
+
+    It is kept also where other tests were running meanwhile: a search that measured it again would use up its budget.
+    """
+    from autoplan.probes.cache import CachedProfile, cache_path, save_cached
+    from autoplan.probes.run import DEFAULT_BUDGET_S, run_probes
 
     with FileLock(shared_folder / "probe.lock"):
-        run_probes(device="cpu")
+        profile = run_probes(device="cpu").model_copy(update={"disturbed": None})
+        path = cache_path(profile.fingerprint, "cpu")
+        if not path.exists():
+            save_cached(path, CachedProfile(budget_s=DEFAULT_BUDGET_S, profile=profile))

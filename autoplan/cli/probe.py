@@ -62,7 +62,7 @@ def show_profile(profile: HardwareProfile) -> None:
         ]
         _show("collectives", ("operation", "backend", "bus bandwidth", "latency"), rows)
     console = output.console(stderr=False)
-    for note in profile.notes:
+    for note in (*profile.notes, *((profile.disturbed,) if profile.disturbed else ())):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
         f"profile {profile.fingerprint}, {format_seconds(profile.seconds_spent)}", markup=False, soft_wrap=True

@@ -177,6 +177,14 @@ def search_command(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Wait while another search uses the device. Default: end with exit code 4.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help=output.JSON_HELP, rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Search for the fastest plan on this machine.
@@ -209,6 +217,7 @@ def search_command(
         out=out,
         store=store,
         fresh=fresh,
+        wait=wait,
         dry_run=dry_run,
         seed=seed or 0,
     )

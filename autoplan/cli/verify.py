@@ -71,6 +71,8 @@ def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> No
             f"speed: {facts.with_interval(now)} {unit}/s here; the plan measured {format_number(then.median)} "
             f"({now.median / then.median:.0%} of it)"
         )
+        if trial.disturbed:
+            print(f"disturbed: that speed is not this plan's: {trial.disturbed}")
         print(f"peak memory: {format_bytes(trial.peak_memory_bytes)}")
     if elsewhere:
         output.console().print(f"note: {elsewhere}", markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoplan.planner.plan import Measurement, Plan
-from autoplan.planner.records import Interval, LeftOutFamily, Outcome, Parity, Trial
+from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
@@ -49,10 +49,13 @@ class Baseline(NamedTuple):
 
 
 def baseline(plan: Plan) -> Baseline:
-    """The plain run as it was measured beside the finalists, where it was; else its one trial at the start.
+    """The plain run as it was measured beside the plan, where it was; else its one trial at the start.
 
     The speed-up is computed from the runs side by side, so the table shows those.
     """
+    if plan.claim is not None:  # the plan's own baseline has the figures of those runs
+        first = plan.baseline
+        return Baseline(first.tokens_per_s, first.step_time_s, first.peak_memory_bytes, first.method)
     for alternative in plan.alternatives:
         again = alternative.measurement
         if alternative.config == plan.baseline.config and again is not None:
@@ -70,6 +73,36 @@ def baseline_mfu(plan: Plan) -> float | None:
     if plan.measurement.mfu is None or step is None:
         return None
     return plan.measurement.mfu * plan.measurement.step_time_s.median / step.median
+
+
+def headline(plan: Plan) -> str:
+    """How much faster the plan is than the baseline and than a hand setting, and whether that is a claim."""
+    hand = plan.hand
+    base = "the plain baseline"
+    if hand is not None and hand.config == plan.baseline.config:
+        base, hand = "the plain baseline, which is the best hand setting too", None
+    against = [_times(plan.speedup, plan.claim, base)]
+    if plan.claim is not None and plan.config == plan.baseline.config:
+        return f"none over {base}: {plan.claim.why_not}"
+    if hand is not None:
+        against.append(_times(hand.speedup, hand.claim, f"the hand setting ({hand.config.describe()})"))
+    parts = "; step times put together from parts of a step" if plan.measurement.method == "parts" else ""
+    return "; ".join(against) + parts + _claim_basis(plan.claim)
+
+
+def _times(speedup: Interval, claim: Claim | None, what: str) -> str:
+    """`1.42 times (1.35 to 1.50) the speed of the plain baseline`, or why that is not claimed."""
+    text = f"{with_interval(speedup, ' times')} the speed of {what}"
+    return text if claim is None or claim.why_not is None else f"{text} - {claim.why_not}"
+
+
+def _claim_basis(claim: Claim | None) -> str:
+    """What the speed-up rests on."""
+    if claim is None or not claim.rounds:
+        return "" if claim is None else f"; from single trials, as the best of {claim.chosen_from}"
+    rounds = f"{claim.rounds} round{'s' if claim.rounds > 1 else ''} side by side"
+    repeats = f"measured over {claim.spread_repeats} repeats" if claim.spread_repeats else "assumed"
+    return f"; {rounds}, runs differ by {percent(claim.spread)} ({repeats})"
 
 
 def comparison(plan: Plan) -> Rows:

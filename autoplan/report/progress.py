@@ -29,6 +29,7 @@ PHASES = {
     "search": "searching",
     "finalists": "measuring the fastest few again, interleaved",
     "parity": "checking that the plan trains the same thing",
+    "claim": "measuring the plan against the baseline, in runs of their own",
     "plan": "writing the plan",
 }
 

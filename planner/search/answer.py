@@ -88,8 +88,8 @@ class SearchRun:
 
     @property
     def trials_done(self) -> int:
-        """Trials that count towards --max-trials: all but the finalists' repeats."""
-        return sum(trial.purpose != "finalist" for trial in self.store.trials)
+        """Trials that count towards --max-trials: all but those that measure again."""
+        return sum(not trial.is_repeat for trial in self.store.trials)
 
 
 # Each end by its name.

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import Attempt, LeftOutFamily, Prediction, Trial
+from autoplan.planner.records import Attempt, LeftOutFamily, Prediction, Purpose, Trial
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
@@ -60,6 +60,7 @@ class SearchOptions:
         out: Where the plan is written; None: only into the store.
         store: The folder of the searches' records, one folder in it for each; None: the user's state folder.
         fresh: Start over; what the store has of this search is moved aside.
+        wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
 
@@ -79,6 +80,7 @@ class SearchOptions:
     out: str | Path | None = None
     store: str | Path | None = None
     fresh: bool = False
+    wait: bool = False
     dry_run: bool = False
     seed: int = 0
 
@@ -230,6 +232,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "out": _check_place,
     "store": _check_place,
     "fresh": _check_switch,
+    "wait": _check_switch,
     "dry_run": _check_switch,
     "seed": _check_seed,
 }
@@ -261,7 +264,7 @@ class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, plan."""
+        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, plan."""
 
     def on_note(self, text: str) -> None:
         """A sentence the user should see."""
@@ -278,7 +281,7 @@ class SearchObserver:
     def on_trial_started(
         self,
         number: int,
-        purpose: Literal["baseline", "reference", "search", "finalist"],
+        purpose: Purpose,
         config: TrainingConfig,
         prediction: Prediction | None,
         budget: BudgetState,

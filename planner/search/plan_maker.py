@@ -12,13 +12,21 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from autoplan.planner.plan import Alternative, Environment, Measurement, Plan
+from autoplan.planner.plan import Alternative, Environment, HandSetting, Measurement, Plan
 from autoplan.planner.records import Parity, Trial
+from autoplan.planner.search.claim import Comparison, compare
 from autoplan.planner.search.reasons import explain_choices, tie_reason
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds, rank, speed_ratio
+from autoplan.planner.search.selection import (
+    CandidateRuns,
+    collect_runs,
+    match_rounds,
+    measured_spread,
+    rank,
+    speed_ratio,
+)
 from autoplan.planner.search.session import Session
 from autoplan.planner.trace.input_benchmark import describe_input
-from autoplan.planner.trials.measure import invert
+from autoplan.planner.trials.measure import Spread, invert
 from autoplan.probes.profile import Device
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -30,9 +38,11 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
     """The plan for a verified winner."""
     context = session.context
     candidates = collect_runs(session.store.trials)
-    base = next((candidate for candidate in candidates if candidate.config == baseline.config), None)
-    base = base or CandidateRuns(config=baseline.config, first=baseline)  # not there if one of its repeats failed
-    winner, base = match_rounds(winner, base)
+    winner = _runs_of(winner.first, candidates)  # with the runs of the claim
+    spread = measured_spread(session.store.trials)
+    chosen_from = len(candidates)
+    against = compare(winner, _runs_of(baseline, candidates), spread, chosen_from=chosen_from)
+    hand = None if session.hand is None else _runs_of(session.hand, candidates)
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         study=session.store.identity,
@@ -42,10 +52,12 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         device=context.device,
         hardware=context.hardware,
         prediction=session.predict(winner.config),
-        measurement=measurement_of(session, winner),
-        baseline=with_all_runs(session, base),
-        speedup=speed_ratio(winner, base),
-        alternatives=tuple(_alternatives(session, winner, candidates)),
+        measurement=measurement_of(session, against.candidate),
+        baseline=with_all_runs(session, against.reference),
+        speedup=against.speedup,
+        claim=against.claim,
+        hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, chosen_from=chosen_from)),
+        alternatives=tuple(_alternatives(session, winner, candidates, spread)),
         parity=parity,
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
@@ -54,6 +66,21 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         notes=(*session.notes, *_attempt_notes(session), *_input_notes(session, winner)),
         environment=read_environment(),
         training=context.facts.training,
+    )
+
+
+def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns:
+    """A configuration with all its runs; with its first alone if one of its repeats failed."""
+    found = next((candidate for candidate in candidates if candidate.config == first.config), None)
+    return found or CandidateRuns(config=first.config, first=first)
+
+
+def _against_hand(session: Session, against: Comparison) -> HandSetting:
+    return HandSetting(
+        config=against.reference.config,
+        measurement=measurement_of(session, against.reference),
+        speedup=against.speedup,
+        claim=against.claim,
     )
 
 
@@ -112,13 +139,15 @@ def with_all_runs(session: Session, candidate: CandidateRuns) -> Trial:
     )
 
 
-def _alternatives(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> list[Alternative]:
+def _alternatives(
+    session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns], spread: Spread
+) -> list[Alternative]:
     """The next best configurations, how they compare with the plan, and why they are not the plan."""
     found = []
-    for candidate in rank(candidates):
+    for candidate in rank(candidates, spread):
         if candidate.config == winner.config:
             continue
-        ratio = speed_ratio(candidate, winner)
+        ratio = speed_ratio(candidate, winner, spread)
         candidate, _ = match_rounds(candidate, winner)
         parity = session.store.parity_of(candidate.config)
         if parity is not None and not parity.passed:

@@ -91,7 +91,7 @@ def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str 
 def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> str:
     """How the plan compares with each other value of the knob, all else equal: as measured, else as predicted."""
     config = winner.config
-    tried = {trial.config: trial for trial in session.store.trials if trial.purpose != "finalist"}
+    tried = {trial.config: trial for trial in session.store.trials if not trial.is_repeat}
     sentences: list[str] = []
     values = list(session.context.space.values.get(knob, ()))
     chosen = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0

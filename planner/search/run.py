@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import BudgetEndedError, DidNotRunError
+from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
@@ -19,12 +19,14 @@ from autoplan.planner.search.options import (
     SearchResult,
 )
 from autoplan.planner.search.plan_maker import make_plan
+from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import PRELOAD, SearchContext, Target, find_target, prepare_search
-from autoplan.planner.search.stages import find_verified, run_baseline, run_finalists, run_manual_setting, run_trials
+from autoplan.planner.search.stages import find_verified, run_baseline, run_manual_setting, run_trials
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost
 from autoplan.planner.space.bounds import Bound
+from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.store.folders import study_folder
 from autoplan.planner.store.journal import check_out
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
@@ -62,12 +64,14 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     from autoplan.probes.run import read_host_profile
 
     observer = observer or SearchObserver()
-    if options.dry_run:
-        return _dry_run(options, observer)
-    if options.out is not None:
+    if options.out is not None and not options.dry_run:
         check_out(Path(options.out))
     profile = read_host_profile()
     target = find_target(options, profile)
+    devices = device_names(profile, target.device, target.nproc)
+    if options.dry_run:
+        with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
+            return _dry_run(options, observer)
     identity = study_identity(
         options.spec,
         profile.fingerprint,
@@ -78,13 +82,22 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         memory_limit_bytes=target.given_limit_bytes,
     )
     folder = study_folder(None if options.store is None else Path(options.store), identity)
-    with Store(folder, identity, summary=_summary(options, target, profile.fingerprint), fresh=options.fresh) as store:
+    summary = _summary(options, target, profile.fingerprint)
+    with Store(folder, identity, summary=summary, fresh=options.fresh, wait=options.wait) as store:
         if store.renamed_to is not None:
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
         budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
         store.set_budget(budget_s)
         run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s)
-        return answer.finished_before(run) or _search(run)
+        before = answer.finished_before(run)
+        if before is not None:
+            return before
+        try:
+            with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
+                store.start_clock()
+                return _search(run)
+        except KeyboardInterrupt:
+            return answer.interrupted(run)  # while it waited
 
 
 def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[str, Any]:
@@ -141,6 +154,8 @@ def _search(run: SearchRun) -> SearchResult:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
     except BudgetEndedError as ended:
         return run.finish("budget_ended", ended.flag_message, ended.flag_hint or "")
+    except NoFeasiblePlanError as nothing:
+        return run.finish("no_feasible_plan", nothing.flag_message, nothing.flag_hint or "")
     except DidNotRunError as error:
         return answer.did_not_run(run, error.message)
     except KeyboardInterrupt:
@@ -178,7 +193,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
     for note in session.study.notes:
         session.note(note)
     for trial in store.trials:
-        if trial.purpose != "finalist":
+        if not trial.is_repeat:
             model.observe(trial)
         run.observer.on_trial_finished(trial, session.best, session.budget())
     if store.trials:
@@ -215,6 +230,8 @@ def _run_stages(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_ran(run, ended_by)
     run_finalists(session)
     verified = find_verified(session)
+    while verified is not None and not run_claim(session, verified[0].config):
+        verified = find_verified(session)  # it failed in a fresh process
     if verified is None:
         return answer.nothing_verified(run, ended_by)
     if baseline is None:

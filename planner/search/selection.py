@@ -1,7 +1,7 @@
 """Decides which configuration won.
 
 In: the recorded trials. Out: configurations with their runs, and their rank. The same record always gives the same
-answer.
+answer. How much faster the winner is, is decided by other runs (claim.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.planner.records import Interval, Outcome, Trial
-from autoplan.planner.trials.measure import pool_runs, ratio_interval
+from autoplan.planner.trials.measure import ASSUMED, Spread, pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 TIE = 0.02
@@ -37,15 +37,21 @@ class CandidateRuns:
         config: The configuration.
         first: Its first good trial.
         finalist_runs: Its interleaved runs, in the order of the rounds.
+        claim_runs: The runs that its speed-up is calculated from; they have no part in the choice.
+        counted: The runs that count, where a comparison has picked them (claim.py); else empty.
     """
 
     config: TrainingConfig
     first: Trial
     finalist_runs: tuple[Trial, ...] = ()
+    claim_runs: tuple[Trial, ...] = ()
+    counted: tuple[Trial, ...] = ()
 
     @property
     def runs(self) -> tuple[Trial, ...]:
         """The runs that count: the interleaved ones if there are ENOUGH_ROUNDS, else the first trial too."""
+        if self.counted:
+            return self.counted
         return self.finalist_runs if len(self.finalist_runs) >= ENOUGH_ROUNDS else (self.first, *self.finalist_runs)
 
     @property
@@ -61,31 +67,41 @@ class CandidateRuns:
     @property
     def peak_memory_bytes(self) -> int:
         """The highest peak of all its runs."""
-        return max(run.peak_memory_bytes or 0 for run in (self.first, *self.finalist_runs))
+        return max(run.peak_memory_bytes or 0 for run in (self.first, *self.finalist_runs, *self.claim_runs))
 
 
 def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     """The configurations that ran, with their runs, fastest first.
 
-    A configuration of which a finalist run failed is left out: it failed once in a fresh process, so it may fail again.
+    A configuration of which a further run failed is left out: it failed once in a fresh process, so it may fail again.
     """
     firsts: dict[TrainingConfig, Trial] = {}
-    repeats: dict[TrainingConfig, list[Trial]] = {}
+    repeats: dict[tuple[str, TrainingConfig], list[Trial]] = {}
     failed: set[TrainingConfig] = set()
     for trial in trials:
-        if trial.purpose == "finalist":
-            if trial.outcome is Outcome.OK:
-                repeats.setdefault(trial.config, []).append(trial)
-            elif trial.outcome is not Outcome.INTERRUPTED:
+        if trial.is_repeat:
+            if trial.outcome is Outcome.OK and trial.step_time_s is not None:
+                repeats.setdefault((trial.purpose, trial.config), []).append(trial)
+            elif trial.outcome is not Outcome.INTERRUPTED and not _is_late(trial):
                 failed.add(trial.config)
         elif trial.outcome is Outcome.OK and trial.step_time_s is not None:
             firsts.setdefault(trial.config, trial)
     candidates = [
-        CandidateRuns(config=config, first=first, finalist_runs=tuple(repeats.get(config, ())))
+        CandidateRuns(
+            config=config,
+            first=first,
+            finalist_runs=tuple(repeats.get(("finalist", config), ())),
+            claim_runs=tuple(repeats.get(("claim", config), ())),
+        )
         for config, first in firsts.items()
         if config not in failed
     ]
     return sorted(candidates, key=lambda candidate: (candidate.step_time.median, candidate.first.number))
+
+
+def _is_late(trial: Trial) -> bool:
+    """Whether a run of the claim was ended by its deadline: the budget's end, or a slow moment of the machine."""
+    return trial.purpose == "claim" and trial.outcome is Outcome.TIMEOUT
 
 
 def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, CandidateRuns]:
@@ -94,10 +110,23 @@ def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, Can
     return replace(a, finalist_runs=a.finalist_runs[:rounds]), replace(b, finalist_runs=b.finalist_runs[:rounds])
 
 
-def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns) -> Interval:
+def measured_spread(trials: Iterable[Trial]) -> Spread:
+    """How much runs of one configuration differ on this device, from all that ran again undisturbed.
+
+    The runs of the claim are left out: they are what this figure is used for.
+    """
+    runs: dict[tuple[TrainingConfig, str | None], list[float]] = {}
+    for trial in trials:
+        good = trial.outcome is Outcome.OK and trial.step_time_s is not None and trial.disturbed is None
+        if good and trial.purpose != "claim":
+            runs.setdefault((trial.config, trial.method), []).append(trial.step_time_s.median)  # type: ignore[union-attr]
+    return Spread.of(runs.values())
+
+
+def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread = ASSUMED) -> Interval:
     """How many times faster a candidate is than the reference, by the runs that count of both."""
     candidate, reference = match_rounds(candidate, reference)
-    return ratio_interval(candidate.step_times, reference.step_times)
+    return ratio_interval(candidate.step_times, reference.step_times, spread)
 
 
 def pick_finalists(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
@@ -116,8 +145,12 @@ def pick_finalists(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     return near[:MAX_FINALISTS]
 
 
-def rank(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[CandidateRuns]:
     """The candidates, best first: the fastest; of a tie, the one with less memory, then the one with fewer knobs set.
+
+    Args:
+        candidates: In any order.
+        spread: Between runs on this device: what is a tie depends on it.
 
     Candidates with interleaved runs come before the others, because a single trial may have been disturbed.
     """
@@ -126,7 +159,7 @@ def rank(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     ordered: list[CandidateRuns] = []
     while pool:
         fastest = min(pool, key=lambda candidate: candidate.step_time.median)
-        tied = [candidate for candidate in pool if candidate is fastest or is_tie(candidate, fastest)]
+        tied = [candidate for candidate in pool if candidate is fastest or is_tie(candidate, fastest, spread)]
         least_bytes = min(candidate.peak_memory_bytes for candidate in tied)
         small = [c for c in tied if c.peak_memory_bytes <= least_bytes * (1 + MEMORY_MATTERS)]
         chosen = min(small, key=lambda c: (len(c.config.knobs_off_default()), c.step_time.median, c.first.number))
@@ -135,15 +168,15 @@ def rank(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     return ordered + sorted(rest, key=lambda candidate: candidate.step_time.median)
 
 
-def is_tie(candidate: CandidateRuns, fastest: CandidateRuns) -> bool:
+def is_tie(candidate: CandidateRuns, fastest: CandidateRuns, spread: Spread = ASSUMED) -> bool:
     """Whether the measurements do not show which of the two is faster."""
     if candidate.step_time.median > fastest.step_time.median * (1 + TIE):
         return False
-    ratio = speed_ratio(candidate, fastest)
+    ratio = speed_ratio(candidate, fastest, spread)
     return ratio.low <= 1.0 <= ratio.high
 
 
 def best_trial(trials: Iterable[Trial]) -> Trial | None:
     """The fastest good trial so far; the repeated runs of the finalists do not count."""
-    good = [t for t in trials if t.outcome is Outcome.OK and t.step_time_s is not None and t.purpose != "finalist"]
+    good = [t for t in trials if t.outcome is Outcome.OK and t.step_time_s is not None and not t.is_repeat]
     return min(good, key=lambda t: t.step_time_s.median, default=None)  # type: ignore[union-attr]

@@ -6,10 +6,11 @@ In: what `run.py` opened (options, store, zygote, context, picker, runner). Out:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.records import Outcome, Prediction, Trial
+from autoplan.planner.records import REPEATS, Outcome, Prediction, Purpose, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
@@ -21,7 +22,7 @@ from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.first_loss import with_first_loss_compared
-from autoplan.planner.trials.runner import Purpose, TrialOrder, TrialRunner, make_attempt
+from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt
 from autoplan.processes import ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
 
@@ -37,8 +38,15 @@ FINALIST_SHARE = 0.3
 TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
 """The time box of a trial: a share of the budget, within these seconds."""
 
-MAX_ROUNDS = 3
-"""How often each finalist is measured."""
+CLAIM_ROUNDS = 2
+"""Rounds of the plan against the baseline and the hand setting that time is kept for."""
+
+
+REMEASURE = 2.0
+"""A trial may take so many further time boxes to measure disturbed stretches again."""
+
+LASTING_LOAD_TRIALS = 2
+"""After so many disturbed trials in a row the load is lasting: time for measuring again would be lost."""
 
 
 class BudgetOver(Exception):
@@ -63,6 +71,7 @@ class Session:
         notes: Sentences for the plan.
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
+        hand_left_out: The time was too short to measure the hand setting beside the plan.
         ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
     """
 
@@ -80,6 +89,7 @@ class Session:
     did_not_run: list[str] = field(default_factory=list)
     lost_in_a_row: int = 0
     ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
+    hand_left_out: bool = False
 
     # The clock.
 
@@ -130,13 +140,17 @@ class Session:
 
     @property
     def finalist_reserve_s(self) -> float:
-        """Seconds kept for the finalists: two rounds of the best and the baseline, at most a share of the budget."""
-        trials = self.store.trials
-        best = best_trial(trials)
-        base = self.baseline
-        costs = [self.trial_cost.repeat_s(t) for t in {t.number: t for t in (best, base) if t is not None}.values()]
-        wanted = 2 * sum(costs) if costs else math.inf
+        """Seconds kept for the rounds after the trials: those of the claim, and one more run of the best."""
+        best = best_trial(self.store.trials)
+        wanted = math.inf if best is None else self.claim_reserve_s + self.trial_cost.repeat_s(best)
         return min(FINALIST_SHARE * self.budget_s, wanted)
+
+    @property
+    def claim_reserve_s(self) -> float:
+        """Seconds kept for the rounds of the claim, at most a share of the budget."""
+        compared = {t.config: t for t in (best_trial(self.store.trials), self.baseline, self.hand) if t is not None}
+        wanted = CLAIM_ROUNDS * sum(map(self.trial_cost.repeat_s, compared.values()))
+        return min(0.8 * FINALIST_SHARE * self.budget_s, wanted)
 
     @property
     def search_left_s(self) -> float:
@@ -157,8 +171,8 @@ class Session:
 
     @property
     def trials_done(self) -> int:
-        """Trials that count towards --max-trials: all except the repeated runs of the finalists."""
-        return sum(trial.purpose != "finalist" for trial in self.store.trials)
+        """Trials that count towards --max-trials: all except those that measure a configuration again."""
+        return sum(not trial.is_repeat for trial in self.store.trials)
 
     @property
     def baseline(self) -> Trial | None:
@@ -167,6 +181,13 @@ class Session:
             if trial.purpose == "baseline" and trial.outcome is Outcome.OK:
                 return trial
         return None
+
+    @property
+    def hand(self) -> Trial | None:
+        """The fastest of the hand settings that ran; the plain run is one on CPU."""
+        kinds = ("reference",) if self.context.device == "cuda" else ("reference", "baseline")
+        good = [t for t in self.store.trials if t.purpose in kinds and t.outcome is Outcome.OK and t.step_time_s]
+        return min(good, key=lambda trial: trial.step_time_s.median, default=None)  # type: ignore[union-attr]
 
     @property
     def best(self) -> Trial | None:
@@ -185,6 +206,7 @@ class Session:
         deadline_s: float,
         best_high_s: float | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
+        round: int | None = None,
         asked: optuna.trial.Trial | None = None,
     ) -> Trial:
         """Runs one trial and writes it to disk before anything else happens.
@@ -204,8 +226,10 @@ class Session:
             deadline_s=max(deadline_s, 5.0),
             best_high_s=best_high_s,
             method=method,
+            round=round,
+            remeasure=self.remeasure,
         )
-        if asked is None and purpose != "finalist":
+        if asked is None and purpose not in REPEATS:
             asked = self.study.ask(number, config)
         try:
             trial = self.runner.run(
@@ -229,6 +253,11 @@ class Session:
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial
+
+    @property
+    def remeasure(self) -> float:
+        """Time boxes for measuring disturbed stretches again."""
+        return remeasure_boxes(self.store.trials)
 
     def add_attempt(
         self, part: str, report: ProcessReport, *, number: int | None = None, config: TrainingConfig | None = None
@@ -267,6 +296,12 @@ class Session:
     def hard_deadline_s(self, reserve_s: float) -> float:
         """Seconds after which a trial that starts now is ended, so that the budget is kept with the reserve."""
         return self.left_s - reserve_s + OVERRUN * self.budget_s
+
+
+def remeasure_boxes(trials: Sequence[Trial]) -> float:
+    """Time boxes for measuring disturbed stretches again; none where the load has stayed for some trials now."""
+    last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD_TRIALS:]
+    return 0.0 if len(last) == LASTING_LOAD_TRIALS and all(trial.disturbed for trial in last) else REMEASURE
 
 
 def time_box_s(budget_s: float) -> float:

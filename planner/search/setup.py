@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import (
-    BudgetEndedError,
     ConfigError,
     DeviceError,
-    DidNotRunError,
-    NoFeasiblePlanError,
-    WorkloadError,
 )
 from autoplan.planner.records import LeftOutFamily
+from autoplan.planner.search.inspection import UserCodeLimits, inspect
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
@@ -24,7 +21,7 @@ from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
+from autoplan.processes import ProcessReport, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -42,12 +39,6 @@ CUDA_MEMORY_SHARE = 0.95
 
 CONTEXT_BYTES = 6e8
 """Of a CUDA context with its libraries, where the probes did not measure it (assumed)."""
-
-INSPECT_DEADLINE_S, INSPECT_SHARE = 300.0, 0.25
-"""The longest inspection: seconds, or a share of the budget where that is more; and never more than is left of it."""
-
-LEAST_DEADLINE_S = 8.0
-"""Seconds that the inspection may take however short the budget is: importing a library takes some of them."""
 
 PRELOAD = (
     "torch",
@@ -139,26 +130,6 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
         nproc=max(1, gpus) if options.nproc is None else options.nproc,
         given_limit_bytes=options.memory_limit_bytes(hardware.device(device).memory_total_bytes.value),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UserCodeLimits:
-    """What user code may take outside trials.
-
-    Attributes:
-        budget_s: Of the whole search.
-        left_s: How much of it is left now, in seconds.
-        memory_limit_bytes: Host memory of all processes together.
-    """
-
-    budget_s: float
-    left_s: Callable[[], float]
-    memory_limit_bytes: int | None
-
-    @property
-    def inspect_deadline_s(self) -> float:
-        """Seconds after which an inspection is ended."""
-        return min(max(self.left_s(), LEAST_DEADLINE_S), max(INSPECT_DEADLINE_S, INSPECT_SHARE * self.budget_s))
 
 
 def prepare_search(
@@ -311,7 +282,9 @@ def _probe(
         on_progress=lambda text: observer.on_phase("probe", text),
         collective_ranks=ranks,
     )
-    if saved is not None:
+    if hardware.disturbed is not None:
+        observer.on_note(hardware.disturbed)
+    elif saved is not None:
         write_atomically(saved, hardware.model_dump_json(indent=1))
     return hardware
 
@@ -353,58 +326,6 @@ def _share_bytes(available: float, device: Literal["cuda", "cpu"], measured: Har
     reading = None if measured is None else measured.device("cuda").context_bytes
     context = CONTEXT_BYTES if reading is None or reading.value is None else reading.value
     return max(0, int(CUDA_MEMORY_SHARE * available - context))
-
-
-def inspect(
-    zygote: Zygote,
-    spec: WorkloadSpec,
-    hardware: HardwareProfile,
-    device: str,
-    *,
-    allowed: UserCodeLimits,
-    observer: SearchObserver,
-    on_attempt: Callable[[ProcessReport], None] | None = None,
-) -> WorkloadFacts:
-    """The workload's facts, from a rank.
-
-    Where the loss alone takes too much memory, the facts without it do: the trials find a micro-batch that fits, and
-    the parity check looks at the loss again.
-
-    Raises:
-        DidNotRunError: something outside ended the rank each time.
-        WorkloadError: the user's functions fail or return the wrong thing.
-        BudgetEndedError: they took longer than the budget allows.
-        NoFeasiblePlanError: they took more memory than a trial may take.
-    """
-    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, read_inspection
-
-    task = Task(
-        target="autoplan.strategies.inspect:run_inspect_rank",
-        args=(spec, hardware, device),
-        total_deadline_s=allowed.inspect_deadline_s,
-        memory_limit_bytes=allowed.memory_limit_bytes,
-    )
-    runs = run_again(zygote, task, on_attempt=on_attempt, left_s=allowed.left_s)
-    report = runs.report
-    if not runs.settled:
-        raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
-    rank = report.ranks[0] if report.ranks else None
-    if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
-        return read_inspection(rank.result)
-    hit = limit_hit(report, f"the inspection of {spec.name}", FUNCTIONS)
-    if hit is None:
-        failure = report.first_failure
-        lines = failure.stderr_tail.strip().splitlines()[-3:] if failure is not None else []
-        raise WorkloadError(
-            f"{spec.name} could not be looked at: {report.describe()}" + "".join(f"\n    {line}" for line in lines),
-            hint="Run its functions by themselves in Python to see where they fail.",
-        )
-    if hit.kind == "time":
-        raise BudgetEndedError(hit.text, hint=hit.hint)
-    if report.phase == LOSS_PHASE and rank is not None and rank.result is not None:
-        observer.on_note(f"{hit.text}. Whether the loss is a sum over samples is left to the parity check")
-        return read_inspection(rank.result)
-    raise NoFeasiblePlanError(hit.text, hint=hit.hint)
 
 
 def degree_combinations(

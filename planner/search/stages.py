@@ -5,7 +5,6 @@ In: a `Session`. Out: trials and parity verdicts in its store; at the end the ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +12,9 @@ from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.parity_time import first_eager
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank
-from autoplan.planner.search.session import MAX_ROUNDS, BudgetOver, Session
+from autoplan.planner.search.rounds import eligible, repeat_if_due
+from autoplan.planner.search.selection import CandidateRuns, measured_spread, rank
+from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -33,9 +33,6 @@ BASELINE_DONE_SHARE = 0.5
 
 MOST_LOST_IN_A_ROW = 2
 """After this many trials, one after the other, that something outside ended each time, the search ends."""
-
-FINALIST_FACTOR, FINALIST_SLACK_S = 3.0, 5.0
-"""A repeat is ended after so many times what the configuration's longest run took, and these seconds."""
 
 # Baseline.
 
@@ -92,53 +89,60 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     return chosen[: MAX_HALVINGS + 1]
 
 
-# The setting that an expert would choose without a search, on CUDA.
+# The setting that a careful person would choose without a search.
 
 
-def run_manual_setting(session: Session) -> Trial | None:
-    """Measures an expert's usual setting: bf16, fused optimizer, sdpa, compile, the largest 2^n micro-batch."""
-    if session.context.device != "cuda":
-        return None
-    done = [trial for trial in session.store.trials if trial.purpose == "reference"]
-    good = next((trial for trial in done if trial.outcome is Outcome.OK), None)
-    if good is not None:
-        return good
-    tried = {trial.config for trial in done}
-    for config in manual_settings(session):
-        if config in tried:
-            continue
-        if session.model.cost_s(config) > session.search_left_s:
-            return None
-        trial = session.measure("reference", config, deadline_s=session.hard_deadline_s(session.parity_reserve_s))
-        if trial.outcome is Outcome.OK:
-            return trial
+def run_manual_setting(session: Session) -> None:
+    """Measures the hand setting, with smaller micro-batches if it runs out of memory.
+
+    On CUDA: bf16, fused optimizer, sdpa, compile. On CPU: fp32 and bf16, not compiled; the faster of them counts
+    (`Session.hand`). Both at the largest power-of-two micro-batch that fits.
+    """
+    for precision in ("bf16",) if session.context.device == "cuda" else ("fp32", "bf16"):
+        _run_manual_setting(session, precision)
+
+
+def _run_manual_setting(session: Session, precision: str) -> None:
+    configs = manual_settings(session, precision)
+    tried = {trial.config: trial for trial in session.store.trials if trial.purpose in ("baseline", "reference")}
+    for config in configs:
+        trial = tried.get(config)
+        if trial is None:
+            most = session.options.max_trials
+            if session.model.cost_s(config) > session.search_left_s or (most and session.trials_done >= most):
+                return
+            deadline_s = session.hard_deadline_s(session.parity_reserve_s)
+            trial = session.measure("reference", config, deadline_s=deadline_s)
         if trial.outcome is not Outcome.OUT_OF_MEMORY:
-            return None
-    return None
+            return
 
 
-def manual_settings(session: Session) -> list[TrainingConfig]:
-    """The manual setting at the largest power-of-two micro-batch that should fit, then at smaller ones."""
+def manual_settings(session: Session, precision: str) -> list[TrainingConfig]:
+    """The manual setting at the largest power-of-two micro-batch that should fit, then at smaller ones.
+
+    It keeps what the user fixed. None if the precision is not among the values here.
+    """
     values = session.context.space.values
+    if precision not in values["precision"]:
+        return []
 
     def pick(knob: str, *wanted: object) -> object:
         return next((value for value in wanted if value in values[knob]), values[knob][0])
 
+    knobs: dict[str, object] = {"precision": precision}
+    if session.context.device == "cuda":
+        knobs |= {
+            "optimizer_step": pick("optimizer_step", "fused"),
+            "attention": pick("attention", "sdpa", "own"),
+            "compile": pick("compile", "model", "block"),
+        }
     sizes = [size for size in values["micro_batch"] if isinstance(size, int) and size & (size - 1) == 0]
     configs = []
     for size in sorted(sizes or values["micro_batch"], reverse=True):
-        config = TrainingConfig.model_validate(
-            {
-                "micro_batch": size,
-                "precision": pick("precision", "bf16"),
-                "optimizer_step": pick("optimizer_step", "fused"),
-                "attention": pick("attention", "sdpa", "own"),
-                "compile": pick("compile", "model", "block"),
-            }
-        )
+        config = TrainingConfig.model_validate(knobs | {"micro_batch": size} | dict(session.options.fix))
         if session.predict(config).peak_memory_bytes <= session.context.memory_limit_bytes or size == min(sizes):
             configs.append(config)
-    return configs[: MAX_HALVINGS + 1]
+    return list(dict.fromkeys(configs))[: MAX_HALVINGS + 1]
 
 
 # The trials.
@@ -158,6 +162,7 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
             return "max_trials"
         if session.search_left_s <= 0:
             return "time"
+        repeat_if_due(session)
         session.sampler.time_left_s = session.search_left_s
         stop = session.sampler.reason_to_stop()
         if stop is not None:
@@ -183,82 +188,6 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
             raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {trial.reason}")
 
 
-# The finalists.
-
-
-def run_finalists(session: Session) -> None:
-    """Measures the best few and the baseline again, in turn, in fresh processes, in as many rounds as time allows."""
-    finalists = pick_finalists(eligible(session))
-    if not finalists:
-        return
-    session.observer.on_phase("finalists", f"{len(finalists)} configuration(s) against the baseline")
-    while True:
-        finalists = _with_new_runs(session, finalists)
-        if not finalists:
-            return
-        compared = _with_baseline(session, finalists)
-        rounds_done = min(len(candidate.finalist_runs) for candidate in compared)
-        if rounds_done >= MAX_ROUNDS:
-            return
-        todo = [candidate for candidate in compared if len(candidate.finalist_runs) == rounds_done]
-        while len(finalists) > 1 and not _affordable(session, todo):
-            # They are about equally fast: to measure the others more often is worth more.
-            most_expensive = max(finalists, key=lambda finalist: repeat_cost_s(session, finalist))
-            finalists.remove(most_expensive)
-            todo = [candidate for candidate in todo if candidate.config != most_expensive.config]
-        if not _affordable(session, todo):
-            session.note(
-                f"the finalists were measured in {rounds_done} round(s); the budget had no time for another round"
-                if rounds_done
-                else "the budget had no time to measure the finalists again: the plan is based on single trials"
-            )
-            return
-        for candidate in todo:
-            deadline_s = min(session.hard_deadline_s(session.parity_reserve_s), repeat_deadline_s(candidate))
-            method = candidate.first.method
-            trial = session.measure("finalist", candidate.config, deadline_s=deadline_s, method=method)
-            if trial.did_not_run:
-                session.note(f"the finalists were measured in {rounds_done} whole round(s): {trial.reason}")
-                return
-
-
-def eligible(session: Session) -> list[CandidateRuns]:
-    """The configurations that may become the plan, fastest first: those that ran and keep what the user fixed."""
-    return [runs for runs in collect_runs(session.store.trials) if session.options.allows(runs.config)]
-
-
-def _with_new_runs(session: Session, finalists: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """The finalists with all their runs up to now, without those that failed in a round."""
-    by_config = {runs.config: runs for runs in collect_runs(session.store.trials)}
-    return [by_config[finalist.config] for finalist in finalists if finalist.config in by_config]
-
-
-def _with_baseline(session: Session, finalists: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """The finalists and the baseline, each once."""
-    compared = {finalist.config: finalist for finalist in finalists}
-    if session.baseline is not None:
-        for runs in collect_runs(session.store.trials):
-            if runs.config == session.baseline.config:
-                compared.setdefault(runs.config, runs)
-    return list(compared.values())
-
-
-def _affordable(session: Session, candidates: Sequence[CandidateRuns]) -> bool:
-    needed_s = sum(repeat_cost_s(session, candidate) for candidate in candidates)
-    return needed_s <= session.left_s - session.parity_reserve_s
-
-
-def repeat_cost_s(session: Session, candidate: CandidateRuns) -> float:
-    """Expected seconds of measuring a configuration again, with its kernels in the compile cache."""
-    return session.trial_cost.repeat_s((candidate.first, *candidate.finalist_runs)[-1])
-
-
-def repeat_deadline_s(candidate: CandidateRuns) -> float:
-    """Seconds after which a repeat is ended: a few times what the longest of its runs took."""
-    longest_s = max(run.seconds_spent for run in (candidate.first, *candidate.finalist_runs))
-    return FINALIST_FACTOR * longest_s + FINALIST_SLACK_S
-
-
 # Parity.
 
 
@@ -272,7 +201,7 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
     Raises:
         BudgetOver: the budget ended before a check did.
     """
-    order = rank(eligible(session))
+    order = rank(eligible(session), measured_spread(session.store.trials))
     chosen = order[:tried]
     for candidate in order[tried:]:
         if candidate.config.precision not in {one.config.precision for one in chosen}:

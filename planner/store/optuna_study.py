@@ -165,7 +165,7 @@ class SearchStudy:
                     raise ValueError(f"the values of {knob} have changed")
         known = {t.user_attrs.get(NUMBER) for t in there if t.state.is_finished() and "outcome" in t.user_attrs}
         for trial in trials:
-            if trial.purpose == "finalist" or trial.number in known:
+            if trial.is_repeat or trial.number in known:
                 continue
             params = to_params(trial.config)
             if any(params[k] not in d.choices for k, d in self.distributions.items()):

@@ -74,15 +74,18 @@ class Store:
         identity: The study's identity.
         summary: What the study is, for people; kept in the record's first line.
         fresh: Move what is there of this study aside and begin anew.
+        wait: Wait while another search owns it.
 
     `renamed_to` is where an earlier record was moved; None: it was not. `folder` is where the study is now.
 
     Raises:
-        StoreBusyError: another search owns it.
+        StoreBusyError: another search owns it, and `wait` is False.
         StoreError: not writable, full, damaged, or the folder is of another study.
     """
 
-    def __init__(self, folder: Path, identity: str, *, summary: Mapping[str, Any], fresh: bool = False) -> None:
+    def __init__(
+        self, folder: Path, identity: str, *, summary: Mapping[str, Any], fresh: bool = False, wait: bool = False
+    ) -> None:
         self.folder = folder
         self.identity = identity
         self._trials: list[Trial] = []
@@ -92,9 +95,9 @@ class Store:
         self._finished: dict[str, Any] | None = None
         self._reopened = False  # the record has a verdict of an earlier version that does not count
         self._spent_before_s = 0.0
-        self._run_began = time.monotonic()
         self._clock_written = 0.0
-        self._lock = _take(folder)
+        self._lock = _take(folder, wait=wait)
+        self._run_began = time.monotonic()
         try:
             self.renamed_to: Path | None = None
             if fresh and (folder / RECORD).exists():
@@ -192,6 +195,10 @@ class Store:
         self._append({"kind": "finished", "status": status, **facts})
         self._finished = {"status": status, **facts}
 
+    def start_clock(self) -> None:
+        """Begins the time of this run: what it waited for before does not count."""
+        self._run_began = time.monotonic()
+
     def tick(self, *, force: bool = False) -> None:
         """Writes the seconds spent, every two seconds at most, so that a killed run's time still counts."""
         now = time.monotonic()
@@ -286,19 +293,19 @@ def _value(value: object) -> str:
     return "not given" if value in (None, {}, "") else str(value)
 
 
-def _take(folder: Path) -> Any:
+def _take(folder: Path, *, wait: bool = False) -> Any:
     """Makes the folder and takes its lock."""
     import filelock
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "trials").mkdir(exist_ok=True)
-        lock = filelock.FileLock(folder / "lock", timeout=0)
+        lock = filelock.FileLock(folder / "lock", timeout=-1 if wait else 0)
         lock.acquire()
     except filelock.Timeout:
         raise StoreBusyError(
             f"the store {folder} is in use by another search, {_owner(folder)}",
-            hint="Wait for it, end it, or give this search a folder of its own with --store DIR.",
+            hint="Wait for it with --wait, end it, or give this search a folder of its own with --store DIR.",
         ) from None
     except OSError as error:
         raise store_error(folder, error) from error

@@ -1,8 +1,9 @@
-"""Monitors the device while a trial runs: peak memory, reasons of throttling, compilations. Runs in a rank."""
+"""Monitors the device while a trial runs: peak memory, the GPU's clock and users, compilations. Runs in a rank."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 
 from autoplan.planner.records import PeakMemory
+
+SAMPLE_PERIOD_S = 0.2
+"""Between two questions to the GPU's driver: each takes some hundred microseconds."""
 
 
 class MemoryMonitor:
@@ -95,12 +99,27 @@ def _resident_peak_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-class ThrottleMonitor:
-    """Collects the reasons why the GPU lowered its clocks; asks the driver at most five times a second."""
+class GpuMonitor:
+    """The rank's GPU while steps are timed: its clock, why the driver limits it, and what other processes take.
+
+    The driver is asked at most five times a second. Without a GPU, or without the driver's library, nothing is known.
+
+    Attributes:
+        events: Why the clock was limited, over the whole window; the software power cap and clocks that a person set
+            are among them, and are no throttling: a card at its power limit runs at its usual speed.
+        clocks_hz: Of the multiprocessors.
+        others_share: The highest utilisation by other processes; None: the driver does not say, or it counts pids as
+            another container does, so that this rank is not among them.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.reasons: set[str] = set()
+        self.events: set[str] = set()
+        self.clocks_hz: list[float] = []
+        self.others_share: float | None = None
+        self._slowed: set[str] = set()
+        self._others_now = 0.0
         self._asked = 0.0
+        self._seen_us = 0
         self._nvml: Any = None
         self._handle: Any = None
         if device.type != "cuda":
@@ -112,15 +131,48 @@ class ThrottleMonitor:
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle = self._nvml.query("nvmlDeviceGetHandleByUUID", uuid).value
 
+    def start(self) -> None:
+        """Begins a stretch: what was seen before it does not count."""
+        self._slowed.clear()
+        self._others_now = 0.0
+        self._seen_us = int(time.time() * 1e6)
+
     def sample(self) -> None:
-        """Asks the driver; does nothing if there is none, or it was asked less than 0.2 s ago."""
+        """Asks the driver; does nothing if there is none, or it was asked just before."""
         now = time.monotonic()
-        if self._handle is None or now - self._asked < 0.2:
+        if self._handle is None or now - self._asked < SAMPLE_PERIOD_S:
             return
         self._asked = now
         from autoplan.probes.gpu import read_throttle_reasons
+        from autoplan.probes.nvml import SLOWDOWNS
 
-        self.reasons.update(read_throttle_reasons(self._nvml, self._handle))
+        reasons = read_throttle_reasons(self._nvml, self._handle)
+        self.events.update(reasons)
+        self._slowed.update(SLOWDOWNS.intersection(reasons))
+        clock = self._nvml.reading("Hz", 1e6, "nvmlDeviceGetClockInfo", self._handle, 1).value
+        if clock is not None:
+            self.clocks_hz.append(clock)
+        self._sample_others()
+
+    def _sample_others(self) -> None:
+        running = self._nvml.query("nvmlDeviceGetComputeRunningProcesses", self._handle).value or ()
+        if os.getpid() not in {process.pid for process in running}:
+            return
+        samples = self._nvml.query("nvmlDeviceGetProcessUtilization", self._handle, self._seen_us).value or ()
+        shares: dict[int, float] = {}
+        for sample in samples:
+            if sample.pid != os.getpid() and sample.timeStamp >= self._seen_us:
+                shares[sample.pid] = max(shares.get(sample.pid, 0.0), sample.smUtil / 100)
+        self._others_now = max(self._others_now, min(1.0, sum(shares.values())))
+        self.others_share = max(self.others_share or 0.0, self._others_now)
+
+    def problem(self, most: float) -> str | None:
+        """Why the times of this stretch do not count: the card was slowed down, or others took more than `most`."""
+        if self._slowed:
+            return f"the GPU was throttled ({', '.join(sorted(self._slowed))})"
+        if self._others_now > most:
+            return f"other processes took {self._others_now:.0%} of the GPU"
+        return None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,8 +7,9 @@ page fault, other work on the machine), and because a user's steps are mostly us
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -22,19 +23,19 @@ SETTLED = 0.02
 """The warm-up ends when the medians of two successive windows differ by less than this share."""
 
 RUN_SPREAD = 0.025
-"""Assumed spread between runs of one configuration (standard deviation, as a share) if there was only one run: the
+"""Assumed spread between runs of one configuration (standard deviation, as a share) where nothing was measured yet: the
 spread that MLPerf Training publishes for its imaging tasks, which vary less than its other tasks."""
 
 PRIOR_ROUNDS = 3
-"""RUN_SPREAD counts as much as this many measured rounds."""
+"""RUN_SPREAD counts as much as this many measured runs; each run of the same configuration again takes one away."""
+
+MOST_FREEDOM = 12
+"""Measured repeats count as this many at most, so that the rounds which are compared keep their say."""
 
 MEDIAN_WIDTH = math.sqrt(math.pi / 2)
 """The median of normal samples scatters at most this many times as much as their mean (1.16 for three samples)."""
 
 RESAMPLES = 1000
-
-# Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom (any table of the distribution)
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
@@ -182,32 +183,101 @@ def step_terms(parts: Mapping[str, Sequence[float]], accumulation: int) -> list[
     return terms
 
 
-def ratio_interval(candidate: Sequence[Interval], reference: Sequence[Interval]) -> Interval:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How much runs of one configuration differ on this device: ties, rounds and claims use this one figure.
+
+    Attributes:
+        sd: Standard deviation of the logarithm of the step time between runs, about a share of it.
+        freedom: Degrees of freedom behind it; 0: nothing was measured, and RUN_SPREAD is assumed.
+    """
+
+    sd: float = RUN_SPREAD
+    freedom: int = 0
+
+    @classmethod
+    def of(cls, runs: Iterable[Sequence[float]]) -> Spread:
+        """The pooled spread of several configurations; each has the step times of its runs, in any unit."""
+        logs = [np.log(np.asarray(times, dtype=float)) for times in runs if len(times) > 1]
+        freedom = sum(len(times) - 1 for times in logs)
+        if not freedom:
+            return cls()
+        squares = sum(float(np.sum((times - times.mean()) ** 2)) for times in logs)
+        return cls(sd=math.sqrt(squares / freedom), freedom=freedom)
+
+    def of_ratio(self, squares: float = 0.0, freedom: int = 0) -> tuple[float, int]:
+        """(standard deviation of the log ratio of two runs, degrees of freedom), with what the rounds themselves show.
+
+        RUN_SPREAD is a conjugate prior on the variance that makes up for what is not measured yet.
+
+        Args:
+            squares: Sum of squared deviations of the rounds' log ratios.
+            freedom: Its degrees of freedom.
+        """
+        measured = min(self.freedom, MOST_FREEDOM)
+        assumed = max(0, PRIOR_ROUNDS - measured)
+        total = 2 * (assumed * RUN_SPREAD**2 + measured * self.sd**2) + squares
+        return math.sqrt(total / (assumed + measured + freedom)), assumed + measured + freedom
+
+    def describe(self) -> str:
+        """`1.2 % between runs, measured over 4 repeats`."""
+        if not self.freedom:
+            return f"{self.sd:.1%} between runs, assumed"
+        return f"{self.sd:.1%} between runs, measured over {self.freedom} repeat{'s' if self.freedom > 1 else ''}"
+
+
+ASSUMED = Spread()
+"""Where nothing was measured yet."""
+
+
+@lru_cache(maxsize=256)
+def student_quantile(freedom: int, tail: float) -> float:
+    """The value that Student's t exceeds with a probability of `tail`, by bisection on its integral.
+
+    With t = sqrt(freedom) tan(angle) its density is proportional to cos(angle)^(freedom - 1), which is smooth.
+    """
+    angles = np.linspace(0.0, math.pi / 2, 20_001)
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    angle = float(np.interp(1 - 2 * tail, below / below[-1], angles))
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def half_width(spread: Spread, rounds: int, *, squares: float = 0.0, chosen_from: int = 1) -> float:
+    """Half the width of the 95 % interval of a log ratio over some rounds."""
+    sd, freedom = spread.of_ratio(squares, rounds - 1)
+    half = student_quantile(freedom, 0.025 / chosen_from) * sd / math.sqrt(rounds)
+    return half * MEDIAN_WIDTH if rounds > 2 else half
+
+
+def ratio_interval(
+    candidate: Sequence[Interval], reference: Sequence[Interval], spread: Spread = ASSUMED, *, chosen_from: int = 1
+) -> Interval:
     """How many times faster the candidate is: reference step time over candidate step time.
 
     Args:
         candidate: One interval of the step time per run; the i-th runs of both were made side by side.
         reference: The same.
+        spread: Between runs on this device.
+        chosen_from: If the candidate was chosen by these very runs: among how many it was the best. The best of many
+            looks faster than it is, so the level is divided by their number (Bonferroni).
 
     The median is the ratio of the pooled runs (`pool_runs`). So the figures shown for both agree with their ratio, and
     one disturbed run of three does not change it. The width is from Student's t on the log ratios of the rounds, times
     MEDIAN_WIDTH where medians are taken. (A percentile bootstrap over three rounds would claim a difference whenever
     all three ratios are on the same side of 1, which is one case in four between equals.) A few rounds say little about
-    the spread between runs, so RUN_SPREAD counts as PRIOR_ROUNDS more rounds (a conjugate prior on the variance). For a
-    single round the intervals within its runs are added.
+    the spread between runs, so what is known of it counts too. For a single round the intervals within its runs are
+    added.
     """
     rounds = min(len(candidate), len(reference))
     assert rounds >= 1, "a ratio needs a run of each"
     candidate, reference = candidate[:rounds], reference[:rounds]
     logs = np.array([math.log(r.median / c.median) for c, r in zip(candidate, reference, strict=True)])
     middle = math.log(pool_runs(reference).median / pool_runs(candidate).median)
-    freedom = PRIOR_ROUNDS + rounds - 1
-    variance = (PRIOR_ROUNDS * 2 * RUN_SPREAD**2 + float(np.sum((logs - logs.mean()) ** 2))) / freedom
-    half = _T_95[min(freedom, len(_T_95)) - 1] * math.sqrt(variance / rounds)
+    squares = float(np.sum((logs - logs.mean()) ** 2))
+    half = half_width(spread, rounds, squares=squares, chosen_from=chosen_from)
     if rounds == 1:
         half = math.hypot(half, _log_half_width(candidate[0]), _log_half_width(reference[0]))
-    elif rounds > 2:
-        half *= MEDIAN_WIDTH
     return Interval(median=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), samples=rounds)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from autoplan.planner.records import Interval, Outcome, PeakMemory
+from autoplan.planner.records import Interval, Outcome, PeakMemory, Window
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -34,6 +34,7 @@ class TrialRequest(Record):
     memory_limit_bytes: int | None = Field(default=None, description="device memory a rank may take (CUDA)")
     method: Literal["whole_steps", "parts"] | None = Field(default=None, description="None: by WHOLE_STEP_SHARE")
     narrow: float = 0.02
+    remeasure: float = Field(default=2.0, description="further time boxes to measure disturbed stretches again")
     seed: int = 0
 
 
@@ -51,4 +52,5 @@ class TrialAnswer(Record):
     first_losses: tuple[float, ...] = ()
     items_per_step: int = Field(default=0, description="tokens, or samples, of the global batch")
     warnings: tuple[str, ...] = ()
+    window: Window | None = None
     startup_s: float = 0.0

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from autoplan.planner.records import Attempt, Outcome, PeakMemory, Prediction, Trial
+from autoplan.planner.records import Attempt, Outcome, PeakMemory, Prediction, Purpose, Trial, Window
 from autoplan.planner.trials.failures import classify_exception
 from autoplan.planner.trials.measure import invert
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
@@ -50,8 +50,6 @@ PHASE_DEADLINES_S: Mapping[str, float] = {
 
 LAST_LINES = 20
 
-Purpose = Literal["baseline", "reference", "search", "finalist"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOrder:
@@ -59,13 +57,15 @@ class TrialOrder:
 
     Attributes:
         number: The trial's number in this study.
-        purpose: Baseline, reference, search or finalist.
+        purpose: What the trial is for.
         config: What to measure.
         prediction: The cost model's.
         time_box_s: Seconds for warm-up and measuring.
         deadline_s: Seconds after which the trial is ended in any case.
         best_high_s: The step time to beat; None: the trial is never stopped early.
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
+        round: Of finalists and claims.
+        remeasure: Time boxes that may be spent on measuring disturbed stretches again.
     """
 
     number: int
@@ -76,6 +76,8 @@ class TrialOrder:
     deadline_s: float
     best_high_s: float | None = None
     method: Literal["whole_steps", "parts"] | None = None
+    round: int | None = None
+    remeasure: float = 2.0
 
 
 class TrialRunner:
@@ -139,6 +141,7 @@ class TrialRunner:
             best_high_s=order.best_high_s,
             memory_limit_bytes=self.memory_limit_bytes,
             method=order.method,
+            remeasure=order.remeasure,
             seed=self.seed,
         )
         directory = self.directory / f"{order.number:04d}"
@@ -204,6 +207,7 @@ def make_trial(
     return Trial(
         number=order.number,
         purpose=order.purpose,
+        round=order.round,
         config=order.config,
         outcome=verdict.outcome,
         detail=verdict.detail,
@@ -221,10 +225,17 @@ def make_trial(
         startup_s=report.startup_s or 0.0,
         phase_seconds=report.phase_seconds,
         warnings=first.warnings if first is not None else (),
+        window=_window(good),
         last_lines=_last_lines(shown) if failed and shown is not None else "",
         exit_status=_exit_status(shown) if failed and shown is not None else None,
         cause=None if cause is None else cause.value,
     )
+
+
+def _window(answers: list[TrialAnswer]) -> Window | None:
+    """The window of the first rank that was disturbed, else of the first rank; all were timed together."""
+    windows = [answer.window for answer in answers if answer.window is not None]
+    return next((window for window in windows if window.disturbed), windows[0] if windows else None)
 
 
 def _predicted(prediction: Prediction | None) -> dict[str, Any]:

@@ -7,17 +7,20 @@ the planner (`runner.py`) turns it into an outcome. The answer has an outcome on
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from autoplan.errors import DeviceError
 from autoplan.planner.records import Interval, Outcome
-from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor, ThrottleMonitor
+from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor
+from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import Stop, spread_warning
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
-from autoplan.planner.trials.step_timer import CannotWinError, NonfiniteError, StepTimer
+from autoplan.planner.trials.step_runner import NonfiniteError
+from autoplan.planner.trials.step_timer import CannotWinError, StepTimer
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
@@ -53,8 +56,8 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     memory = MemoryMonitor(device, request.memory_limit_bytes)
     run = prepare(workload, request.config, device=device)
     ranks.barrier()
-    throttle = ThrottleMonitor(device)
-    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, throttle=throttle)
+    load = LoadMonitor(device=device, root_pid=os.getppid())  # the zygote: all below it is this trial
+    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, load=load)
     items = workload.global_batch * workload.tokens_per_sample
     try:
         interval, stop = _measure(timer, memory)
@@ -71,6 +74,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         first_losses=tuple(timer.first_losses),
         items_per_step=items,
         warnings=tuple(_warnings(timer, request)),
+        window=load.window(timer.disturbed),
         startup_s=startup_s,
     )
     context.phase("done")
@@ -134,8 +138,13 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
     spread = spread_warning(timer.samples)
     if spread is not None:
         warnings.append(spread)
-    if timer.throttle.reasons:
-        warnings.append(f"the GPU was throttled while measuring: {', '.join(sorted(timer.throttle.reasons))}")
+    if timer.disturbed is not None:
+        warnings.append(f"the measurement was disturbed: {timer.disturbed}")
+    elif timer.load.discarded:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in timer.load.discarded.items())
+        warnings.append(f"stretches of the measurement were disturbed and measured again: {reasons}")
+    if timer.skipped:
+        warnings.append(f"fp16 loss scaling skipped {timer.skipped} step(s); they do not count")
     if request.config.compile != "off":
         warnings.append(CompileMonitor.cache_state())
         breaks = CompileMonitor.graph_breaks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -25,6 +26,7 @@ from tests.probes.fake_nvml import FakeGpu, FakeNvml
 pytestmark = pytest.mark.alone
 
 BUDGET_S = 1.5
+LOAD_SENTENCE = run_module.load_sentence
 
 
 class NoZygote:
@@ -32,6 +34,14 @@ class NoZygote:
 
     def run(self, *args: object, **options: object) -> None:
         raise AssertionError("something was measured")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _idle_machine() -> Iterator[None]:
+    """Profiles are kept, though other tests may run on this machine meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "load_sentence", lambda *facts: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +205,35 @@ def test_the_share_of_the_datasheet_is_shown() -> None:
     assert rows["bfloat16"][1:4] == ("495 TFLOP/s ± 1%", "989 TFLOP/s", "50%")
     assert rows["float32"][1] == "not measured" and rows["float32"][3] == ""
     assert format_share(half, None) == ""
+
+
+@pytest.mark.parametrize(("others", "quota", "kept"), [(0.4, None, False), (0.02, None, True), (0.4, 1.0, True)])
+def test_a_profile_that_was_measured_under_load_is_not_kept(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, quota: float | None, kept: bool
+) -> None:
+    """Nor is one of an earlier version used. With a quota of a host's cores, the others' share says nothing."""
+    real = run_module._measure
+
+    def measure(*arguments: Any) -> Any:
+        measured, notes = real(*arguments)
+        return [one.model_copy(update={"others_cpu_share": others}) for one in measured], notes
+
+    def host() -> HardwareProfile:
+        profile = read_host_profile()
+        limit = Reading.unknown("1", "none") if quota is None else Reading.driver(quota, "1", "a test")
+        return profile.model_copy(update={"host": profile.host.model_copy(update={"cgroup_cpu_limit": limit})})
+
+    monkeypatch.setattr(run_module, "load_sentence", LOAD_SENTENCE)
+    monkeypatch.setattr(run_module, "_measure", measure)
+    monkeypatch.setattr(run_module, "read_host_profile", host)
+    profile = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1)
+    path = cache_path(profile.fingerprint, "cpu", tmp_path)
+    assert path.exists() == kept
+    assert (profile.disturbed is None) == kept
+    assert kept or "the next run measures again" in str(profile.disturbed)
+    save_cached(path, CachedProfile(budget_s=1.0, others_cpu_share=others, profile=profile))
+    cached, _ = load_cached(path)
+    assert cached is not None and run_module._is_good_enough(cached, profile, 0.3) == kept
 
 
 @pytest.mark.slow

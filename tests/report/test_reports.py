@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Choice
-from autoplan.planner.records import LeftOutFamily, Outcome
+from autoplan.planner.plan import Choice, HandSetting
+from autoplan.planner.records import Claim, LeftOutFamily, Outcome
 from autoplan.planner.search.options import BudgetState
 from autoplan.report import facts, terminal
 from autoplan.report.html import render_page
@@ -28,7 +28,7 @@ from autoplan.units import (
     parse_duration_s,
     parse_memory_bytes,
 )
-from tests.recorded import make_plan, make_trial
+from tests.recorded import interval, make_plan, make_trial
 
 
 @pytest.mark.parametrize(
@@ -237,3 +237,33 @@ def test_the_baseline_shown_is_the_one_the_speedup_stands_on() -> None:
     table = {row[0]: row[1] for row in facts.comparison(make_plan(alternatives=(again,))).rows}
     assert table["step time"].startswith("7.50 s")
     assert {row[0]: row[1] for row in facts.comparison(plan).rows}["step time"].startswith("8.00 s")
+
+
+def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
+    plan = make_plan()
+    facts_of_claim = {"rounds": 3, "spread": 0.012, "spread_repeats": 4}
+    claimed = Claim(claimed=True, **facts_of_claim)
+    hand = HandSetting(
+        config=TrainingConfig(micro_batch=8, precision="bf16"),
+        measurement=plan.measurement,
+        speedup=interval(1.1, 0.2),
+        claim=Claim(claimed=False, why_not="no win is claimed: the runs do not tell the two apart", **facts_of_claim),
+    )
+    parts = plan.measurement.model_copy(update={"method": "parts"})
+    plan = plan.model_copy(update={"claim": claimed, "hand": hand, "measurement": parts})
+    line = facts.headline(plan)
+    assert line.startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; 1.10 times (0.88 to 1.32) the")
+    assert "hand setting (micro_batch=8 precision=bf16) - no win is claimed" in line
+    assert "put together from parts" in line
+    assert "3 rounds side by side, runs differ by 1.2 % (measured over 4 repeats)" in line
+    console = Console(file=io.StringIO(), width=300)
+    terminal.show_plan(console, plan)
+    assert console.file.getvalue().startswith(f"speed-up: {line}")  # type: ignore[attr-defined]
+    assert "hand setting" in render_page(plan)
+    why = "disturbed: not a claim (other work took 48% of the CPU time while it was measured)"
+    loud = plan.model_copy(update={"claim": claimed.model_copy(update={"claimed": False, "why_not": why})})
+    assert f"the plain baseline - {why}" in facts.headline(loud)
+    same = loud.model_copy(update={"config": plan.baseline.config})
+    assert facts.headline(same).startswith("none over the plain baseline: disturbed")
+    earlier = plan.model_copy(update={"claim": None, "hand": None})
+    assert facts.headline(earlier).startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; step times")

@@ -16,7 +16,7 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.run import Bound, SearchObserver, SearchOptions, SearchResult, run_search
-from autoplan.planner.search.selection import TIE, collect_runs, rank
+from autoplan.planner.search.selection import TIE, collect_runs, measured_spread, rank
 from autoplan.strategies.workloads.sources import make_spec
 
 WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
@@ -68,8 +68,8 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     result = run_search(options, observer=listener)
     assert result.status == "plan_found", result.reason
     assert result.exit_code == 0
-    assert listener.phases == [
-        "probe", "inspect", "trace", "space", "baseline", "search", "finalists", "parity", "plan"
+    assert [phase for phase in listener.phases if phase != "finalists"] == [
+        "probe", "inspect", "trace", "space", "baseline", "search", "parity", "claim", "plan"
     ]  # fmt: skip
     plan = Plan.load(tmp_path / "plan.json")
     assert plan == result.plan
@@ -77,7 +77,11 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert plan.baseline.config.knobs_off_default().keys() == {"micro_batch"}
     assert plan.accumulation * plan.config.micro_batch == 384
     assert result.spent_s <= 44.0
-    assert {trial.purpose for trial in result.trials} == {"baseline", "search", "finalist"}
+    assert {trial.purpose for trial in result.trials} >= {"baseline", "search", "claim"}
+    assert plan.claim is not None and plan.hand is not None
+    assert plan.claim.claimed == (plan.speedup.low > 1.0)
+    claims = {trial.number for trial in result.trials if trial.purpose == "claim"}
+    assert set(plan.claim.trials) <= claims and set(plan.measurement.trials) <= claims
     assert plan.measurement.step_time_s.low <= plan.measurement.step_time_s.median
     assert {choice.knob for choice in plan.choices} >= {"micro_batch", "precision", "optimizer_step"}
 
@@ -138,7 +142,7 @@ def test_a_plan_says_that_its_data_comes_too_slowly(tmp_path: Path):
 def test_the_selected_one_is_the_fastest_of_its_own_record(tmp_path: Path):
     result = search(tmp_path / "s", fix={"compile": "off"}, max_trials=6)
     assert result.plan is not None
-    ordered = rank(collect_runs(result.trials))
+    ordered = rank(collect_runs(result.trials), measured_spread(result.trials))
     assert result.plan.config == ordered[0].config
     measured_again = [entry for entry in ordered if entry.finalist_runs] or ordered
     fastest = min(entry.step_time.median for entry in measured_again)
@@ -190,7 +194,7 @@ def test_a_sampler_object_of_optunas_searches_and_gives_legal_trials_only(tmp_pa
         max_trials=8,
     )
     assert result.status == "plan_found", result.reason
-    tried = [trial.config for trial in result.trials if trial.purpose != "finalist"]
+    tried = [trial.config for trial in result.trials if not trial.is_repeat]
     assert len(tried) == len(set(tried)) == 8
     for config in tried:
         assert config.accumulation(384) * config.micro_batch == 384
@@ -212,13 +216,20 @@ def test_searches_with_other_options_share_a_store_and_each_resumes_its_own(tmp_
 
 
 def test_nothing_fits_says_by_how_much(tmp_path: Path):
-    result = search(tmp_path / "s", memory_limit=50 << 20)
+    result = search(tmp_path / "s", memory_limit=200 << 20)
     assert result.status == "no_feasible_plan"
     assert result.exit_code == 3
-    assert "50.0 MiB" in (result.reason or "")
+    assert "200 MiB" in (result.reason or "")
     assert "--memory-limit" in (result.hint or "")
     assert result.trials == ()
     assert result.left_out
+
+
+def test_a_workload_that_cannot_even_be_inspected_says_what_it_took(tmp_path: Path):
+    result = search(tmp_path / "s", memory_limit=50 << 20)
+    assert (result.status, result.exit_code) == ("no_feasible_plan", 3)
+    assert "the limit is 0.05 GiB" in (result.reason or "")
+    assert "--memory-limit" in (result.hint or "")
 
 
 def test_a_dry_run_runs_nothing_and_keeps_nothing(tmp_path: Path):
@@ -325,8 +336,8 @@ KILLED_IN = (  # the planner's line at which it is killed, and where the workloa
     (("phase", "measure"), "loss"),
     (("finished", "now"), ""),  # its line is on disk: it must stay
     (("started", "search"), ""),
-    (("started", "finalist"), ""),
     (("stage", "parity"), ""),
+    (("started", "claim"), ""),
 )
 
 
@@ -348,7 +359,7 @@ def test_a_search_killed_in_every_phase_goes_on_and_repeats_no_finished_trial(tm
     assert result.status == "plan_found", result.reason
     assert [trial.number for trial in result.trials[: len(kept)]] == [trial["number"] for trial in kept]
     assert all(trial.resumed for trial in result.trials[: len(kept)])
-    configs = [trial.config for trial in result.trials if trial.purpose != "finalist"]
+    configs = [trial.config for trial in result.trials if not trial.is_repeat]
     assert len(configs) == len(set(configs)) == 3, "a finished trial was repeated"
 
 

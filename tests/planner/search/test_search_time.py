@@ -14,9 +14,9 @@ from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler, RedrawingSampler, make_sampler
 from autoplan.planner.search.session import BudgetOver
-from autoplan.planner.search.stages import find_verified, repeat_deadline_s
+from autoplan.planner.search.stages import find_verified
 from autoplan.planner.search.trial_cost import COMPILE_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
-from autoplan.processes import TaskFailedError
+from autoplan.processes import Ended, TaskFailedError
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig, knob_values
 
 PLAIN = TrainingConfig(micro_batch=4)
@@ -182,11 +182,6 @@ def test_a_check_may_run_past_the_budget_and_leaves_time_for_the_eager_one():
     assert short == pytest.approx(30.0), "the winner's own time comes first"
 
 
-def test_a_repeat_is_ended_after_a_few_times_its_own_runs():
-    runs: Any = SimpleNamespace(first=trial_of(PLAIN), finalist_runs=(trial_of(PLAIN, seconds_spent=4.5),))
-    assert repeat_deadline_s(runs) == pytest.approx(3 * 4.5 + 5.0)
-
-
 # The fallback.
 
 
@@ -236,7 +231,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, ends: Any) -> list[tuple[TrainingConf
         asked.append((config, deadline_s))
         passed = ends(config)
         if passed is None:
-            report: Any = SimpleNamespace(describe=lambda: "the deadline passed")
+            report: Any = SimpleNamespace(
+                describe=lambda: "the deadline passed", ended=Ended.CANCELLED, phase="", first_failure=None
+            )
             raise TaskFailedError(report)
         return checked(passed)
 

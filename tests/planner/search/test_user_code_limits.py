@@ -11,10 +11,11 @@ from autoplan.planner.export.model_summary import summarize_model
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.user_code import LIMITS, ExportLimits, make_limits
 from autoplan.planner.parity.compare import run_parity, where_ended
-from autoplan.planner.search import setup
+from autoplan.planner.search import inspection
+from autoplan.planner.search.inspection import UserCodeLimits, inspect
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.run import run_search
-from autoplan.planner.search.setup import UserCodeLimits, inspect
+from autoplan.planner.search.setup import PRELOAD
 from autoplan.planner.trace import trace
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.collectives import probe_collectives
@@ -40,7 +41,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def zygote(resident: Path) -> Iterator[Zygote]:
-    with Zygote(preload=setup.PRELOAD, env={"PROCESS_TEST_TOKEN": TOKEN, "RSS_FILE": str(resident)}) as zygote:
+    with Zygote(preload=PRELOAD, env={"PROCESS_TEST_TOKEN": TOKEN, "RSS_FILE": str(resident)}) as zygote:
         yield zygote
 
 
@@ -101,7 +102,7 @@ def test_a_model_that_takes_too_much_memory_is_ended_at_the_limit(zygote: Zygote
 def test_a_function_that_hangs_is_ended_within_the_budget_and_named(
     zygote: Zygote, alive_before: set[int], monkeypatch: pytest.MonkeyPatch, workload: str, function: str
 ):
-    monkeypatch.setattr(setup, "LEAST_DEADLINE_S", 1.0)
+    monkeypatch.setattr(inspection, "LEAST_DEADLINE_S", 1.0)
     with pytest.raises(BudgetEndedError) as caught:
         look_at(zygote, workload, left_s=2.0)
     assert f"was ended after 2 s in {function} (unbounded.py, line " in caught.value.message
@@ -112,7 +113,7 @@ def test_a_function_that_hangs_is_ended_within_the_budget_and_named(
 
 @pytest.mark.usefixtures("probed_machine")
 def test_a_search_whose_function_hangs_ends_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(setup, "LEAST_DEADLINE_S", 1.0)
+    monkeypatch.setattr(inspection, "LEAST_DEADLINE_S", 1.0)
     options = SearchOptions(spec=spec_of("hanging_data"), budget=2.0, device="cpu", store=tmp_path)
     result = run_search(options)
     assert (result.status, result.exit_code) == ("budget_ended", 5)

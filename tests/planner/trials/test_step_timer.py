@@ -1,5 +1,7 @@
 """The steps of a trial, in this process: which are run, and that the parts of a step take as long as a whole step."""
 
+import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import step_terms, sum_interval
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialRequest
-from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, NonfiniteError, StepTimer
+from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, StepTimer
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.sources import load_workload, make_spec
@@ -29,7 +32,22 @@ class Silent:
 
     def heartbeat(self, **facts: float) -> None: ...
 
-    def sample(self) -> None: ...
+
+class ScriptedLoad(LoadMonitor):
+    """Says of each stretch what the test says, instead of what this machine does just now."""
+
+    def __init__(self, *problems: str | None, stretch_s: float = 0.0) -> None:
+        super().__init__(device=torch.device("cpu"), root_pid=os.getpid())
+        self.problems = list(problems)
+        self.stretch_s = stretch_s
+
+    @property
+    def is_long_enough(self) -> bool:
+        return self.seconds >= self.stretch_s
+
+    def end(self) -> str | None:
+        super().end()
+        return self.problems.pop(0) if self.problems else None
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +57,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_timer(function: str, micro_batch: int, time_box_s: float) -> StepTimer:
+def make_timer(
+    function: str, micro_batch: int, time_box_s: float, *problems: str | None, precision: Any = "fp32", **asked: Any
+) -> StepTimer:
     spec = make_spec(model=f"{WORKLOADS}:{function}")
-    config = TrainingConfig(micro_batch=micro_batch, threads=1)
+    config = TrainingConfig(micro_batch=micro_batch, threads=1, precision=precision)
     silent: Any = Silent()
     return StepTimer(
         context=silent,
-        request=TrialRequest(spec=spec, config=config, device="cpu", time_box_s=time_box_s),
+        request=TrialRequest(spec=spec, config=config, device="cpu", time_box_s=time_box_s, **asked),
         run=prepare(load_workload(spec), config),
         ranks=RankSync(1, torch.device("cpu")),
         mesh=None,
-        throttle=silent,
+        load=ScriptedLoad(*problems),
     )
 
 
@@ -98,28 +118,95 @@ def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.Monke
     timer = make_timer("make_wide", 32, 1000.0)
     batches = [timer._make_batch(timer.run.local_batch) for _ in range(2)]
     whole: list[float] = []
+    timed: dict[str, list[float]] = {}
     for number in range(10):
         began = time.process_time()
         timer.run.step(batches[number % 2])
         whole.append(time.process_time() - began)
-        timer._add_samples(timer.short_step(PART_MICRO_STEPS))
-    parts = sum_interval(step_terms(timer.parts, timer.run.accumulation)).median
+        for part, seconds in timer.short_step(PART_MICRO_STEPS).items():
+            timed.setdefault(part, []).extend(seconds)
+    parts = sum_interval(step_terms(timed, timer.run.accumulation)).median
     assert parts == pytest.approx(median(whole[2:]), rel=0.2)
 
 
-def test_steps_that_loss_scaling_skips_are_no_samples():
-    timer = make_timer("make_sound", 48, time_box_s=5.0)
-    timer.run = prepare(timer.run.workload, TrainingConfig(micro_batch=48, threads=1, precision="fp16"))
-    timer.run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # halves at each step until nothing overflows
-    timer.warm_up()
-    assert timer.run.scaler.get_scale() < 2.0**30
-    interval, _ = timer.measure_whole_steps()
-    assert interval.median > 0 and not any(sample != sample for sample in timer.samples)
+OTHERS = "other work took 48% of the CPU time"
 
 
-def test_steps_that_are_skipped_without_end_end_the_trial():
-    timer = make_timer("make_sound", 48, time_box_s=5.0)
-    timer.run = prepare(timer.run.workload, TrainingConfig(micro_batch=48, threads=1, precision="fp16"))
-    timer.run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    with pytest.raises(NonfiniteError, match="skipped"):
-        timer.warm_up()
+def slow_from(timer: StepTimer, calls: range, seconds: float) -> list[int]:
+    """Has some calls of a micro-step take longer; the list counts them."""
+    real, seen = timer.run.micro_step, [0]
+
+    def micro_step(*arguments: Any, **options: Any) -> Any:
+        seen[0] += 1
+        if seen[0] in calls:
+            time.sleep(seconds)
+        return real(*arguments, **options)
+
+    timer.run.micro_step = micro_step  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("method", ["whole_steps", "parts"])
+def test_a_disturbed_stretch_is_measured_again(method: Any):
+    """The first stretch of the window is slow and disturbed: its samples do not count, in whole steps and in parts."""
+    timer = make_timer("make_sound", 128, 1.5, OTHERS, method=method)
+    slow_from(timer, range(1, 7), 0.05)
+    timer.short_steps()  # the first stretch
+    timer.choose_method()
+    if method == "whole_steps":
+        timer.load.problems = [OTHERS]  # type: ignore[attr-defined]
+        timer._prepare_whole_steps()
+        interval, _ = timer.measure_whole_steps()
+    else:
+        interval, _ = timer.measure_parts()
+    assert timer.disturbed is None
+    assert timer.load.discarded == {"other work": timer.load.discarded["other work"]}
+    assert interval.high < 0.05, "no sample of the disturbed stretch counts"
+    window = timer.load.window(timer.disturbed)
+    assert window is not None and window.disturbed is None and window.discarded
+
+
+@pytest.mark.parametrize("method", ["whole_steps", "parts"])
+def test_what_stays_disturbed_is_said_and_ends(method: Any):
+    """Each stretch is disturbed: measuring takes at most three time boxes, and the trial says that it was disturbed."""
+    timer = make_timer("make_sound", 128, 0.2, *[OTHERS] * 10_000, method=method)
+    began = time.monotonic()
+    timer.short_steps()
+    timer.choose_method()
+    if method == "whole_steps":
+        timer._prepare_whole_steps()
+    interval, _ = timer.measure_whole_steps() if method == "whole_steps" else timer.measure_parts()
+    assert timer.disturbed == OTHERS
+    assert interval.median > 0
+    assert time.monotonic() - began < 3 * 0.2 + 1.0
+
+
+def test_a_window_with_a_compilation_does_not_count_in_parts_either():
+    timer = make_timer("make_sound", 128, 0.3, "torch.compile compiled again", method="parts")
+    slow_from(timer, range(1, 4), 0.3)
+    timer.short_steps()
+    interval, _ = timer.measure_parts()
+    assert timer.load.discarded == {"torch.compile compiled again": 1}
+    assert timer.disturbed is None
+    assert interval.high < 0.3
+
+
+def test_skipped_fp16_steps_do_not_count_and_do_not_end_the_trial():
+    """A loss scale that overflows at first, as on any new run: the steps that are skipped are run again."""
+    for method in ("whole_steps", "parts"):
+        timer = make_timer("make_sound", 128, 0.3, precision="fp16", method=method)
+        assert timer.run.scaler is not None
+        timer.run.scaler._init_scale = 2.0**40
+        timer.run.scaler._scale = None
+        timer.short_steps()
+        assert timer.skipped > 0
+        timer.choose_method()
+        before = timer.skipped
+        if method == "whole_steps":
+            timer.run.scaler._scale.fill_(2.0**40)  # type: ignore[union-attr]
+            timer.warm_up()
+            assert timer.skipped > before
+            interval, _ = timer.measure_whole_steps()
+        else:
+            interval, _ = timer.measure_parts()
+        assert math.isfinite(interval.median)

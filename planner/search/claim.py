@@ -1,0 +1,117 @@
+"""How much faster the plan is, and whether that may be claimed: by runs that had no part in the choice of the plan.
+
+In: the recorded trials, the winner, what it is compared with. Out: a `Comparison`. The same record always gives the
+same answer, and `benchmarks/false_wins.py` calls the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.planner.records import Claim, Interval, Trial
+from autoplan.planner.search.selection import CandidateRuns, match_rounds
+from autoplan.planner.trials.measure import Spread, half_width, ratio_interval
+
+LEAST_ROUNDS, MOST_ROUNDS = 2, 6
+"""Rounds of the claim. With one round a disturbed run could not be told from a slow configuration."""
+
+ROUNDS_AGAIN = 2
+"""So many rounds in which a run was disturbed are made again."""
+
+WANTED_HALF_WIDTH = 0.02
+"""A claim needs no narrower interval than plus and minus this share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A configuration against a reference.
+
+    Attributes:
+        candidate, reference: With the runs that were compared (`counted`).
+        speedup: Tokens/s of the candidate over the reference's.
+        claim: Whether that is a claim.
+    """
+
+    candidate: CandidateRuns
+    reference: CandidateRuns
+    speedup: Interval
+    claim: Claim
+
+
+def rounds_needed(spread: Spread, log_gain: float) -> int:
+    """How many rounds show a gain of this size, by what is known of the spread before the first of them.
+
+    Half the interval is then at most half the gain. The gain is that of the runs that the choice was made by, so that
+    the number of rounds does not depend on the claim's own runs.
+    """
+    wanted = max(abs(log_gain) / 2, WANTED_HALF_WIDTH)
+    for rounds in range(LEAST_ROUNDS, MOST_ROUNDS):
+        if half_width(spread, rounds) <= wanted:
+            return rounds
+    return MOST_ROUNDS
+
+
+def compare(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread, *, chosen_from: int) -> Comparison:
+    """The speed-up of a candidate over a reference, and whether it may be claimed.
+
+    Args:
+        candidate, reference: With their runs.
+        spread: Between runs on this device, `measured_spread`.
+        chosen_from: How many configurations were measured. It matters where there are no rounds of the claim's own:
+            then the runs of the choice have to do, and the best of many looks faster than it is.
+    """
+    if candidate.config == reference.config:
+        return _same(candidate, reference, spread)
+    pairs = _rounds(candidate.claim_runs, reference.claim_runs)
+    if pairs:
+        quiet = [pair for pair in pairs if not any(run.disturbed for run in pair)]
+        enough = len(quiet) >= min(LEAST_ROUNDS, len(pairs))
+        used = quiet if enough else pairs
+        disturbed = None if enough else next(run.disturbed for pair in pairs for run in pair if run.disturbed)
+        candidate = replace(candidate, counted=tuple(pair[0] for pair in used))
+        reference = replace(reference, counted=tuple(pair[1] for pair in used))
+        rounds, chosen_from = len(used), 1
+    else:
+        candidate, reference = match_rounds(candidate, reference)
+        runs = (*candidate.runs, *reference.runs)
+        disturbed = next((run.disturbed for run in runs if run.disturbed), None)
+        rounds = len(candidate.finalist_runs)
+    speedup = ratio_interval(candidate.step_times, reference.step_times, spread, chosen_from=max(1, chosen_from))
+    why_not = None
+    if disturbed is not None:
+        why_not = f"disturbed: not a claim ({disturbed} while it was measured)"
+        speedup = speedup.model_copy(update={"low": min(speedup.low, 1.0), "high": max(speedup.high, 1.0)})
+    elif speedup.high < 1.0:
+        why_not = "it was measured slower"
+    elif speedup.low <= 1.0:
+        why_not = "no win is claimed: the runs do not tell the two apart"
+    claim = Claim(
+        claimed=why_not is None,
+        why_not=why_not,
+        rounds=rounds,
+        chosen_from=chosen_from,
+        spread=spread.sd,
+        spread_repeats=spread.freedom,
+        trials=tuple(sorted(run.number for run in (*candidate.runs, *reference.runs))),
+    )
+    return Comparison(candidate=candidate, reference=reference, speedup=speedup, claim=claim)
+
+
+def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) -> Comparison:
+    """A configuration against itself: the plan is the reference."""
+    runs = tuple(run for run in candidate.claim_runs if not run.disturbed) or candidate.runs
+    candidate = replace(candidate, counted=runs)
+    one = Interval(median=1.0, low=1.0, high=1.0, samples=len(runs))
+    disturbed = next((run.disturbed for run in runs if run.disturbed), None)
+    why_not = "the plan is that setting itself"
+    if disturbed is not None:
+        why_not += f"; disturbed: others may be faster ({disturbed} while it was measured)"
+    claim = Claim(claimed=False, why_not=why_not, rounds=len(runs), spread=spread.sd, spread_repeats=spread.freedom)
+    return Comparison(candidate=candidate, reference=candidate, speedup=one, claim=claim)
+
+
+def _rounds(candidate: Sequence[Trial], reference: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
+    """The runs that were made side by side, by the number of their round."""
+    others = {run.round: run for run in reference}
+    return [(run, others[run.round]) for run in candidate if run.round in others]

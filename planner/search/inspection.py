@@ -1,0 +1,94 @@
+"""Inspects the workload in a rank, under the limits that user code has outside trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError, WorkloadError
+from autoplan.planner.search.options import SearchObserver
+from autoplan.probes.profile import HardwareProfile
+from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from autoplan.strategies.analysis.facts import WorkloadFacts
+
+INSPECT_DEADLINE_S, INSPECT_SHARE = 300.0, 0.25
+"""The longest inspection: seconds, or a share of the budget where that is more; and never more than is left of it."""
+
+LEAST_DEADLINE_S = 8.0
+"""Seconds that the inspection may take however short the budget is: importing a library takes some of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserCodeLimits:
+    """What user code may take outside trials.
+
+    Attributes:
+        budget_s: Of the whole search.
+        left_s: How much of it is left now, in seconds.
+        memory_limit_bytes: Host memory of all processes together.
+    """
+
+    budget_s: float
+    left_s: Callable[[], float]
+    memory_limit_bytes: int | None
+
+    @property
+    def inspect_deadline_s(self) -> float:
+        """Seconds after which an inspection is ended."""
+        return min(max(self.left_s(), LEAST_DEADLINE_S), max(INSPECT_DEADLINE_S, INSPECT_SHARE * self.budget_s))
+
+
+def inspect(
+    zygote: Zygote,
+    spec: WorkloadSpec,
+    hardware: HardwareProfile,
+    device: str,
+    *,
+    allowed: UserCodeLimits,
+    observer: SearchObserver,
+    on_attempt: Callable[[ProcessReport], None] | None = None,
+) -> WorkloadFacts:
+    """The workload's facts, from a rank.
+
+    Where the loss alone takes too much memory, the facts without it do: the trials find a micro-batch that fits, and
+    the parity check looks at the loss again.
+
+    Raises:
+        DidNotRunError: something outside ended the rank each time.
+        WorkloadError: the user's functions fail or return the wrong thing.
+        BudgetEndedError: they took longer than the budget allows.
+        NoFeasiblePlanError: they took more memory than a trial may take.
+    """
+    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, read_inspection
+
+    task = Task(
+        target="autoplan.strategies.inspect:run_inspect_rank",
+        args=(spec, hardware, device),
+        total_deadline_s=allowed.inspect_deadline_s,
+        memory_limit_bytes=allowed.memory_limit_bytes,
+    )
+    runs = run_again(zygote, task, on_attempt=on_attempt, left_s=allowed.left_s)
+    report = runs.report
+    if not runs.settled:
+        raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
+    rank = report.ranks[0] if report.ranks else None
+    if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
+        return read_inspection(rank.result)
+    hit = limit_hit(report, f"the inspection of {spec.name}", FUNCTIONS)
+    if hit is None:
+        failure = report.first_failure
+        lines = failure.stderr_tail.strip().splitlines()[-3:] if failure is not None else []
+        raise WorkloadError(
+            f"{spec.name} could not be looked at: {report.describe()}" + "".join(f"\n    {line}" for line in lines),
+            hint="Run its functions by themselves in Python to see where they fail.",
+        )
+    if hit.kind == "time":
+        raise BudgetEndedError(hit.text, hint=hit.hint)
+    if report.phase == LOSS_PHASE and rank is not None and rank.result is not None:
+        observer.on_note(f"{hit.text}. Whether the loss is a sum over samples is left to the parity check")
+        return read_inspection(rank.result)
+    raise NoFeasiblePlanError(hit.text, hint=hit.hint)

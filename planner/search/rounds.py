@@ -1,0 +1,219 @@
+"""The rounds after the trials: those that choose among the finalists, and those that the plan's speed-up rests on.
+
+In: a `Session`. Out: trials of the purposes "finalist" and "claim" in its store. In a round each configuration runs
+once, in a fresh process; the order is drawn for each round, so that none always runs first. The choice and the claim
+have different runs: the best of several is the one that chance favoured too, and its own runs would say too much.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.search.claim import ROUNDS_AGAIN, rounds_needed
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, is_tie, measured_spread, pick_finalists
+from autoplan.planner.search.session import Session
+from autoplan.strategies.config import TrainingConfig
+
+MOST_CHOICE_ROUNDS = 2
+"""How often each finalist is measured before the choice."""
+
+DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
+"""A repeat is ended after this many times what the configuration took before, and these seconds at least."""
+
+REPEAT_SHARE = 0.05
+"""At most this share of the time spent goes into repeats of the reference, which measure the spread between runs."""
+
+MOST_REPEATS = 6
+"""More repeats would not make the intervals much narrower (Student's t at 6 degrees of freedom is 2.45, at most 1.96
+in the end)."""
+
+
+# The choice.
+
+
+def run_finalists(session: Session) -> None:
+    """Measures the best few again, in turn, where the trials leave open which of them is the fastest."""
+    finalists = pick_finalists(eligible(session))
+    if len(finalists) < 2:
+        return
+    session.observer.on_phase("finalists", f"{len(finalists)} configurations that may be the fastest")
+    while True:
+        finalists = with_new_runs(session, finalists)
+        if len(finalists) < 2:
+            return
+        rounds_done = min(len(candidate.finalist_runs) for candidate in finalists)
+        if rounds_done >= MOST_CHOICE_ROUNDS or (rounds_done and _is_decided(session, finalists)):
+            return
+        todo = [candidate for candidate in finalists if len(candidate.finalist_runs) == rounds_done]
+        while len(finalists) > 1 and not _affordable(session, todo, reserve_s=session.claim_reserve_s):
+            # They are about equally fast: to measure the others more often is worth more.
+            most_expensive = max(finalists, key=lambda candidate: session.trial_cost.repeat_s(candidate.first))
+            finalists.remove(most_expensive)
+            todo = [candidate for candidate in todo if candidate.config != most_expensive.config]
+        if len(finalists) < 2:
+            session.note(
+                f"the finalists were measured in {rounds_done} round(s); the budget had no time for another round"
+                if rounds_done
+                else "the budget had no time to measure the finalists again: the choice is based on single trials"
+            )
+            return
+        if not _run_round(session, "finalist", rounds_done, [candidate.first for candidate in todo]):
+            return
+
+
+def _is_decided(session: Session, finalists: Sequence[CandidateRuns]) -> bool:
+    """Whether the fastest is told apart from each other one."""
+    spread = measured_spread(session.store.trials)
+    fastest = min(finalists, key=lambda candidate: candidate.step_time.median)
+    return not any(is_tie(other, fastest, spread) for other in finalists if other is not fastest)
+
+
+def eligible(session: Session) -> list[CandidateRuns]:
+    """The configurations that may become the plan, fastest first: those that ran and keep what the user fixed."""
+    return [runs for runs in collect_runs(session.store.trials) if session.options.allows(runs.config)]
+
+
+def with_new_runs(session: Session, finalists: Sequence[CandidateRuns]) -> list[CandidateRuns]:
+    """The finalists with all their runs up to now, without those that failed in a round."""
+    by_config = {runs.config: runs for runs in collect_runs(session.store.trials)}
+    return [by_config[finalist.config] for finalist in finalists if finalist.config in by_config]
+
+
+# The claim.
+
+
+def run_claim(session: Session, winner: TrainingConfig) -> bool:
+    """Measures the winner, the baseline and the hand setting side by side; returns False if the winner failed in it.
+
+    How many rounds there are is fixed before the first: by the spread between runs, and by the gain as the choice saw
+    it. Rounds in which a run was disturbed are made again, within limits.
+    """
+    wanted = _claim_rounds(session, winner)
+    while True:
+        by_config = {runs.config: runs for runs in collect_runs(session.store.trials)}
+        if winner not in by_config:
+            return False
+        compared = [by_config[config] for config in _compared(session, winner) if config in by_config]
+        if len(compared) < 2:
+            return True
+        rounds = [runs.claim_runs for runs in compared]
+        begun = max((run.round or 0 for runs in rounds for run in runs), default=-1)
+        open_round = [runs.first for runs in compared if begun not in {run.round for run in runs.claim_runs}]
+        if begun < 0 or not open_round or len(open_round) == len(compared):
+            quiet, made = _count_rounds(by_config[winner], compared)
+            if quiet >= wanted or made - quiet > ROUNDS_AGAIN:
+                return True
+            begun, open_round = _next_round(session), [runs.first for runs in compared]
+        if not _affordable_s(session, open_round):
+            if len(compared) > 2 and not by_config[winner].claim_runs:
+                session.hand_left_out = True
+                continue
+            session.note("the budget had no time for all rounds of the plan against the baseline")
+            return True
+        session.observer.on_phase("claim", f"round {begun + 1}")
+        if not _run_round(session, "claim", begun, open_round):
+            return True
+
+
+def _compared(session: Session, winner: TrainingConfig) -> list[TrainingConfig]:
+    """The winner, the baseline and the hand setting, each once."""
+    configs = [winner]
+    if session.baseline is not None:
+        configs.append(session.baseline.config)
+    hand = session.hand
+    if hand is not None and not session.hand_left_out:
+        configs.append(hand.config)
+    return list(dict.fromkeys(configs))
+
+
+def _claim_rounds(session: Session, winner: TrainingConfig) -> int:
+    """How many rounds, by what was known before the first of them."""
+    before = [trial for trial in session.store.trials if trial.purpose != "claim"]
+    by_config = {runs.config: runs for runs in collect_runs(before)}
+    base = session.baseline
+    gain = 0.0
+    if base is not None and base.step_time_s is not None and winner in by_config:
+        gain = math.log(base.step_time_s.median / by_config[winner].step_time.median)
+    return rounds_needed(measured_spread(before), gain)
+
+
+def _count_rounds(winner: CandidateRuns, compared: Sequence[CandidateRuns]) -> tuple[int, int]:
+    """(rounds in which nothing was disturbed, rounds) that have a run of each."""
+    quiet = made = 0
+    for run in winner.claim_runs:
+        side_by_side = [other for runs in compared for other in runs.claim_runs if other.round == run.round]
+        if len(side_by_side) == len(compared):
+            made += 1
+            quiet += not any(other.disturbed for other in side_by_side)
+    return quiet, made
+
+
+def _next_round(session: Session) -> int:
+    """A number that no round of the claim has yet, over all runs of the search."""
+    return 1 + max((t.round or 0 for t in session.store.trials if t.purpose == "claim"), default=-1)
+
+
+def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Trial]) -> bool:
+    """One run of each, in an order that is drawn; returns False if one was ended from outside: no more is run.
+
+    A run of the claim that is out of time is ended from outside too: the configuration ran before.
+    """
+    order = list(firsts)
+    random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
+    reserve_s = session.parity_reserve_s if purpose == "finalist" else 0.0
+    for first in order:
+        longest_s = max(DEADLINE_FACTOR * first.seconds_spent, DEADLINE_LEAST_S)
+        trial = session.measure(
+            "finalist" if purpose == "finalist" else "claim",
+            first.config,
+            deadline_s=min(session.hard_deadline_s(reserve_s), longest_s),
+            method=first.method,
+            round=number,
+        )
+        if trial.outcome is Outcome.INTERRUPTED or (purpose == "claim" and trial.outcome is Outcome.TIMEOUT):
+            session.note(f"the rounds ended early: {trial.reason}")
+            return False
+    return True
+
+
+def _affordable(session: Session, candidates: Sequence[CandidateRuns], *, reserve_s: float) -> bool:
+    costs = [session.trial_cost.repeat_s(candidate.first) for candidate in candidates]
+    return sum(costs) <= session.left_s - session.parity_reserve_s - reserve_s
+
+
+def _affordable_s(session: Session, firsts: Sequence[Trial]) -> bool:
+    return sum(map(session.trial_cost.repeat_s, firsts)) <= session.left_s
+
+
+# The spread between runs.
+
+
+def repeat_if_due(session: Session) -> None:
+    """Runs the reference configuration again, now and then: its runs are this device's spread between runs."""
+    reference = _reference(session)
+    if reference is None:
+        return
+    repeats = [trial for trial in session.store.trials if trial.purpose == "repeat"]
+    cost_s = session.trial_cost.repeat_s(reference)
+    spent_s = sum(trial.seconds_spent for trial in repeats) + cost_s
+    due = spent_s <= REPEAT_SHARE * session.store.spent_s and len(repeats) < MOST_REPEATS
+    if due and cost_s <= session.search_left_s:
+        deadline_s = max(DEADLINE_FACTOR * reference.seconds_spent, DEADLINE_LEAST_S)
+        session.measure(
+            "repeat",
+            reference.config,
+            deadline_s=min(session.hard_deadline_s(session.parity_reserve_s), deadline_s),
+            method=reference.method,
+        )
+
+
+def _reference(session: Session) -> Trial | None:
+    """What is repeated: what was repeated before, else the cheapest of the baseline and the hand settings."""
+    good = [trial for trial in session.store.trials if trial.outcome is Outcome.OK and trial.step_time_s is not None]
+    repeated = next((trial.config for trial in good if trial.purpose == "repeat"), None)
+    firsts = [trial for trial in good if trial.purpose in ("baseline", "reference") and trial.disturbed is None]
+    same = [trial for trial in firsts if trial.config == repeated]
+    return min(same or firsts, key=session.trial_cost.repeat_s, default=None)

@@ -1,0 +1,316 @@
+"""What others do to the device while a trial times its steps. Runs in a rank.
+
+    load = LoadMonitor(torch.device("cpu"), root_pid=os.getppid())
+    load.begin()
+    ...                                       # steps are timed
+    problem = load.end()                      # None, or why the times of this stretch do not count
+
+In: the kernel's figures (/proc, the cgroup, NVML) at the ends of a stretch. Out: a sentence for each disturbed stretch,
+and a `Window` for the trial's record.
+
+The trial's own processes are those below the zygote, which starts nothing but the ranks of one trial (design.md,
+section 5). All other CPU time on the trial's cores is that of others: other programs, other threads of the program
+that called the search, and what the hypervisor took (steal).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from autoplan.planner.records import Window
+from autoplan.planner.trials.device_monitor import CompileMonitor, GpuMonitor
+
+SHORTEST_STRETCH_S = 0.4
+"""The kernel counts CPU time in ticks of 10 ms; over a shorter stretch that is more than half of OTHERS_SHARE."""
+
+OTHERS_SHARE = 0.05
+"""Others that take this share of the cores lower a step's speed by about as much: more than runs differ by (2.5 %)."""
+
+WAITED_SHARE, WAITED_OTHERS_SHARE = 0.05, 0.02
+"""A thread that waits so long for a core holds up the threads that wait for it. It counts only where others used the
+cores at all: a configuration with more threads than cores waits for itself."""
+
+FULL_IDLE_SHARE = 0.1
+"""With less idleness than this a host is full, and whoever has a quota of its cores waits for them."""
+
+GPU_OTHERS_SHARE = 0.05
+"""Utilisation of the GPU by other processes above which a stretch is disturbed; the same share as of the CPU."""
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuTimes:
+    """Figures of the kernel at one moment; None where this machine does not have them.
+
+    Attributes:
+        at_s: time.monotonic().
+        idle_s: Idle time summed over the cores. (Busy time is what is left of the clock: the kernel samples it at
+            ticks, while it times idleness exactly.)
+        steal_s: Summed over the cores.
+        own_s: CPU time of the processes below `root_pid`, those that have ended included.
+        waited_s: By thread of this process: how long it was ready to run and waited for a core.
+        pressure_s: Time in which some task waited for a core.
+        throttled_s, throttled_periods: By the quota of the cgroup.
+    """
+
+    at_s: float
+    idle_s: float | None
+    steal_s: float
+    own_s: float
+    waited_s: dict[int, float]
+    pressure_s: float | None
+    throttled_s: float
+    throttled_periods: int
+
+
+def read_cpu_times(cores: Iterable[int], root_pid: int, cpu_stat: Path | None) -> CpuTimes:
+    """The figures now.
+
+    Args:
+        cores: Those that the trial may run on.
+        root_pid: The process whose descendants are the trial.
+        cpu_stat: The `cpu.stat` of the cgroup; None: there is none.
+    """
+    idle_s, steal_s = read_idle(set(cores))
+    throttled_periods, throttled_s = read_throttling(cpu_stat)
+    return CpuTimes(
+        at_s=time.monotonic(),
+        idle_s=idle_s,
+        steal_s=steal_s,
+        own_s=cpu_time_below(root_pid),
+        waited_s=read_waited(),
+        pressure_s=read_pressure(),
+        throttled_s=throttled_s,
+        throttled_periods=throttled_periods,
+    )
+
+
+def read_idle(cores: set[int], path: Path = Path("/proc/stat")) -> tuple[float | None, float]:
+    """Seconds of idleness (iowait too) and of steal, over these cores (proc(5), /proc/stat)."""
+    idle = steal = 0
+    found = False
+    for line in _lines(path):
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores and len(fields) >= 8:
+            found = True
+            idle += int(fields[3]) + int(fields[4])
+            steal += int(fields[7])
+    return (idle / TICKS_PER_S if found else None), steal / TICKS_PER_S
+
+
+def cpu_time_below(root_pid: int, proc: Path = Path("/proc")) -> float:
+    """CPU seconds of a process and its descendants; what has ended and was waited for is in its parent's figure."""
+    times: dict[int, float] = {}
+    parents: dict[int, int] = {}
+    for name in os.listdir(proc):
+        if not name.isdigit():
+            continue
+        try:
+            text = (proc / name / "stat").read_text(errors="replace")
+        except OSError:
+            continue  # it has just ended
+        fields = text[text.rindex(")") + 2 :].split()
+        parents[int(name)] = int(fields[1])
+        times[int(name)] = sum(map(int, fields[11:15])) / TICKS_PER_S  # utime, stime, and those of ended children
+    own = {root_pid}
+    grown = True
+    while grown:
+        new = {pid for pid, parent in parents.items() if parent in own} - own
+        grown = bool(new)
+        own |= new
+    return sum(times.get(pid, 0.0) for pid in own)
+
+
+def read_waited(task: Path = Path("/proc/self/task")) -> dict[int, float]:
+    """Seconds that each thread of this process waited for a core (the second figure of schedstat, in ns)."""
+    waited: dict[int, float] = {}
+    for folder in task.iterdir() if task.is_dir() else ():
+        fields = " ".join(_lines(folder / "schedstat")).split()
+        if len(fields) >= 2:
+            waited[int(folder.name)] = int(fields[1]) / 1e9
+    return waited
+
+
+def read_pressure(path: Path = Path("/proc/pressure/cpu")) -> float | None:
+    """Seconds in which some task of this machine waited for a core (PSI, in microseconds); None where it is off."""
+    for line in _lines(path):
+        if line.startswith("some ") and "total=" in line:
+            return int(line.rpartition("total=")[2]) / 1e6
+    return None
+
+
+def read_throttling(cpu_stat: Path | None) -> tuple[int, float]:
+    """(periods, seconds) in which the cgroup stood still because its quota was used up; cgroup v1 and v2."""
+    found = dict(line.split(maxsplit=1) for line in _lines(cpu_stat) if len(line.split()) == 2) if cpu_stat else {}
+    seconds = int(found["throttled_usec"]) / 1e6 if "throttled_usec" in found else 0.0
+    if "throttled_time" in found:  # v1, in nanoseconds
+        seconds = int(found["throttled_time"]) / 1e9
+    return int(found.get("nr_throttled", 0)), seconds
+
+
+def _lines(path: Path | None) -> list[str]:
+    try:
+        return [] if path is None else path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuLoad:
+    """What happened between two readings; shares of all the cores, `waited_share` of the clock."""
+
+    seconds: float
+    idle_share: float | None
+    others_share: float | None
+    steal_share: float
+    waited_share: float | None
+    pressure_share: float | None
+    throttled_s: float
+    throttled_periods: int
+
+    @classmethod
+    def between(cls, before: CpuTimes, after: CpuTimes, cores: int) -> CpuLoad:
+        """The difference of two readings."""
+        seconds = max(after.at_s - before.at_s, 1e-9)
+        capacity_s = seconds * cores
+        others = idle = None
+        if before.idle_s is not None and after.idle_s is not None:
+            idle = min(1.0, (after.idle_s - before.idle_s) / capacity_s)
+            busy_s = capacity_s - (after.idle_s - before.idle_s)
+            others = min(1.0, max(0.0, (busy_s - (after.own_s - before.own_s)) / capacity_s))
+        waited = [after.waited_s[thread] - before.waited_s.get(thread, 0.0) for thread in after.waited_s]
+        pressure = None
+        if before.pressure_s is not None and after.pressure_s is not None:
+            pressure = min(1.0, (after.pressure_s - before.pressure_s) / seconds)
+        return cls(
+            seconds=seconds,
+            idle_share=idle,
+            others_share=others,
+            steal_share=min(1.0, max(0.0, (after.steal_s - before.steal_s) / capacity_s)),
+            waited_share=max(waited) / seconds if waited else None,
+            pressure_share=pressure,
+            throttled_s=after.throttled_s - before.throttled_s,
+            throttled_periods=after.throttled_periods - before.throttled_periods,
+        )
+
+    def problem(self, *, shares_host: bool = False) -> str | None:
+        """Why times of this stretch do not count; None if others were idle.
+
+        Args:
+            shares_host: The trial may use a quota of the cores (a container on a host with others). What others take of
+                all the cores then counts only where hardly any core is free.
+        """
+        if self.others_share is None or self.idle_share is None:
+            return None
+        if self.others_share > OTHERS_SHARE and (not shares_host or self.idle_share < FULL_IDLE_SHARE):
+            stolen = ", with what the hypervisor took" if self.steal_share > OTHERS_SHARE / 2 else ""
+            return f"other work took {self.others_share:.0%} of the CPU time{stolen}"
+        if (self.waited_share or 0.0) > WAITED_SHARE and self.others_share > WAITED_OTHERS_SHARE:
+            return f"other work kept the trial waiting for a core for {self.waited_share:.0%} of the time"
+        return None
+
+
+@dataclass(kw_only=True)
+class LoadMonitor:
+    """Watches the CPU and the GPU over the stretches of a trial's window.
+
+    Attributes:
+        device: The rank's.
+        root_pid: The process whose descendants are the trial: the zygote.
+        cores: That the trial may run on.
+        gpu: The driver's figures of the rank's GPU; empty on CPU.
+        compiler: Notices compilations.
+        discarded: Reasons why stretches were measured again, with their numbers.
+    """
+
+    device: torch.device
+    root_pid: int
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    gpu: GpuMonitor = field(init=False)
+    compiler: CompileMonitor = field(default_factory=CompileMonitor)
+    discarded: dict[str, int] = field(default_factory=dict)
+    _cpu_stat: Path | None = None
+    _shares_host: bool = False
+    _first: CpuTimes | None = None
+    _last: CpuTimes | None = None
+    _began: CpuTimes | None = None
+
+    def __post_init__(self) -> None:
+        from autoplan.probes.cgroup import cpu_stat_path, read_cgroup_limits
+
+        self.gpu = GpuMonitor(self.device)
+        self._cpu_stat = cpu_stat_path()
+        quota = read_cgroup_limits().cpu_limit
+        self._shares_host = quota is not None and quota < len(self.cores)
+
+    def restart(self) -> None:
+        """Begins the window anew: what was seen before it does not belong to the record."""
+        self._first = None
+        self.discarded = {}
+
+    def begin(self) -> None:
+        """Begins a stretch."""
+        self._began = self._read()
+        self._first = self._first or self._began
+        self.compiler.start()
+        self.gpu.start()
+
+    @property
+    def seconds(self) -> float:
+        """Since the stretch began."""
+        return 0.0 if self._began is None else time.monotonic() - self._began.at_s
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether the kernel's figures say something about this stretch."""
+        return self.seconds >= SHORTEST_STRETCH_S
+
+    def end(self) -> str | None:
+        """Ends the stretch: why its times do not count, or None."""
+        assert self._began is not None, "a stretch ends that never began"
+        self.gpu.sample()
+        if self.compiler.recompiled():
+            self._last = self._read()
+            return "torch.compile compiled again"
+        self._last = self._read()
+        problem = self.gpu.problem(GPU_OTHERS_SHARE)
+        load = CpuLoad.between(self._began, self._last, len(self.cores))
+        if problem is None and self.is_long_enough:
+            problem = load.problem(shares_host=self._shares_host)
+        return problem
+
+    def discard(self, reason: str) -> None:
+        """Notes that a stretch is measured again."""
+        kind = reason.split(" took ")[0].split(" for ")[0]
+        self.discarded[kind] = self.discarded.get(kind, 0) + 1
+
+    def window(self, disturbed: str | None) -> Window | None:
+        """The record of all stretches so far; None before the first."""
+        if self._first is None or self._last is None:
+            return None
+        load = CpuLoad.between(self._first, self._last, len(self.cores))
+        return Window(
+            seconds=load.seconds,
+            others_cpu_share=load.others_share,
+            steal_share=load.steal_share,
+            waited_share=load.waited_share,
+            pressure_share=load.pressure_share,
+            throttled_periods=load.throttled_periods,
+            throttled_s=load.throttled_s,
+            gpu_others_share=self.gpu.others_share,
+            sm_clock_hz=median(self.gpu.clocks_hz) if self.gpu.clocks_hz else None,
+            clock_events=tuple(sorted(self.gpu.events)),
+            discarded=self.discarded,
+            disturbed=disturbed,
+        )
+
+    def _read(self) -> CpuTimes:
+        return read_cpu_times(self.cores, self.root_pid, self._cpu_stat)
