@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parent / "workloads"
 
 Kind = Literal[
     "decoder", "experts", "encoder", "encoder-decoder", "vision", "audio", "generative", "recurrent", "fine-tuning",
-    "plain torch", "habits",
+    "plain torch", "habits", "strangers",
 ]  # fmt: skip
 
 
@@ -221,6 +221,46 @@ CATALOGUE: tuple[Entry, ...] = (
             "warmup": "warm-up and cosine",
             "label_smoothing": "the fused loss would lose the smoothing",
             "z_loss": "the fused loss would lose the z-loss",
+        },
+    ),
+    *_rows(
+        "strangers",
+        "strangers",
+        {
+            "blenderbot": "",
+            "longformer": "",
+            "bigbird": "",
+            "perceiver": "",
+            "xlnet": "",
+            "funnel": "",
+            "data2vec_audio": "",
+            "timesformer": "",
+            "videomae": "",
+            "clipseg": "",
+            "blip": "",
+            "layoutlm": "",
+            "jamba": "",
+            "falcon_h1": "",
+            "granite_moe": "",
+            "deepseek_v3": "",
+            "batch_encoding": "",
+        },
+    ),
+    *_rows(
+        "strangers",
+        "strangers_plain",
+        {
+            "gan": "",
+            "plain_unet": "",
+            "siamese": "",
+            "seq2seq": "",
+            "counters": "",
+            "vq_vae": "",
+            "pinn": "",
+            "fourier": "",
+            "sparse": "",
+            "ppo": "",
+            "byol": "",
         },
     ),
     Entry(
