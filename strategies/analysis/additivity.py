@@ -78,36 +78,35 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
         WorkloadError: the loss is not a LossSum.
     """
     whole = workload.make_batch(2, 0)
-    try:
-        return _measure(workload, model, shorten(whole, SHORT_LENGTH), device)
-    except WorkloadError:
-        raise
-    except Exception:  # a window or a pooling may need longer sequences
-        return _measure(workload, model, whole, device)
+    # A window or a pooling may need longer sequences, and a loss that differentiates by its inputs needs a graph.
+    for batch, graph in ((shorten(whole, SHORT_LENGTH), False), (whole, False)):
+        with contextlib.suppress(Exception):
+            return _measure(workload, model, batch, device, graph=graph)
+    return _measure(workload, model, whole, device, graph=True)
 
 
-def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.device) -> Additivity:
+def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.device, *, graph: bool) -> Additivity:
     batch = move_batch(slice_batch(given, 0, 2), device)
-    with torch.no_grad(), _buffers_kept(model):
 
-        def loss_of(part: Batch, seed: int = workload.seed) -> float:
-            seed_generators(seed)
+    def loss_of(part: Batch, seed: int = workload.seed) -> float:
+        seed_generators(seed)
+        with torch.set_grad_enabled(graph), buffers_kept(model):
             result = workload.loss(model, part)
-            if not isinstance(result, LossSum):
-                raise WorkloadError(
-                    f"the loss of {workload.name} gave {type(result).__name__}; it gives an autoplan.LossSum",
-                    hint="End it with: return autoplan.LossSum(sum of the losses, number of items). A sum, not a mean.",
-                )
-            return float(result.total) if float(result.count) else 0.0  # a mean over nothing is not a number
+        if not isinstance(result, LossSum):
+            raise WorkloadError(
+                f"the loss of {workload.name} gave {type(result).__name__}; it gives an autoplan.LossSum",
+                hint="End it with: return autoplan.LossSum(sum of the losses, number of items). A sum, not a mean.",
+            )
+        return float(result.total) if float(result.count) else 0.0  # a mean over nothing is not a number
 
-        both = loss_of(batch)
-        others = (loss_of(batch, workload.seed + number) for number in range(1, SEEDS))
-        if any(abs(both - other) > 1e-5 * max(abs(both), 1e-12) for other in others):
-            return Additivity(additive=False, deterministic=False)  # one sample alone draws something else
-        try:
-            alone = tuple(loss_of(slice_batch(batch, i, i + 1)) for i in range(2))
-        except ValueError:  # BatchNorm over a single value refuses it
-            return Additivity(additive=False, deterministic=True)
+    both = loss_of(batch)
+    others = (loss_of(batch, workload.seed + number) for number in range(1, SEEDS))
+    if any(abs(both - other) > 1e-5 * max(abs(both), 1e-12) for other in others):
+        return Additivity(additive=False, deterministic=False)  # one sample alone draws something else
+    try:
+        alone = tuple(loss_of(slice_batch(batch, i, i + 1)) for i in range(2))
+    except ValueError:  # BatchNorm over a single value refuses it
+        return Additivity(additive=False, deterministic=True)
     low = [LOW_PRECISION_TOLERANCE.get(parameter.dtype, 0.0) for parameter in model.parameters()]
     allowed = max(TOLERANCE, *low) * max(abs(both), 1e-12)
     return Additivity(additive=abs(both - sum(alone)) <= allowed, deterministic=True, both=both, alone=alone)
@@ -146,10 +145,13 @@ def _start_with_labels(labels: torch.Tensor, length: int) -> int | None:
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts the buffers of a model back afterwards: a forward may change them, and the loss may read them."""
+    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield
     finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(kept[name])
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in kept:
+                    buffer.copy_(kept[name])

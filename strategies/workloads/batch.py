@@ -7,7 +7,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,13 +38,27 @@ def batch_size(batch: Batch) -> int:
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     """The samples start to stop (views, no copy). A list of texts, one for each sample, is sliced too."""
+    return _map_samples(batch, lambda leaf: leaf[start:stop])
+
+
+def repeat_samples(batch: Batch, times: int) -> Batch:
+    """All samples of a batch, so many times."""
+
+    def repeated(leaf: Any) -> Any:
+        return torch.cat([leaf] * times) if isinstance(leaf, torch.Tensor) else leaf * times
+
+    return _map_samples(batch, repeated)
+
+
+def _map_samples(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """The batch with a change of each leaf that has one item for each sample."""
     know_containers(batch)
     leaves = pytree.tree_leaves(batch, is_leaf=_is_texts)
     samples = batch_size(batch) if any(map(_is_texts, leaves)) else -1
 
     def part(leaf: Any) -> Any:
-        sliced = isinstance(leaf, torch.Tensor) and leaf.dim() or _is_texts(leaf) and len(leaf) == samples
-        return leaf[start:stop] if sliced else leaf
+        of_samples = leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else _is_texts(leaf) and len(leaf) == samples
+        return change(leaf) if of_samples else leaf
 
     return pytree.tree_map(part, batch, is_leaf=_is_texts)
 

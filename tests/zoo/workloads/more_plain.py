@@ -1,4 +1,4 @@
-"""More models in plain torch: what a stranger brings."""
+"""More models in plain torch: two losses, double backward, complex and sparse numbers, buffers that a forward moves."""
 
 from __future__ import annotations
 
@@ -379,3 +379,33 @@ def byol() -> autoplan.Workload:
         return autoplan.LossSum(model(*batch).sum(), len(batch[0]))
 
     return adam("byol", Averaged, batch, loss, fixed_micro_batch=8)
+
+
+class Captions(nn.Module):
+    """Scores a picture against a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(128, 32)
+        self.pixels = nn.Sequential(nn.Conv2d(3, 16, 8, stride=8), nn.GELU(), nn.Flatten(), nn.Linear(256, 32))
+
+    def forward(self, pixels: torch.Tensor, texts: list[str]) -> torch.Tensor:
+        letters = [torch.tensor([ord(letter) for letter in text]) for text in texts]
+        starts = torch.tensor([0, *(len(part) for part in letters[:-1])]).cumsum(0)
+        words = self.words(torch.cat(letters), starts)
+        return (words * self.pixels(pixels)).sum(-1)
+
+
+def captions() -> autoplan.Workload:
+    """The batch has a list of texts, one for each sample, that the model reads letter by letter."""
+
+    def batch(num_samples: int, index: int) -> dict[str, Any]:
+        pixels, labels = images(num_samples, 32, index)
+        return {"pixels": pixels, "texts": [f"a disc in quarter {int(label)}" for label in labels], "labels": labels}
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> autoplan.LossSum:
+        scores = model(batch["pixels"], batch["texts"])
+        wanted = (batch["labels"] > 1).float()
+        return autoplan.LossSum(F.binary_cross_entropy_with_logits(scores, wanted, reduction="sum"), len(scores))
+
+    return adam("captions", Captions, batch, loss)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from decoders import SIZES, documents, own_loss, pretraining
 from encoders import LENGTH, classified_text, fine_tuning, masked_text
-from images import classification_loss, pictures
+from images import classification_loss
 from sounds import SIZES as SOUND_SIZES
 from sounds import _recognition
 from torch import nn
@@ -48,8 +48,6 @@ from translators import BART_SIZES, translation
 from zoo_data import VOCABULARY, images, padded, tokens
 
 import autoplan
-
-TEXT: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
 
 
 def blenderbot() -> autoplan.Workload:
@@ -301,9 +299,6 @@ def deepseek_v3() -> autoplan.Workload:
         qk_nope_head_dim=8, first_k_dense_replace=1,
     )  # fmt: skip
     return pretraining("deepseek-v3", config)
-
-
-_ = pictures
 
 
 def batch_encoding() -> autoplan.Workload:
