@@ -132,6 +132,7 @@ def inspect_workload(
         choices = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
         return _facts(spec, workload, model, structure, choices)
 
+    _build_optimizer(workload, model)
     facts = facts_of(structure)
     if spec.kind not in ("function", "object") or structure.micro_batch_dependent:
         return facts
@@ -177,12 +178,13 @@ def build_on_meta(workload: Workload) -> nn.Module:
 
 
 def _build_on_cpu(workload: Workload) -> nn.Module:
+    from autoplan.strategies.workloads.user_errors import user_error
+
     try:
         return workload.build_model()
     except Exception as error:
-        raise WorkloadError(
-            f"build_model of {workload.name} raised {type(error).__name__}: {error}",
-            hint="Call it by itself in Python to see where.",
+        raise user_error(
+            error, f"build_model() of {workload.name}", "It makes the model, without arguments; call it by itself."
         ) from error
 
 
@@ -196,9 +198,10 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     """
     import torch
 
-    from autoplan.strategies.analysis.additivity import check_additivity
+    from autoplan.strategies.analysis.additivity import measure_additivity
     from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
     from autoplan.strategies.workloads.training_mode import enter_training_mode
+    from autoplan.strategies.workloads.user_errors import user_error
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return ()
@@ -207,43 +210,32 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     enter_training_mode(real)
     disable_dropout(real)
     try:
-        additive, deterministic = check_additivity(workload, real, torch.device(device))
+        found = measure_additivity(workload, real, torch.device(device))
     except WorkloadError:
         raise
     except Exception as error:
         if is_out_of_memory(error):  # the trials find a micro-batch that fits
             return ()
-        raise WorkloadError(
-            f"the loss of {workload.name} failed on a batch of two samples: {type(error).__name__}: {error}",
-            hint="loss(model, batch) returns LossSum(sum of the losses, number of items); try it on make_batch(2, 0).",
+        raise user_error(
+            error,
+            f"loss(model, batch) of {workload.name} on make_batch(2, 0)",
+            "The loss hands the model what its forward needs, from what the batch has, and returns "
+            "LossSum(sum of the losses, number of items).",
         ) from error
-    if additive or not deterministic:
+    if found.additive or not found.deterministic:
         return ()
-    why = "of two samples is not the sum of their losses (a contrastive or an auxiliary loss, or a mean)"
-    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),)
+    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=found.describe()),)
 
 
 def check_batch(workload: Workload) -> None:
-    """Makes one sample and looks at it.
+    """Makes a batch of two samples (see `user_errors.with_checked_batches`).
 
     Raises:
         WorkloadError: make_batch fails, or does not give as many samples as it was asked for.
     """
-    from autoplan.strategies.workloads.batch import batch_size
+    from autoplan.strategies.workloads.user_errors import with_checked_batches
 
-    try:
-        batch = workload.make_batch(2, 0)
-    except Exception as error:
-        raise WorkloadError(
-            f"make_batch(2, 0) of {workload.name} raised {type(error).__name__}: {error}",
-            hint="make_batch(num_samples, index) returns a batch of num_samples samples, on the CPU.",
-        ) from error
-    size = batch_size(batch)
-    if size != 2:
-        raise WorkloadError(
-            f"make_batch(2, 0) of {workload.name} gave {size} samples",
-            hint="make_batch(num_samples, index) returns exactly num_samples samples.",
-        )
+    with_checked_batches(workload).make_batch(2, 0)
 
 
 def _facts(
@@ -295,6 +287,22 @@ def _facts(
         parallel=find_parallel_facts(model, structure, workload),
         training=read_training_facts(workload, model),
     )
+
+
+def _build_optimizer(workload: Workload, model: nn.Module) -> Any:
+    from autoplan.strategies.workloads.optimizers import trainable
+    from autoplan.strategies.workloads.user_errors import user_error
+
+    try:
+        return workload.build_optimizer(trainable(model))
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise user_error(
+            error,
+            f"build_optimizer(parameters) of {workload.name}",
+            "It makes a torch.optim.Optimizer from the parameters that it is given.",
+        ) from error
 
 
 def _whole_number(config: Any, name: str) -> int | None:

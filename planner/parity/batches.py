@@ -103,8 +103,24 @@ def mask_labels(batch: Batch, micro_batch: int) -> Batch:
         return {**batch, "labels": masked}
     rows = masked.view(size, -1)
     for sample in range(1, size):
-        rows[sample, : int(rows.shape[1] * _MASKED_SHARE * sample / (size - 1))] = IGNORE_INDEX
+        _mask_some(rows[sample], _MASKED_SHARE * sample / (size - 1))
     return {**batch, "labels": masked}
+
+
+def _mask_some(row: torch.Tensor, share: float) -> None:
+    """Masks a share of a sample's labels in place, spread over the sample; one is left in any case.
+
+    A sample without any would have a mean over nothing, which is not a number.
+    """
+    counted = (row != IGNORE_INDEX).nonzero()[:, 0]
+    kept = max(1, len(counted) - int(share * len(counted)))
+    if kept >= len(counted):
+        return
+    last = len(counted) - 1  # kept in any case: a causal model predicts nothing for the first
+    places = [last - round(number * last / kept) for number in range(kept)]
+    left = row[counted[places]].clone()
+    row[counted] = IGNORE_INDEX
+    row[counted[places]] = left
 
 
 def can_mask_labels(workload: Workload, model: nn.Module, device: torch.device, micro_batch: int) -> bool:

@@ -24,6 +24,7 @@ from autoplan.planner.parity.records import (
 from autoplan.planner.parity.reference import dropout_rates, noise_seed
 from autoplan.planner.parity.replay import replay
 from autoplan.planner.parity.time_limit import TimeLimit
+from autoplan.strategies.analysis.additivity import buffers_kept
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import StepResult, TrainingRun
@@ -274,7 +275,7 @@ def _dropout(
 ) -> dict[str, Any]:
     """One pass for each seed of the reference and the first once more, on a run that is built with dropout on."""
     samples = reference.dropout[0].samples
-    length = min(reference.length, DROPOUT_SEQUENCE_LENGTH)
+    length = reference.dropout[0].sequence_length or min(reference.length, DROPOUT_SEQUENCE_LENGTH)
     expected_s = min(seconds) * samples * (len(reference.dropout) + 1) / reference.global_batch
     if config.compile != "off":
         expected_s += seconds[0]
@@ -286,8 +287,11 @@ def _dropout(
     watched = _WatchedRun(run, recorder)
     batch = small.make_batch(samples, 0)
     seeds = [workload.seed + 1 + number for number in range(len(reference.dropout))]
-    passes = [watched.measure_pass(f"{DROPOUT}{n}", batch, length, seed) for n, seed in enumerate(seeds)]
-    again = watched.measure_pass(f"{DROPOUT}0", batch, length, seeds[0])
+    passes = []
+    for number, seed in (*enumerate(seeds), (0, seeds[0])):  # the first seed twice
+        with buffers_kept(run.model):
+            passes.append(watched.measure_pass(f"{DROPOUT}{number}", batch, length, seed))
+    again = passes.pop()
     return {
         "dropout": tuple(passes),
         "dropout_repeated_loss": again.loss,

@@ -82,10 +82,10 @@ class Recorder:
 
     def parameters(self, model: nn.Module) -> dict[str, ParameterMeasure]:
         """The parameters that train, by name; of the whole model on one rank."""
+        trained = {name: as_numbers(p) for name, p in named_parameters(model) if p.requires_grad}
         return {
-            name: ParameterMeasure(shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."))
-            for name, parameter in named_parameters(model)
-            if parameter.requires_grad
+            name: ParameterMeasure(shape=tuple(numbers.shape), dtype=str(numbers.dtype).removeprefix("torch."))
+            for name, numbers in trained.items()
         }
 
     # A step, in the order of its events.
@@ -182,7 +182,7 @@ class Recorder:
     def _full(self, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Whole tensors; on one rank they are the model's own, which go on changing."""
         if self.mesh is None:
-            return {name: tensor.detach() for name, tensor in named.items()}
+            return {name: as_numbers(tensor) for name, tensor in named.items()}
         return gather_full(named, self.mesh)
 
     def _saved_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -240,7 +240,15 @@ def _number(value: Any) -> Any:
 
 def holds_gradient(parameter: nn.Parameter) -> bool:
     """Whether a parameter has a gradient that is not zero."""
-    return parameter.grad is not None and bool(local_tensor(parameter.grad).count_nonzero())
+    return parameter.grad is not None and bool(as_numbers(local_tensor(parameter.grad)).count_nonzero())
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as dense real numbers: gradients of an embedding may be sparse, weights of a Fourier layer complex."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def norm_of(tensor: torch.Tensor) -> float:

@@ -34,7 +34,7 @@ from autoplan.planner.parity.records import (
     dropout_accumulation,
 )
 from autoplan.planner.parity.time_limit import TimeLimit
-from autoplan.strategies.analysis.additivity import check_additivity, shorten
+from autoplan.strategies.analysis.additivity import buffers_kept, check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.precision import set_matmul_tf32
@@ -71,13 +71,15 @@ def run_reference(
     enter_training_mode(model.to(device))
     config = small_config(workload, config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    length = check_length(workload, sum(parameter.numel() for parameter in parameters))
     reference = _Reference(workload, model, parameters, device, recorder)
     masked = can_mask_labels(workload, model, device, config.micro_batch)
     recorder.begin(model)
 
+    length = check_length(workload, sum(parameter.numel() for parameter in parameters))
+    length, dropout_length = reference.lengths_that_run(config, length)
+
     phase("dropout")
-    dropout, rates = reference.dropout_passes(config)
+    dropout, rates = reference.dropout_passes(config, dropout_length)
     disable_dropout(model)
     recorder.restore()
 
@@ -220,18 +222,48 @@ class _Reference:
         )
         return self._measured(OWN_LENGTH, loss, samples, whole), ()
 
-    def dropout_passes(self, config: TrainingConfig) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
+    def lengths_that_run(self, config: TrainingConfig, length: int) -> tuple[int, int]:
+        """Tokens per sequence in the steps and with dropout on: the whole sequence for a model that takes no shorter.
+
+        Args:
+            config: The candidate's small config.
+            length: Wanted for the steps.
+        """
+        whole = self.workload.make_batch(config.micro_batch, 0)
+        if self._runs(whole, min(length, DROPOUT_SEQUENCE_LENGTH)):
+            return length, min(length, DROPOUT_SEQUENCE_LENGTH)
+        if not self._runs(whole, length):
+            length = int(whole["labels"].shape[1])
+        return length, length
+
+    def _runs(self, whole: Batch, length: int) -> bool:
+        """Whether the loss runs on shorter sequences."""
+        short = shorten(whole, length)
+        if short is whole or short["labels"].shape == whole["labels"].shape:
+            return True
+        try:
+            self._loss(short)
+        except Exception:  # positions of a fixed number, windows, poolings: the library raises what it likes
+            return False
+        return True
+
+    def _loss(self, batch: Batch) -> float:
+        with buffers_kept(self.model):  # with a graph: a loss may differentiate the model by its input
+            return float(self.workload.loss(self.model, move_batch(batch, self.device)).total.detach())
+
+    def dropout_passes(self, config: TrainingConfig, length: int) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
         """A forward and backward for each of a few seeds with dropout on; nothing where seeds make no difference."""
         rates = dropout_rates(self.model)
         samples = config.micro_batch * config.dp * dropout_accumulation(config)
-        batch = shorten(self.workload.make_batch(samples, 0), DROPOUT_SEQUENCE_LENGTH)
+        batch = shorten(self.workload.make_batch(samples, 0), length)
         if not self._is_random(batch, config.micro_batch):
             return (), rates
         passes = []
         for seed in range(DROPOUT_SEEDS):
             seed_generators(self.workload.seed + 1 + seed)
-            loss = self.backward(batch, config.micro_batch)
-            passes.append(self._measured(f"{DROPOUT}{seed}", loss, samples, DROPOUT_SEQUENCE_LENGTH))
+            with buffers_kept(self.model):
+                loss = self.backward(batch, config.micro_batch)
+            passes.append(self._measured(f"{DROPOUT}{seed}", loss, samples, length))
         return tuple(passes), rates
 
     def _measured(self, part: str, loss: float, samples: int, length: int) -> PassMeasure:
@@ -243,12 +275,11 @@ class _Reference:
 
     def _is_random(self, batch: Batch, micro_batch: int) -> bool:
         """Whether two seeds give two losses."""
-        micro = move_batch(next(iter(split_batch(batch, micro_batch))), self.device)
+        micro = next(iter(split_batch(batch, micro_batch)))
         losses = []
-        with torch.no_grad():
-            for seed in range(2):
-                seed_generators(self.workload.seed + 1 + seed)
-                losses.append(float(self.workload.loss(self.model, micro).total))
+        for seed in range(2):
+            seed_generators(self.workload.seed + 1 + seed)
+            losses.append(self._loss(micro))
         return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
 
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+from autoplan.errors import WorkloadError
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def measure_input(workload: Workload, *, time_limit_s: float = TIME_LIMIT_S) -> 
     torch.set_num_threads(1)
     try:
         return _seconds_per_sample(workload, time_limit_s), None
-    except Exception as error:  # a user's function may raise anything; the search continues without this figure
+    except WorkloadError as error:  # make_batch raised it; the search continues without this figure
+        return None, f"data loading is not estimated: {', '.join(error.flag_message.splitlines()[:2])}"
+    except Exception as error:
         return None, f"data loading is not estimated: make_batch raised {type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(threads)

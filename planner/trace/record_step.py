@@ -20,6 +20,7 @@ from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.containers import know_containers
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -54,6 +55,7 @@ def make_batch(workload: Workload, samples: int, mode: Any) -> Batch:
             raise
     with unset_fake_temporarily():
         batch = workload.make_batch(samples, 0)
+    know_containers(batch)
     return pytree.tree_map_only(torch.Tensor, mode.from_tensor, batch)
 
 

@@ -25,15 +25,12 @@ SPREADS = 10.0
 
 def first_samples(workload: Workload, micro_batch: int, micro_steps: int) -> Any:
     """A batch of a few micro-batches, each of the same first samples."""
-    import torch
-    from torch.utils import _pytree as pytree
-
+    from autoplan.strategies.workloads.batch import repeat_samples
     from autoplan.strategies.workloads.randomness import with_seeded_batches
 
     fixed = workload.fixed_micro_batch
     batch = with_seeded_batches(workload).make_batch(fixed or 1, 0)
-    rows = torch.arange(fixed or 1).repeat(micro_batch * micro_steps // (fixed or 1))
-    return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch)
+    return repeat_samples(batch, micro_batch * micro_steps // (fixed or 1))
 
 
 def with_first_loss_compared(trial: Trial, baseline: Trial | None) -> Trial:

@@ -5,9 +5,12 @@ Only structure is read, never a number, so a model on the meta device is enough.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -89,14 +92,28 @@ def clean_name(name: str) -> str:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout rate to 0: of dropout modules, and the rates that modules and configs keep as floats."""
+    """Sets every dropout rate to 0: of dropout modules, and the rates that modules and configs keep as floats.
+
+    The modules get copies of their configs: the user's own may belong to every model that build_model makes.
+    """
+    copies: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        _zero_rates(vars(module))
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "__dict__"):
-        _zero_rates(vars(config))
+        attributes = vars(module)
+        _zero_rates(attributes)
+        for name, value in attributes.items():
+            if _is_config(name, value):
+                with contextlib.suppress(Exception):  # one that cannot be copied keeps its rates
+                    attributes[name] = copy.deepcopy(value, copies)
+    for config in copies.values():
+        if not isinstance(config, nn.Module) and hasattr(config, "__dict__"):
+            _zero_rates(vars(config))
+
+
+def _is_config(name: str, value: object) -> bool:
+    """Whether an attribute of a module is a configuration: by its name, an object with attributes of its own."""
+    return (name == "config" or name.endswith("_config")) and hasattr(value, "__dict__") and not callable(value)
 
 
 def _zero_rates(attributes: dict[str, object]) -> None:

@@ -1,18 +1,20 @@
 """Batches: nested tensors whose first dim counts samples; their size, slices and micro-batches.
 
-A batch is a tensor, or a dict, tuple or list of batches. Leaves that are not tensors, and tensors without dims,
-belong to the whole batch and are passed on as they are.
+A batch is a tensor, or a dict (any mapping), dataclass, tuple or list of batches. A list of texts
+may have one for each sample. Other leaves, and tensors without dims, belong to the whole batch and are passed on as
+they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.containers import know_containers
 
 Batch = Any
 
@@ -23,6 +25,7 @@ def batch_size(batch: Batch) -> int:
     Raises:
         WorkloadError: no tensor, or tensors whose first dims differ.
     """
+    know_containers(batch)
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(sizes) != 1:
         given = "no tensor" if not sizes else f"tensors with first dims {sorted(sizes)}"
@@ -34,10 +37,34 @@ def batch_size(batch: Batch) -> int:
 
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
-    """The samples start to stop (views, no copy)."""
-    return pytree.tree_map(
-        lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
-    )
+    """The samples start to stop (views, no copy). A list of texts, one for each sample, is sliced too."""
+    return _map_samples(batch, lambda leaf: leaf[start:stop])
+
+
+def repeat_samples(batch: Batch, times: int) -> Batch:
+    """All samples of a batch, so many times."""
+
+    def repeated(leaf: Any) -> Any:
+        return torch.cat([leaf] * times) if isinstance(leaf, torch.Tensor) else leaf * times
+
+    return _map_samples(batch, repeated)
+
+
+def _map_samples(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """The batch with a change of each leaf that has one item for each sample."""
+    know_containers(batch)
+    leaves = pytree.tree_leaves(batch, is_leaf=_is_texts)
+    samples = batch_size(batch) if any(map(_is_texts, leaves)) else -1
+
+    def part(leaf: Any) -> Any:
+        of_samples = leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else _is_texts(leaf) and len(leaf) == samples
+        return change(leaf) if of_samples else leaf
+
+    return pytree.tree_map(part, batch, is_leaf=_is_texts)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def split_batch(batch: Batch, micro_batch: int) -> Iterator[Batch]:
@@ -58,6 +85,7 @@ def split_batch(batch: Batch, micro_batch: int) -> Iterator[Batch]:
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device; to a GPU through pinned host memory, so that the host does not wait."""
+    know_containers(batch)
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

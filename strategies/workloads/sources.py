@@ -139,10 +139,10 @@ def load_workload(spec: WorkloadSpec) -> Workload:
         WorkloadError: the files or functions behind it are missing, fail, or return the wrong thing.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if spec.kind == "object":
-        return _load_object(spec)
-    if spec.kind == "function":
-        return _load_function(spec)
+    if spec.kind in ("object", "function"):
+        from autoplan.strategies.workloads.user_errors import with_checked_batches
+
+        return with_checked_batches(_load_object(spec) if spec.kind == "object" else _load_function(spec))
     from autoplan.strategies.workloads.language_model import language_model_workload
 
     weights = None

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
+from autoplan.strategies.workloads.containers import know_containers
 
 MOVED_AT_ONCE_BYTES = 64 << 20
 """A larger batch is not held on the device as a whole: tokens are never that large, images are."""
@@ -43,6 +44,7 @@ def device_micro_batches(batch: Batch, micro_batch: int, device: torch.device) -
 
 def _host_bytes(batch: Batch) -> int:
     """Bytes of the tensors that are not on a GPU yet."""
+    know_containers(batch)
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_cuda]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 

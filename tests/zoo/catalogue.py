@@ -223,6 +223,107 @@ CATALOGUE: tuple[Entry, ...] = (
             "z_loss": "the fused loss would lose the z-loss",
         },
     ),
+    *_rows(
+        "encoder-decoder",
+        "more_transformers",
+        {
+            "blenderbot": "KV cache, norms first",
+        },
+    ),
+    *_rows(
+        "encoder",
+        "more_transformers",
+        {
+            "longformer": "sliding windows; pads its own input",
+            "bigbird": "blocks drawn by NumPy; index puts that refuse autocast",
+            "perceiver": "as many positions as it has, no fewer",
+            "xlnet": "relative positions, batch as the second dim inside",
+            "funnel": "the sequence shrinks from stage to stage",
+        },
+    ),
+    *_rows(
+        "audio",
+        "more_transformers",
+        {
+            "data2vec_audio": "CTC, layerdrop, SpecAugment",
+        },
+    ),
+    *_rows(
+        "vision",
+        "more_transformers",
+        {
+            "timesformer": "attention over time, then space",
+            "videomae": "a mask of booleans comes with the batch",
+            "clipseg": "two frozen towers, hidden states of some layers",
+            "blip": "KV cache, a text decoder that looks at an image",
+            "layoutlm": "text, boxes and an image in one batch",
+        },
+    ),
+    *_rows(
+        "recurrent",
+        "more_transformers",
+        {
+            "jamba": "Mamba, attention and experts in turn",
+            "falcon_h1": "Mamba-2 and attention in one block",
+        },
+    ),
+    *_rows(
+        "experts",
+        "more_transformers",
+        {
+            "granite_moe": "KV cache, routing by sorting",
+            "deepseek_v3": "latent attention, groups of experts",
+        },
+    ),
+    *_rows(
+        "habits",
+        "more_transformers",
+        {
+            "batch_encoding": "the batch is a BatchEncoding",
+        },
+    ),
+    *_rows(
+        "generative",
+        "more_plain",
+        {
+            "gan": "two losses, weights detached for one of them",
+            "vq_vae": "codes in buffers that the forward moves; fixed_micro_batch=8",
+        },
+    ),
+    *_rows(
+        "vision",
+        "more_plain",
+        {
+            "plain_unet": "skips, GroupNorm, Dropout2d, dice loss",
+            "siamese": "the batch is a list, one encoder called three times",
+        },
+    ),
+    *_rows(
+        "recurrent",
+        "more_plain",
+        {
+            "seq2seq": "teacher forcing by Python's random",
+        },
+    ),
+    *_rows(
+        "plain torch",
+        "more_plain",
+        {
+            "pinn": "the loss differentiates the model by its input",
+            "fourier": "complex weights, FFT, weight norm",
+            "sparse": "sparse gradients, SparseAdam",
+            "ppo": "the model gives a distribution, a number in the batch",
+            "captions": "a list of texts in the batch",
+        },
+    ),
+    *_rows(
+        "habits",
+        "more_plain",
+        {
+            "counters": "buffers that only evaluation reads; fixed_micro_batch=4",
+            "byol": "frozen weights that the forward moves; fixed_micro_batch=8",
+        },
+    ),
     Entry(
         name="resnet-unfixed",
         kind="vision",

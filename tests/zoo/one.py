@@ -42,6 +42,7 @@ class Ending:
         stage_s: Seconds by stage.
         notes: What the search said.
         trials: Purpose, outcome, knobs and reason of each trial.
+        left_out: The families that were never tried, and by which limit.
         parity: What the check of the plan's configuration said.
         losses: Of the steps applied from the loaded plan.
     """
@@ -58,6 +59,7 @@ class Ending:
     stage_s: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     trials: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
     parity: dict[str, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
 
@@ -101,6 +103,9 @@ class Watcher(SearchObserver):
 
     def on_note(self, text: str) -> None:
         self.ending.notes.append(text)
+
+    def on_space(self, candidates: int, left_out: Any) -> None:
+        self.ending.left_out = {family.family: family.limit for family in left_out}
 
     def on_trial_finished(self, trial: Any, best: Any, budget: Any) -> None:
         words = f"{trial.purpose}: {trial.outcome.value}: {trial.config.describe()}"

@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +101,11 @@ def train(workload: Any, micro_batch: int | None, steps: int = STEPS) -> PlainRu
 
 
 def _slice(batch: Any, start: int, stop: int) -> Any:
-    if isinstance(batch, dict):
-        return {name: value[start:stop] for name, value in batch.items()}
-    return tuple(value[start:stop] for value in batch)
+    if isinstance(batch, Mapping):
+        return {name: _slice(value, start, stop) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_slice(value, start, stop) for value in batch)
+    return batch[start:stop] if batch.dim() else batch
 
 
 def micro_batch_of(entry: Entry, workload: Any) -> int | None:

@@ -73,6 +73,11 @@ def test_masks_of_every_shape():
     assert int((images[5] == IGNORE_INDEX).sum()) == 11
     classes = mask_labels({"labels": torch.ones(6, dtype=torch.long)}, 2)["labels"]
     assert classes.tolist() == [1, IGNORE_INDEX, 1, 1, 1, 1]
+    padded = torch.full((2, 10), IGNORE_INDEX)
+    padded[1, 0] = 1
+    assert torch.equal(mask_labels({"labels": padded}, 2)["labels"], padded), "the only label of a sample stays"
+    short = mask_labels({"labels": torch.ones(2, 40, dtype=torch.long)}, 2)["labels"][:, :20]
+    assert bool((short[:, 1:] != IGNORE_INDEX).any(1).all()), "a part of a sample keeps labels too"
     regression = {"labels": torch.ones(6, 3)}
     assert mask_labels(regression, 2) is regression
 

@@ -1,5 +1,7 @@
 """Blocks, head, embeddings and ties are found in models of different make, without a number being read."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,22 @@ def test_disable_dropout_makes_two_forwards_equal(fields):
         assert not torch.equal(workload.loss(model, batch).total, workload.loss(model, batch).total)
         disable_dropout(model)
         assert torch.equal(workload.loss(model, batch).total, workload.loss(model, batch).total)
+
+
+@pytest.mark.parametrize("fields", [GPT2, T5, BERT])
+def test_disable_dropout_leaves_a_config_that_models_share_as_it_is(fields):
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**fields)
+    before = copy.deepcopy(config.to_dict())
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForMaskedLM
+    kind = transformers.AutoModelForCausalLM if config.model_type == "gpt2" else kind
+    model = kind.from_config(config)
+    model.config = config  # as a user's own class does, which keeps what it is given
+    disable_dropout(model)
+    assert config.to_dict() == before
+    assert all(not module.p for module in model.modules() if isinstance(module, nn.Dropout))
+    assert any(module.p for module in kind.from_config(config).modules() if isinstance(module, nn.Dropout))
 
 
 def test_a_module_list_of_sequentials_has_blocks() -> None:

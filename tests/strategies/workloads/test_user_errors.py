@@ -1,0 +1,177 @@
+"""What a user reads where a function of theirs is wrong: its own error first, which call it was, what is expected."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from autoplan.errors import WorkloadError
+from autoplan.probes.run import read_host_profile
+from autoplan.strategies.analysis.facts import WorkloadFacts
+from autoplan.strategies.inspect import inspect_workload
+from autoplan.strategies.workloads.sources import load_workload, make_spec
+
+MINE = """
+import autoplan, torch
+from torch import nn
+
+DATA = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+    def forward(self, rows, mask):
+        return self.layer(rows * mask)
+
+def workload():
+    return autoplan.Workload(
+        name="mine", build_model=build_model, make_batch=make_batch, loss=loss, build_optimizer=build_optimizer,
+        global_batch=8,
+    )
+
+def build_model():
+    return Model()
+
+def build_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def make_batch(num_samples, index):
+    rows = DATA[torch.arange(index * num_samples, (index + 1) * num_samples) % 40]
+    return {"rows": rows, "mask": torch.ones_like(rows)}
+
+def loss(model, batch):
+    found = model(batch["rows"], batch["mask"]).square()
+    return autoplan.LossSum(found.sum(), len(found))
+"""
+
+
+def inspect(folder: Path, old: str = "", new: str = "") -> WorkloadFacts:
+    """The facts of MINE with a change."""
+    assert old in MINE
+    file = folder / "mine.py"
+    file.write_text(MINE.replace(old, new))
+    return inspect_workload(make_spec(model=f"{file}:workload"), read_host_profile(), "cpu")
+
+
+def refusal(folder: Path, old: str, new: str) -> WorkloadError:
+    """The error of MINE with a change."""
+    with pytest.raises(WorkloadError) as raised:
+        inspect(folder, old, new)
+    return raised.value
+
+
+def test_a_workload_without_a_fault_is_fine(tmp_path):
+    assert inspect(tmp_path).knob("micro_batch").values == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "first", "call"),
+    [
+        (
+            'model(batch["rows"], batch["mask"])',
+            'model(batch["rows"])',
+            "TypeError: Model.forward() missing 1 required positional argument: 'mask'",
+            "raised by loss(model, batch) of mine on make_batch(2, 0), in mine.py, line 31",
+        ),
+        (
+            'batch["mask"])',
+            'batch["attention_mask"])',
+            "KeyError: 'attention_mask'",
+            "raised by loss(model, batch) of mine on make_batch(2, 0), in mine.py, line 31",
+        ),
+        (
+            "rows = DATA[",
+            "rows = open('shard-7')[",
+            "FileNotFoundError: [Errno 2] No such file or directory: 'shard-7'",
+            "raised by make_batch(2, 0) of mine, in mine.py, line 27",
+        ),
+        (
+            "return Model()",
+            "return Model(width=3)",
+            "TypeError: Model.__init__() got an unexpected keyword argument 'width'",
+            "raised by build_model() of mine, in mine.py, line 21",
+        ),
+        (
+            "torch.optim.SGD(parameters, lr=0.1)",
+            "torch.optim.SGD(parameters, rate=0.1)",
+            "TypeError: SGD.__init__() got an unexpected keyword argument 'rate'",
+            "raised by build_optimizer(parameters) of mine, in mine.py, line 24",
+        ),
+    ],
+)
+def test_the_functions_own_error_comes_first(tmp_path, old, new, first, call):
+    error = refusal(tmp_path, old, new)
+    assert error.message.splitlines()[:2] == [first, call]
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        ("rows = DATA[:32]", "make_batch(2, 0) of mine gave 32 samples, not 2"),
+        ("rows = DATA[index:index + 1]", "make_batch(2, 0) of mine gave 1 samples, not 2"),
+        ("rows = [1, 2]; return rows", "make_batch(2, 0) of mine: the batch has no tensor"),
+    ],
+)
+def test_a_batch_of_another_size(tmp_path, new, says):
+    old = "rows = DATA[torch.arange(index * num_samples, (index + 1) * num_samples) % 40]"
+    error = refusal(tmp_path, old, new)
+    assert says in error.message
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        ("rows = DATA[index * num_samples : (index + 1) * num_samples]", "make_batch(16, 2) of mine gave 8 samples"),
+        ("rows = torch.stack([DATA[index * num_samples + n] for n in range(num_samples)])", "IndexError: index 40 is"),
+    ],
+)
+def test_a_dataset_that_ends_says_so_where_it_ends(tmp_path, new, says):
+    old = "rows = DATA[torch.arange(index * num_samples, (index + 1) * num_samples) % 40]"
+    inspect(tmp_path, old, new)
+    workload = load_workload(make_spec(model=f"{tmp_path}/mine.py:workload"))
+    workload.make_batch(16, 1)
+    with pytest.raises(WorkloadError) as raised:
+        workload.make_batch(16, 2)
+    assert says in raised.value.message
+    assert "make_batch(16, 2) of mine" in raised.value.message
+    assert "where the data ends, it begins again" in str(raised.value.hint)
+
+
+def test_a_mean_is_told_from_other_losses(tmp_path):
+    mean = inspect(tmp_path, "LossSum(found.sum(), len(found))", "LossSum(found.mean(), 1)")
+    why = mean.micro_batch_dependent[0].why
+    assert "that is a mean" in why and "LossSum(mean * count, count)" in why
+    contrastive = "LossSum((found @ found.T).softmax(-1).log().diagonal().neg().sum() + found.sum(), len(found))"
+    other = inspect(tmp_path, "LossSum(found.sum(), len(found))", contrastive)
+    assert "contrastive" in other.micro_batch_dependent[0].why
+
+
+def test_a_loss_that_is_no_loss_sum(tmp_path):
+    error = refusal(tmp_path, "return autoplan.LossSum(found.sum(), len(found))", "return found.sum()")
+    assert "the loss of mine gave Tensor" in error.message
+    assert "LossSum(sum of the losses, number of items)" in str(error.hint)
+
+
+def test_the_other_lines_of_an_error_come_last():
+    from autoplan.strategies.workloads.user_errors import user_error
+
+    error = user_error(RuntimeError("shapes differ\n  while loading head.weight"), "build_model() of mine", "Do it.")
+    assert error.message.splitlines() == [
+        "RuntimeError: shapes differ",
+        "raised by build_model() of mine",
+        "  while loading head.weight",
+    ]
+    assert user_error(KeyboardInterrupt(), "loss", "").message.startswith("KeyboardInterrupt\n")
+
+
+def test_a_checked_batch_function_says_what_it_wraps():
+    from autoplan.strategies.workloads.user_errors import with_checked_batches
+    from tests.strategies.tiny import classifier
+
+    checked = with_checked_batches(classifier())
+    assert dataclasses.is_dataclass(checked)
+    assert torch.equal(checked.make_batch(4, 0)["label"], classifier().make_batch(4, 0)["label"])
