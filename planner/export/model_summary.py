@@ -23,20 +23,35 @@ from autoplan.strategies.workloads import language_model
 from autoplan.strategies.workloads.sources import load_workload
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.strategies.analysis.structure import find_structure
+from autoplan.strategies.techniques.loss import output_linear, splits_by_head
 workload = load_workload(WorkloadSpec.model_validate_json(sys.stdin.read()))
 losses = {loss: task for task, loss in language_model.LANGUAGE_MODEL_LOSSES.items()}
 with torch.device("meta"):
     model = workload.build_model()
-stacks = [[name for name, _ in stack] for stack in find_structure(model).stacks]
-print("SUMMARY " + json.dumps({"task": losses.get(workload.loss, ""), "stacks": stacks}))
+structure = find_structure(model)
+stacks = [[name for name, _ in stack] for stack in structure.stacks]
+frozen = [[name for name, _ in stack] for stack in structure.frozen_stacks]
+linear = None if splits_by_head(workload, model) else output_linear(structure)
+head = next((name for name, module in model.named_modules() if module is linear), "")
+task = losses.get(workload.loss, "")
+print("SUMMARY " + json.dumps({"task": task, "stacks": stacks, "frozen_stacks": frozen, "head": head}))
 """
 
 
 class ModelSummary(NamedTuple):
-    """The task of a language model ("" for other models), and the names of the blocks of each stack."""
+    """What an export needs to know of a model.
+
+    Attributes:
+        task: Of a language model; "" for other models.
+        stacks: The names of the blocks of each stack.
+        frozen_stacks: The same of stacks that do not train beside others that do.
+        head: The name of the output head whose logits loss=fused defers; "" where the workload's own head splits off.
+    """
 
     task: str
     stacks: list[list[str]]
+    frozen_stacks: list[list[str]]
+    head: str
 
 
 def summarize_model(spec: WorkloadSpec) -> ModelSummary:
@@ -59,7 +74,7 @@ def _summarize_model(spec: str, name: str) -> ModelSummary:
             hint="The workload's files must be where they were when the plan was made.",
         )
     document: dict[str, Any] = json.loads(lines[-1].removeprefix("SUMMARY "))
-    return ModelSummary(task=document["task"], stacks=document["stacks"])
+    return ModelSummary(**document)
 
 
 def stack_source(stack: list[str]) -> str:

@@ -20,6 +20,7 @@ from autoplan.planner.search.session import Session
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import invert
 from autoplan.probes.profile import Device
+from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 SHOWN_VARIABLES = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "GLOO_")
@@ -50,7 +51,7 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
-        notes=(*session.notes, *_input_notes(session, winner)),
+        notes=(*session.notes, *_input_notes(session, winner), *_model_notes(session, winner)),
         environment=read_environment(),
         training=context.facts.training,
     )
@@ -76,6 +77,13 @@ def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
         method=candidate.first.method or "whole_steps",
         trials=tuple(run.number for run in runs),
     )
+
+
+def _model_notes(session: Session, winner: CandidateRuns) -> list[str]:
+    """What the plan does otherwise than the model was set to."""
+    training = session.context.facts.training
+    own = training is not None and training.own_checkpointing
+    return [own_checkpointing_text(winner.config.checkpointing)] if own else []
 
 
 def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:
