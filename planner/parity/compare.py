@@ -25,7 +25,7 @@ from autoplan.processes import Ended, ProcessReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
-FORMAT = 2
+FORMAT = 3
 """Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5
@@ -167,6 +167,7 @@ def _reference(
     """The plain run, kept by what decides it; or why there is none."""
     sizes = [config.micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
     key = [FORMAT, spec.identity, device, *sizes]
+    key += [config.batch_norm] if config.batch_norm != "own" else []
     kept = folder / ("reference-" + hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
     found = _load(kept, 1)
     if found:
