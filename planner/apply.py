@@ -108,6 +108,8 @@ def prepare_plan(
         refuse_other_training(plan, run.optimizer, run.model)
     if state:
         _give_state(run.optimizer, state, target)
+    if run.said is not None:
+        warnings.warn(run.said, stacklevel=3)
     return run
 
 

@@ -24,7 +24,9 @@ Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "f
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Compile = Literal["off", "block", "model"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
-Attention = Literal["own", "eager", "sdpa"]
+Attention = Literal["own", "eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
+BatchNorm = Literal["own", "sync"]
+Gelu = Literal["own", "torch"]
 LossHead = Literal["full", "fused"]
 OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
 Allocator = Literal["own", "keep"]
@@ -36,6 +38,13 @@ CUDAGRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 SLOW_COMPILE_MODES = ("max-autotune-no-cudagraphs", "max-autotune")
 """The modes of torch.compile that time many kernels for each matrix product: they compile for minutes."""
+
+ATTENTION_BACKENDS = {
+    "sdpa_flash": "FLASH_ATTENTION",
+    "sdpa_cudnn": "CUDNN_ATTENTION",
+    "sdpa_efficient": "EFFICIENT_ATTENTION",
+}
+"""By value of attention: the one kernel of scaled_dot_product_attention that may run (torch.nn.attention)."""
 
 CHECKPOINT_EVERY = {"selective": 1, "every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
 """By value of checkpointing: one of how many repeated blocks is wrapped."""
@@ -104,10 +113,44 @@ class TrainingConfig(Record):
     ] = Field(default="default", description="mode of torch.compile; default when off")
     attention: Annotated[
         Attention,
-        Knob(technique="attention", left_out="the model is not one of transformers; it has that one already"),
-    ] = Field(default="own", description="own: as the model has it; eager; sdpa: torch's scaled_dot_product_attention")
+        Knob(
+            technique="attention",
+            left_out="the model is not one of transformers and holds none; it has that one already; the single "
+            "kernels: CPU, fp32 (but for `sdpa_efficient`), attention that needs a mask, a shape that they refuse",
+        ),
+    ] = Field(
+        default="own",
+        description="own: as the model has it; eager; sdpa: torch's scaled_dot_product_attention, which picks a "
+        "kernel; sdpa_flash, sdpa_cudnn, sdpa_efficient: that kernel and no other",
+    )
+    batch_norm: Annotated[
+        BatchNorm,
+        Knob(
+            technique="batch_norm",
+            device="cuda",
+            searched=False,
+            needs=_REPLICAS,
+            left_out="no BatchNorm in training mode; HSDP, tensor parallelism, a pipeline",
+        ),
+    ] = Field(
+        default="own",
+        description="own: each data-parallel rank normalises its own micro-batch; sync: SyncBatchNorm, over the "
+        "micro-batches of all of them, which trains as BatchNorm does at micro_batch x dp samples",
+    )
+    gelu: Annotated[
+        Gelu,
+        Knob(technique="gelu", searched=False, left_out="the model writes no tanh formula of GELU out (GPT-2's)"),
+    ] = Field(
+        default="own",
+        description="own: as the model has it; torch: GPT-2's tanh formula of GELU as torch's one operation, for runs "
+        "that are not compiled",
+    )
     loss: Annotated[
-        LossHead, Knob(technique="loss", left_out="no `Workload.head`; scaled or capped logits; an auxiliary loss")
+        LossHead,
+        Knob(
+            technique="loss",
+            left_out="no linear output head; more is done with the logits than a cross-entropy; few classes",
+        ),
     ] = Field(
         default="full",
         description="full: as the workload has it; fused: output head and cross-entropy in one operation that never "

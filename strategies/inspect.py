@@ -242,11 +242,14 @@ def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
     from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+    from autoplan.strategies.analysis.structure import language_models
     from autoplan.strategies.analysis.training_facts import read_training_facts
     from autoplan.strategies.techniques.attention import attention_dropout
     from autoplan.strategies.workloads.optimizers import trainable
 
-    config: Any = getattr(model, "config", None)
+    # of a model inside a module of the user's own, the one that trains
+    trained = (inner for inner in language_models(model) if any(p.requires_grad for p in inner.parameters()))
+    config: Any = getattr(next(trained, model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parameters = list(model.parameters())
     by_dtype: dict[str, int] = {}

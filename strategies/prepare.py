@@ -15,9 +15,11 @@ from autoplan.strategies.techniques.affinity import place_rank
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
 from autoplan.strategies.techniques.attention import AttentionStrategy
 from autoplan.strategies.techniques.base import Build, Strategy
+from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
 from autoplan.strategies.techniques.checkpointing import CheckpointingStrategy
 from autoplan.strategies.techniques.compilation import CompilationStrategy, CompileModeStrategy
 from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
+from autoplan.strategies.techniques.gelu import GeluStrategy
 from autoplan.strategies.techniques.loss import LossStrategy
 from autoplan.strategies.techniques.mesh import build_mesh, rank_seed
 from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
@@ -37,8 +39,10 @@ STRATEGIES: tuple[Strategy, ...] = (
     AllocatorStrategy(),  # for the process too, before the first large allocation
     PipelineStrategy(),  # drops what other stages hold, so that all below works on this rank's part alone
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
+    GeluStrategy(),  # likewise
     LossStrategy(),  # swaps the head and the loss, likewise
     TensorParallelStrategy(),  # splits what is inside the blocks, so before they are wrapped
+    BatchNormStrategy(),  # swaps modules inside the blocks, likewise
     CheckpointingStrategy(),  # wraps blocks; before compile, so that the compiler sees the recomputation
     CompilationStrategy(),  # per block: after checkpointing, before anything that hooks blocks to communicate
     CompileModeStrategy(),  # a choice of its own, applied with the one above

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,11 +10,19 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.analysis.training_facts import own_checkpointing_text
+from autoplan.strategies.config import CUDAGRAPH_MODES
 from autoplan.strategies.state import collect_state, restore_state
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import agree_on_overflow, data_position, local_tensor, rank_seed
+from autoplan.strategies.techniques.own_gradients import OwnGradients
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
-from autoplan.strategies.workloads.training_mode import caching_configs, without_cache
+from autoplan.strategies.workloads.training_mode import (
+    caching_configs,
+    own_checkpointing,
+    without_cache,
+    without_own_checkpointing,
+)
 from autoplan.strategies.workloads.transfer import device_micro_batches
 
 
@@ -53,7 +62,11 @@ class TrainingRun:
         self.accumulation = build.config.accumulation(build.workload.global_batch)
         self.local_batch = self.accumulation * build.config.micro_batch
         self._caching = caching_configs(self.model) if self.config.checkpointing != "none" else []
+        self._own_checkpointing = own_checkpointing(self.model)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._replays_graphs = self.config.compile_mode in CUDAGRAPH_MODES
+        several = self._replays_graphs and self.accumulation > 1
+        self._own_gradients = OwnGradients(self._parameters, self.optimizer) if several else None
 
     # One step, whole.
 
@@ -89,7 +102,7 @@ class TrainingRun:
         """All micro-steps of a step: this rank's summed loss, its count, and what the backward divided by."""
         divisor = self.loss_divisor(batch)
         if (engine := self._build.pipeline.engine) is not None:
-            with without_cache(self._caching):
+            with self._around_forward_and_backward():
                 total, count = engine.forward_backward(batch, self._loss_scale(divisor))
             return total, count, divisor
         total = torch.zeros((), device=self.device)
@@ -123,15 +136,34 @@ class TrainingRun:
         """
         self._build.hooks.set_sync(sync)
         self._build.hooks.begin()
+        if self._own_gradients is not None:
+            self._own_gradients.attach()
         micro = move_batch(micro, self.device)
-        with without_cache(self._caching):  # the backward too: a recomputation runs the forward again
+        with self._around_forward_and_backward():
             with self._build.hooks.forward_context():
                 total, count = self._build.module(micro)
             loss = total * self._loss_scale(divisor)
             if self.scaler is not None:
                 loss = self.scaler.scale(loss)
             loss.backward()
+        if self._replays_graphs:  # the next replay overwrites what this one gave
+            total, count = total.detach().clone(), count.clone()
         return total.detach().float(), count.detach().float()
+
+    @contextlib.contextmanager
+    def _around_forward_and_backward(self) -> Iterator[None]:
+        """Around the backward too: a recomputation runs the forward again."""
+        with (
+            self._build.hooks.around(),
+            without_cache(self._caching),
+            without_own_checkpointing(self._own_checkpointing),
+        ):
+            yield
+
+    @property
+    def said(self) -> str | None:
+        """What this run does otherwise than the model was set to, in a sentence; None: nothing."""
+        return own_checkpointing_text(self.config.checkpointing) if self._own_checkpointing else None
 
     def _loss_scale(self, divisor: torch.Tensor) -> torch.Tensor:
         return self._build.gradients.ranks / divisor
@@ -166,6 +198,8 @@ class TrainingRun:
             count: This rank's count over all micro-batches.
             divisor: What micro_step divided by.
         """
+        if self._own_gradients is not None:
+            self._own_gradients.drop_unused()
         self.finish_gradients()
         self._gradients_finished = False
         total = self._build.gradients.sum_over_ranks(total)
@@ -185,7 +219,10 @@ class TrainingRun:
         skipped = self._step_optimizer()
         if self.schedule is not None and not skipped:
             self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._own_gradients is not None:
+            self._own_gradients.clear()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
 

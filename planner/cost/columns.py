@@ -60,6 +60,8 @@ KNOBS_READ: tuple[str, ...] = (
 """The knobs of TrainingConfig that change a prediction of the search's cost model."""
 
 KNOBS_LEFT_OUT: dict[str, str] = {
+    "gelu": "passes over one activation, which a compiled run does not make: variants are traced with the model's own",
+    "batch_norm": "what SyncBatchNorm exchanges is a few numbers per channel; it was never measured",
     "fsdp_prefetch": "how early units are gathered: the share of a gathering that is hidden is one constant",
     "ddp_bucket_mb": "the size of DDP's buckets: latency per bucket is not modelled",
     "ddp_static_graph": "a promise to DDP that saves host time which was never measured apart",

@@ -21,10 +21,19 @@ FUNCTIONS = {"load": "the workload's own function or file", "build_model": "buil
 
 
 class ModelSummary(NamedTuple):
-    """The task of a language model ("" for other models), and the names of the blocks of each stack."""
+    """What an export needs to know of a model.
+
+    Attributes:
+        task: Of a language model; "" for other models.
+        stacks: The names of the blocks of each stack.
+        frozen_stacks: The same of stacks that do not train beside others that do.
+        head: The name of the output head whose logits loss=fused defers; "" where the workload's own head splits off.
+    """
 
     task: str
     stacks: list[list[str]]
+    frozen_stacks: list[list[str]]
+    head: str
 
 
 def summarize_model(spec: WorkloadSpec) -> ModelSummary:
@@ -46,7 +55,7 @@ def _summarize_model(spec: str, name: str) -> ModelSummary:
         refused=f"the model of {name} could not be built for the export",
         hint="The workload's files must be where they were when the plan was made.",
     )
-    return ModelSummary(task=document["task"], stacks=document["stacks"])
+    return ModelSummary(**document)
 
 
 def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
@@ -55,6 +64,7 @@ def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
     import torch
 
     from autoplan.strategies.analysis.structure import find_structure
+    from autoplan.strategies.techniques.loss import output_linear, splits_by_head
     from autoplan.strategies.workloads.language_model import LANGUAGE_MODEL_LOSSES
     from autoplan.strategies.workloads.sources import load_workload
 
@@ -63,8 +73,14 @@ def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
     context.phase("build_model")
     with torch.device("meta"):
         model = workload.build_model()
-    stacks = [[name for name, _ in stack] for stack in find_structure(model).stacks]
-    return {"task": losses.get(workload.loss, ""), "stacks": stacks}
+    structure = find_structure(model)
+    linear = None if splits_by_head(workload, model) else output_linear(structure)
+    return {
+        "task": losses.get(workload.loss, ""),
+        "stacks": [[name for name, _ in stack] for stack in structure.stacks],
+        "frozen_stacks": [[name for name, _ in stack] for stack in structure.frozen_stacks],
+        "head": next((name for name, module in model.named_modules() if module is linear), ""),
+    }
 
 
 def stack_source(stack: list[str]) -> str:

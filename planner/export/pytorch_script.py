@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.errors import ExportError
 from autoplan.planner.export import pytorch_training, pytorch_workload
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
-from autoplan.planner.export.model_summary import stack_source, summarize_model
+from autoplan.planner.export.model_summary import ModelSummary, stack_source, summarize_model
 from autoplan.planner.plan import Plan
 
 
@@ -37,10 +37,12 @@ class PytorchTarget:
             )
         function = plan.workload.kind == "function"
         sections = [
-            _head(plan, stem) + "\n\n" + pytorch_workload.imports(plan, model.task),
-            _settings_section(plan, model.stacks if needs_blocks else []),
-            pytorch_workload.user_file(plan) if function else pytorch_workload.language_model(plan, model.task),
-            pytorch_training.techniques(plan),
+            _head(plan, stem) + "\n\n" + pytorch_workload.imports(plan, model.task, model.head),
+            _settings_section(plan, model, needs_blocks=needs_blocks),
+            pytorch_workload.user_file(plan, model.head)
+            if function
+            else pytorch_workload.language_model(plan, model.task, model.head),
+            pytorch_training.techniques(plan, model.head),
             pytorch_training.step(plan),
             pytorch_training.main(plan),
         ]
@@ -131,11 +133,16 @@ def _head(plan: Plan, stem: str) -> str:
     )
 
 
-def _settings_section(plan: Plan, stacks: list[list[str]]) -> str:
+def _settings_section(plan: Plan, model: ModelSummary, *, needs_blocks: bool) -> str:
     lines = [f"{name} = {value!r}" for name, value in settings(plan).items()]
-    if stacks:
+    if plan.config.loss == "fused" and model.head:
+        lines.append(f"HEAD = {model.head!r}  # the output head, whose logits are not computed all at once")
+    if needs_blocks:
+        stacks = model.stacks
         lines.append("# The repeated blocks of the model, by name, one list for each run of them.")
         lines.append("STACKS = [" + ", ".join(stack_source(stack) for stack in stacks) + "]")
+        frozen = ", ".join(stack_source(stack) for stack in model.frozen_stacks)
+        lines.append(f"FROZEN_STACKS = [{frozen}]  # those of parts that do not train")
     if plan.workload.kind != "function":
         fields = json.dumps(model_fields(plan), indent=4)
         lines.append(f"MODEL_FIELDS = json.loads('''{fields}''')")

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.planner.export.pytorch_workload import AUTOCAST
+from autoplan.planner.export.pytorch_workload import AUTOCAST, any_containers
 from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import CHECKPOINT_EVERY, CUDAGRAPH_MODES, OPTIMIZER_FLAGS, TrainingConfig
+from autoplan.strategies.config import (
+    ATTENTION_BACKENDS,
+    CHECKPOINT_EVERY,
+    CUDAGRAPH_MODES,
+    OPTIMIZER_FLAGS,
+    TrainingConfig,
+)
 
 # What the script takes from techniques/checkpointing.py, techniques/allocator.py and workloads/training_mode.py.
 _CHECKPOINTING_NAMES = (
     *("_KEPT_NAMES", "kept_operations", "_policy", "selective_context"),
     *("wrap", "_keeps_statistics", "_contexts_with_statistics", "_statistics_kept"),
 )
-_TRAINING_MODE_NAMES = ("EVERYTHING_TRAINS", "enter_training_mode", "caching_configs", "_nested", "without_cache")
+_TRAINING_MODE_NAMES = (
+    *("EVERYTHING_TRAINS", "enter_training_mode", "caching_configs", "_nested", "without_cache"),
+    *("CHECKPOINTING_FLAGS", "own_checkpointing", "without_own_checkpointing"),
+)
+CAUSAL_ATTENTION_NAMES = (
+    *("NAME", "PLAIN_ARGUMENTS", "reason_against_maskless", "_register"),
+    *("use_maskless_attention", "_choose", "_put_back"),
+)
 _ALLOCATOR_NAMES = (
     *("can_keep_freed_memory", "keep_freed_memory"),
     *("M_TRIM_THRESHOLD", "M_MMAP_THRESHOLD", "LARGEST_MAPPED_BYTES", "NEVER"),
@@ -35,7 +48,11 @@ def knob_settings(config: TrainingConfig) -> dict[str, Any]:
         constants["COMPILE"] = config.compile
         constants["COMPILE_MODE"] = config.compile_mode
     if config.attention != "own":
-        constants["ATTENTION"] = config.attention
+        constants["ATTENTION"] = "sdpa" if config.attention in ATTENTION_BACKENDS else config.attention
+    if config.attention in ATTENTION_BACKENDS:
+        constants["ATTENTION_KERNEL"] = ATTENTION_BACKENDS[config.attention]
+    if config.gelu != "own":
+        constants["GELU"] = config.gelu
     if config.loss != "full":
         constants["LOSS"] = config.loss
     if config.optimizer_step != "own":
@@ -45,11 +62,17 @@ def knob_settings(config: TrainingConfig) -> dict[str, Any]:
     return constants
 
 
-def techniques(plan: Plan) -> str:
-    """The functions that the techniques need, and `prepare(device)`, which applies them."""
+def techniques(plan: Plan, head: str = "") -> str:
+    """The functions that the techniques need, and `prepare(device)`, which applies them.
+
+    Args:
+        plan: The plan.
+        head: The name of the output head whose logits are deferred; "" for none.
+    """
     config = plan.config
     sections = []
     sections.append(take("workloads/training_mode.py", *_TRAINING_MODE_NAMES))
+    sections.append(take("analysis/training_facts.py", "own_checkpointing_text"))
     if config.checkpointing != "none":
         sections.append(take("techniques/checkpointing.py", *_CHECKPOINTING_NAMES))
     if plan.device == "cuda":
@@ -57,12 +80,31 @@ def techniques(plan: Plan) -> str:
     sections.append(_TRAINING_MODULE)
     if config.allocator == "keep":
         sections.append(take("techniques/allocator.py", *_ALLOCATOR_NAMES))
-    sections.append("\n".join(_prepare_lines(plan)))
+    if config.gelu != "own":
+        sections.append(take("techniques/gelu.py", "WRITTEN_OUT", "written_out", "use_torch_gelu"))
+    if replays_graphs(plan):
+        sections.append(take("techniques/own_gradients.py", "OwnGradients"))
+    if config.attention != "own" or avoids_masks(plan):
+        sections.append(take("analysis/structure.py", "language_models"))
+    if avoids_masks(plan):
+        sections.append(take("techniques/causal_attention.py", *CAUSAL_ATTENTION_NAMES))
+    sections.append("\n".join(_prepare_lines(plan, head)))
     return "\n\n\n".join(sections)
 
 
-def _prepare_lines(plan: Plan) -> list[str]:
+def avoids_masks(plan: Plan) -> bool:
+    """As techniques/attention.py: where transformers would make a mask tensor that plainly causal attention lacks."""
+    return plan.config.tp * plan.config.pp == 1 and (plan.config.compile == "model" or plan.device == "cuda")
+
+
+def replays_graphs(plan: Plan) -> bool:
+    """Whether several micro-steps replay CUDA graphs, so that gradients need memory of their own."""
+    return plan.config.compile_mode in CUDAGRAPH_MODES and plan.accumulation > 1
+
+
+def _prepare_lines(plan: Plan, head: str) -> list[str]:
     config = plan.config
+    deferred = config.loss == "fused" and head
     return [
         "def prepare(device):",
         '    """The model with its loss, and the optimizer, as the plan has them."""',
@@ -75,14 +117,28 @@ def _prepare_lines(plan: Plan) -> list[str]:
         "    said = enter_training_mode(model)",
         "    if said is not None:",
         "        print(said)",
+        "    if own_checkpointing(model):",
+        f"        print(own_checkpointing_text({config.checkpointing!r}))",
         "    module = TrainingModule(model)",
-        *(["    model.set_attn_implementation(ATTENTION)"] if config.attention != "own" else []),
+        *(_ATTENTION_LINES if config.attention != "own" else []),
+        *(["    use_maskless_attention(language_models(model))"] if avoids_masks(plan) else []),
+        *(["    use_torch_gelu(model)"] if config.gelu != "own" else []),
+        *(["    defer_logits(model.get_submodule(HEAD))"] if deferred else []),
         *_checkpointing_lines(config),
         *_compile_lines(config),
         *(['    set_matmul_tf32(PRECISION == "tf32")'] if plan.device == "cuda" else []),
-        "    optimizer = build_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])",
+        "    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]",
+        "    optimizer = build_optimizer(parameters)",
+        *(["    module.own_gradients = OwnGradients(parameters, optimizer)"] if replays_graphs(plan) else []),
         "    return module, optimizer, build_schedule(optimizer)",
     ]
+
+
+_ATTENTION_LINES = [
+    "    for inner in language_models(model):",
+    '        if ATTENTION == "eager" or inner._supports_sdpa:',
+    "            inner.set_attn_implementation(ATTENTION)",
+]
 
 
 def _checkpointing_lines(config: TrainingConfig) -> list[str]:
@@ -105,7 +161,7 @@ def _compile_lines(config: TrainingConfig) -> list[str]:
         return [f"    module.compile({options})"]
     if config.compile == "block":
         return [
-            "    for name in [name for stack in STACKS for name in stack]:",
+            "    for name in [name for stack in [*STACKS, *FROZEN_STACKS] for name in stack]:",
             f"        model.get_submodule(name).compile({options})",
         ]
     return []
@@ -133,13 +189,16 @@ def step(plan: Plan) -> str:
         f"def train_step(module, optimizer, schedule, batch, device{', scaler' if fp16 else ''}):",
         '    """One optimizer step over the global batch; returns its loss: the sum over the count of all of it."""',
         "    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]",
-        "    caching = caching_configs(module)",
+        *(["    caching = caching_configs(module)"] if plan.config.checkpointing != "none" else []),
+        "    recomputing = own_checkpointing(module)",
         f"    divisor = {divisor}",
         "    total = torch.zeros((), device=device)",
         "    count = torch.zeros((), device=device)",
         "    micros = device_micro_batches(batch, MICRO_BATCH, device)",
         "    for _ in range(ACCUMULATION):",
+        *(["        module.own_gradients.attach()"] if replays_graphs(plan) else []),
         *_micro_step_lines(plan.config),
+        *(["    module.own_gradients.drop_unused()"] if replays_graphs(plan) else []),
         *(["    scaler.unscale_(optimizer)"] if fp16 else []),
     ]
     if not counts_items:
@@ -153,18 +212,23 @@ def step(plan: Plan) -> str:
         *_optimizer_step_lines(fp16),
         "    if schedule is not None and stepped:",
         "        schedule.step()",
-        "    optimizer.zero_grad(set_to_none=True)",
+        "    module.own_gradients.clear()" if replays_graphs(plan) else "    optimizer.zero_grad(set_to_none=True)",
         "    return float(total / count)",
     ]
-    return "\n\n\n".join([_CUT, *_transfer(plan.device), "\n".join(lines)])
+    return "\n\n\n".join([*_batch_helpers(plan), "\n".join(lines)])
 
 
-def _transfer(device: str) -> list[str]:
-    """`device_micro_batches`: the micro-batches of a step on the device."""
-    if device == "cpu":
-        return [_MOVE]
-    names = ("MOVED_AT_ONCE_BYTES", "device_micro_batches", "_host_bytes", "_copied_ahead", "_copy_stream")
-    return [_SPLIT, take("workloads/batch.py", "move_batch"), take("workloads/transfer.py", *names)]
+def _batch_helpers(plan: Plan) -> list[str]:
+    """`device_micro_batches`: the micro-batches of a step on the device; a user's batches may be in any container."""
+    if not any_containers(plan):
+        return [_CUT, _MOVE]
+    parts = [
+        take("workloads/containers.py", *_CONTAINERS),
+        _BATCH_SIZE,
+        take("workloads/batch.py", "slice_batch", "_map_samples", "_is_texts", "move_batch"),
+        _SPLIT,
+    ]
+    return [*parts, _MOVE_ANY if plan.device == "cpu" else take("workloads/transfer.py", *_TRANSFER)]
 
 
 def _micro_step_lines(config: TrainingConfig) -> list[str]:
@@ -175,11 +239,13 @@ def _micro_step_lines(config: TrainingConfig) -> list[str]:
     loss = "(micro_total * (1 / divisor))"
     if config.precision == "fp16":
         loss = f"scaler.scale{loss}"
+    kernel = "sdpa_kernel(getattr(SDPBackend, ATTENTION_KERNEL)), " if config.attention in ATTENTION_BACKENDS else ""
+    cache = "without_cache(caching), " if config.checkpointing != "none" else ""
     mark = ["        torch.compiler.cudagraph_mark_step_begin()"] if config.compile_mode in CUDAGRAPH_MODES else []
     return [
         "        micro = next(micros)",
         *mark,
-        "        with without_cache(caching):",
+        f"        with {kernel}{cache}without_own_checkpointing(recomputing):",
         f"            with {context}:",
         "                micro_total, micro_count = module(micro)",
         f"            {loss}.backward()",
@@ -207,10 +273,29 @@ _CUT = '''def cut(batch, start, stop):
         return type(batch)(cut(value, start, stop) for value in batch)
     return batch[start:stop] if isinstance(batch, torch.Tensor) and batch.dim() else batch'''
 
+_CONTAINERS = (
+    "know_containers",
+    "_register",
+    "_parts_of_mapping",
+    "_make_mapping",
+    "_parts_of_dataclass",
+    "_make_dataclass",
+)
+_TRANSFER = ("MOVED_AT_ONCE_BYTES", "device_micro_batches", "_host_bytes", "_copied_ahead", "_copy_stream")
+
+_BATCH_SIZE = '''def batch_size(batch):
+    """Samples in a batch: the first dim of its tensors."""
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())'''
+
 _SPLIT = '''def split_batch(batch, micro_batch):
     """The batch in micro-batches, in order."""
     for start in range(0, GLOBAL_BATCH, micro_batch):
-        yield cut(batch, start, start + micro_batch)'''
+        yield slice_batch(batch, start, start + micro_batch)'''
+
+_MOVE_ANY = '''def device_micro_batches(batch, micro_batch, device):
+    """The micro-batches of a step on the device, in order."""
+    for micro in split_batch(batch, micro_batch):
+        yield move_batch(micro, device)'''
 
 _MOVE = '''def move(batch, device):
     """The batch on a device."""

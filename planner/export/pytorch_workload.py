@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
+from autoplan.strategies.config import ATTENTION_BACKENDS, CUDAGRAPH_MODES
 
 LANGUAGE_MODEL = "workloads/language_model.py"
 KERNELS = "techniques/loss_kernels.py"
@@ -21,22 +22,40 @@ AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 """The precisions that use autocast, and its dtype in the script."""
 
 
-def imports(plan: Plan, task: str) -> str:
-    """The import lines; `task` is that of a language model, see ModelSummary."""
+def any_containers(plan: Plan) -> bool:
+    """Whether the script has autoplan's own code for batches: those of a user's function, and all on CUDA."""
+    return plan.workload.kind == "function" or plan.device == "cuda"
+
+
+def imports(plan: Plan, task: str, head: str) -> str:
+    """The import lines; for `task` and `head` see ModelSummary."""
     config, function = plan.config, plan.workload.kind == "function"
     fused = config.loss == "fused"
+    deferred = fused and bool(head)
     modules = {"argparse", "contextlib", "time"}
     modules |= {"inspect", "importlib.util", "sys", "types"} if function else {"json"}
+    modules |= {"sys"} if config.compile == "model" or plan.device == "cuda" else set()
     modules |= {"ctypes", "sys"} if config.allocator == "keep" else set()
+    modules |= {"dataclasses"} if any_containers(plan) else set()
+    modules |= {"math"} if deferred else set()
     modules |= {"functools"} if fused or config.checkpointing != "none" or plan.device == "cuda" else set()
     lines = [f"import {name}" for name in sorted(modules)]
-    kinds = ["Iterator"] + (["Iterable"] if function else []) + (["Callable"] if fused or function else [])
+    replays = config.compile_mode in CUDAGRAPH_MODES
+    kinds = (
+        ["Iterator"]
+        + (["Sequence"] if replays else [])
+        + (["Iterable", "Mapping"] if any_containers(plan) else [])
+        + (["Callable"] if fused or any_containers(plan) else [])
+    )
     lines += [f"from collections.abc import {', '.join(sorted(kinds))}"]
     lines += ["from dataclasses import dataclass"] if function else []
     lines += ["from typing import Any, NamedTuple, Protocol" if function else "from typing import Any, NamedTuple"]
     lines += ["", "import torch"]
     lines += ["import torch.nn.functional as F"] if fused or not function else []
     lines += ["from torch import nn"]
+    if config.attention in ATTENTION_BACKENDS:
+        lines += ["from torch.nn.attention import SDPBackend, sdpa_kernel"]
+    lines += ["from torch.utils import _pytree as pytree"] if deferred or any_containers(plan) else []
     if config.checkpointing != "none":
         lines += [
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (",
@@ -44,7 +63,6 @@ def imports(plan: Plan, task: str) -> str:
             "    checkpoint_wrapper,",
             ")",
         ]
-    lines += ["from torch.utils import _pytree as pytree"] if plan.device == "cuda" else []
     names = ["checkpoint"] if fused else []
     if config.checkpointing != "none":
         names = ["CheckpointPolicy", *names, "create_selective_checkpoint_contexts"]
@@ -54,18 +72,21 @@ def imports(plan: Plan, task: str) -> str:
     return "\n".join([*lines, "", "Batch = Any", "IGNORE_INDEX = -100  # labels that the loss does not count"])
 
 
-def language_model(plan: Plan, task: str) -> str:
+def language_model(plan: Plan, task: str, head: str) -> str:
     """A model of transformers: how to build it, its batches, its loss and its optimizer."""
     fused = plan.config.loss == "fused"
-    losses = ("shifted_labels",) if fused else LOSSES[task]
+    by_formula = fused and not head
+    losses = ("shifted_labels",) if by_formula else LOSSES[task]
     sections = [
         take("workloads/workload.py", "LossSum"),
         _model(plan, task),
         _BATCHES[task],
         take(LANGUAGE_MODEL, *losses, "count_labels"),
-        *([_kernels(plan), _FUSED_LANGUAGE_MODEL] if fused else []),
+        *([_kernels(plan)] if fused else []),
+        *([_FUSED_LANGUAGE_MODEL] if by_formula else []),
         f"def count_items(batch):\n    return count_labels(batch, shifted={task == 'causal'})",
-        "loss_sum = fused_loss" if fused else f"loss_sum = {task}_loss",
+        "loss_sum = fused_loss" if by_formula else f"loss_sum = {task}_loss",
+        *([_deferred()] if fused and head else []),
         "def build_optimizer(parameters):\n    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, "
         f"weight_decay=WEIGHT_DECAY{', **OPTIMIZER_FLAGS' if plan.config.optimizer_step != 'own' else ''})",
         "def build_schedule(optimizer):\n    return None",
@@ -115,10 +136,23 @@ _BATCHES = {
 
 def _kernels(plan: Plan) -> str:
     names = ["Kernel", "_CHUNK_ELEMENTS", "_most_rows", "limited_rows", "chunk_rows"]
-    names += ["recomputed_cross_entropy", "_chunk_loss"]
+    names += ["ROW_MULTIPLE", "padded_rows", "recomputed_cross_entropy", "rows_cross_entropy", "_chunk_loss"]
     names += ["precomputed_cross_entropy", "_Precomputed", "has_torch_kernel", "_torch_kernel", "choose_kernel"]
     compiled = plan.config.compile == "model"
     return take(KERNELS, *names) + f"\n\n\nKERNEL = choose_kernel(PRECISION, compiled={compiled})"
+
+
+def _deferred() -> str:
+    """The user's own loss with the logits of the output head deferred."""
+    names = ["FUSED", "DeferredLoss", "_plain", "_CROSS_ENTROPY_OPTIONS", "_DEFERRED_FUNCTIONS", "_OTHER_OPERATORS"]
+    names += ["_with_other_operators", "DeferredLogits", "_keeps_last_dim", "_dims_of"]
+    return take("techniques/deferred_logits.py", *names) + "\n\n\n" + _DEFER_LOGITS
+
+
+_DEFER_LOGITS = '''def defer_logits(head):
+    """Has the loss function compute the logits of the output head only where it needs them all."""
+    global loss_sum
+    loss_sum = DeferredLoss(loss_sum, head, KERNEL)'''
 
 
 _FUSED_LANGUAGE_MODEL = '''def fused_loss(model, batch):
@@ -131,7 +165,7 @@ _FUSED_LANGUAGE_MODEL = '''def fused_loss(model, batch):
     return LossSum(total, (targets != IGNORE_INDEX).sum())'''
 
 
-def user_file(plan: Plan) -> str:
+def user_file(plan: Plan, head: str) -> str:
     """A workload of the user's own file, with copies of the classes that the file imports from autoplan."""
     sections = [
         """class WorkloadError(ValueError):
@@ -142,7 +176,9 @@ def user_file(plan: Plan) -> str:
         "workload = load_user_file()\nbuild_model, make_batch = workload.build_model, workload.make_batch\n"
         "count_items, MAX_GRAD_NORM, SEED = workload.count, workload.max_grad_norm, workload.seed",
     ]
-    if plan.config.loss == "fused":
+    if plan.config.loss == "fused" and head:
+        sections += [_kernels(plan), "loss_sum = workload.loss", _deferred()]
+    elif plan.config.loss == "fused":
         sections += [_kernels(plan), _FUSED_USER]
     else:
         sections += ["loss_sum = workload.loss"]

@@ -7,8 +7,10 @@ comments with the plan's origin and measurement.
 from __future__ import annotations
 
 from autoplan.planner.export.base import comment, provenance_lines
+from autoplan.planner.export.pytorch_training import CAUSAL_ATTENTION_NAMES, avoids_masks
+from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 
 MALLOPT = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
 """Options of mallopt(3) and their values, as in strategies/techniques/allocator.py."""
@@ -33,6 +35,7 @@ def companion(
         optimizers: Lines of the function `make_optimizers(model)`; empty where the arguments say it all.
     """
     use = ", optimizers=make_optimizers(model)" if optimizers else ""
+    avoids = avoids_masks(plan)
     body = [
         comment(_comment_lines(plan, not_carried, version, verified)),
         '"""The settings of the plan that are no training arguments. Use:',
@@ -41,10 +44,13 @@ def companion(
         '"""',
         "",
         *(["import ctypes"] if plan.config.allocator == "keep" else []),
+        *(["import sys"] if avoids else []),
         *(["import re"] if any("re.sub" in line for line in optimizers) else []),
         "from pathlib import Path",
+        *(["from typing import Any"] if avoids else []),
         "",
         "import torch",
+        *(["from torch import nn"] if avoids else []),
         "from transformers import HfArgumentParser, TrainingArguments",
         "",
         "",
@@ -55,9 +61,12 @@ def companion(
         "    return arguments",
         "",
         "",
+        *([*take("techniques/causal_attention.py", *CAUSAL_ATTENTION_NAMES).splitlines(), "", ""] if avoids else []),
         "def prepare_model(model):",
         '    """Applies the settings of the plan that are no training arguments; returns the model."""',
         *_prepare_model_lines(plan.config),
+        *(["    use_maskless_attention([model])  # for batches without a mask"] if avoids else []),
+        *(_OWN_CHECKPOINTING_OFF if plan.training is not None and plan.training.own_checkpointing else []),
         "    return model",
         "",
         *(["", *optimizers, ""] if optimizers else []),
@@ -80,14 +89,39 @@ def _comment_lines(plan: Plan, not_carried: list[str], version: str, verified: s
     ]
 
 
+_OWN_CHECKPOINTING_OFF = [
+    "    # The model had checkpointing of its own switched on; from here on, the training arguments decide.",
+    '    if hasattr(model, "activation_checkpointing_disable"):',
+    "        model.activation_checkpointing_disable()",
+    "    else:",
+    "        model.gradient_checkpointing_disable()",
+]
+
+
 def _prepare_model_lines(config: TrainingConfig) -> list[str]:
     # Where a model names no loss, transformers takes the causal one, but the Trainer then counts each first label too.
     lines = [
         '    if getattr(model, "loss_type", "") is None:',
         '        model.loss_type = "ForCausalLM"  # the causal loss, as before; the Trainer counts its labels by this',
     ]
+    kernel = config.attention.removeprefix("sdpa_") if config.attention in ATTENTION_BACKENDS else None
     if config.attention != "own":
-        lines.append(f"    model.set_attn_implementation({config.attention!r})")
+        lines.append(f"    model.set_attn_implementation({'sdpa' if kernel else config.attention!r})")
+    if kernel is not None:
+        names = {"flash": "flash_sdp", "cudnn": "cudnn_sdp", "efficient": "mem_efficient_sdp", "math": "math_sdp"}
+        lines += ["    # one attention kernel and no other, for the whole process"] + [
+            f"    torch.backends.cuda.enable_{name}({key == kernel})" for key, name in names.items()
+        ]
+    if config.batch_norm == "sync":
+        lines.append("    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+    if config.gelu != "own":
+        lines += [
+            "    # GPT-2's tanh formula of GELU as one operation",
+            "    for name, module in list(model.named_modules(remove_duplicate=False)):",
+            '        if type(module).__name__ in ("NewGELUActivation", "FastGELUActivation"):',
+            '            parent, _, child = name.rpartition(".")',
+            '            setattr(model.get_submodule(parent), child, torch.nn.GELU(approximate="tanh"))',
+        ]
     if config.threads is not None:
         lines.append(f"    torch.set_num_threads({config.threads})")
     if config.allocator == "keep":

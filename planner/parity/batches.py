@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
@@ -58,6 +60,20 @@ def small_workload(
         make_batch=make_batch,
         global_batch=config.micro_batch * config.dp * accumulation,
     )
+
+
+def interleaved(batch: Batch, ranks: int, micro_batch: int) -> Batch:
+    """The samples in the order in which data-parallel ranks run them together.
+
+    First the first micro-batch of each rank, then the second of each. Rank 0 has the first samples of the batch.
+    """
+    samples = batch_size(batch)
+    order = torch.arange(samples).view(ranks, samples // (ranks * micro_batch), micro_batch).transpose(0, 1).reshape(-1)
+
+    def pick(value: Any) -> Any:
+        return value[order.to(value.device)] if value.dim() > 0 and value.shape[0] == samples else value
+
+    return pytree.tree_map_only(torch.Tensor, pick, batch)
 
 
 def check_length(workload: Workload, parameters: int) -> int:

@@ -120,6 +120,8 @@ def _steps_and_own_length(
         parameters=recorder.parameters(run.model),
         changes=recorder.changes(),
         buffers=recorder.buffer_changes(run.model),
+        data_rank=data_position(run.mesh)[0],
+        data_ranks=1 if config.batch_norm == "sync" else config.dp,  # synchronised statistics are one process's
         schedule_steps=getattr(run.schedule, "last_epoch", None),
         learning_rates=tuple(float(group["lr"]) for group in run.optimizer.param_groups if group.get("lr") is not None),
         replay=replay(small, reference.parameters, recorder, device),

@@ -31,7 +31,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 MEASUREMENTS = "measurements.json"
 
-FORMAT = 2
+FORMAT = 3
 """Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5
@@ -221,6 +221,7 @@ def _reference(launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, devi
     """The plain run, kept by what decides it; or why there is none."""
     sizes = [config.micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
     key = [FORMAT, spec.identity, device, *sizes]
+    key += [config.batch_norm] if config.batch_norm != "own" else []
     kept = folder / ("reference-" + hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
     found = _load(kept, 1)
     if found:

@@ -71,13 +71,23 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance) -> Judge
         _optimizer(plain, ours, tolerance),
         largest("frozen parameters", 0.0, _frozen(plain, ours)),
     ]
-    if plain.buffers and ours.buffers:
-        checks.append(largest("buffers", tolerance.norm, relatives(plain.buffers, ours.buffers, tolerance)))
+    buffers = buffers_to_compare(plain, ours)
+    if buffers:
+        checks.append(largest("buffers", tolerance.norm, relatives(buffers, ours.buffers, tolerance)))
     if plain.own_length is not None and ours.own_length is not None:
         own = Gradients(reference, candidate, OWN_LENGTH, tolerance)
         checks += own.checks("own length", plain.own_length.gradient_norms, ours.own_length.gradient_norms)
     checks += _dropout(reference, candidate, tolerance)
     return Judgement(checks=tuple(checks), problems=tuple(problems))
+
+
+def buffers_to_compare(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
+    """The reference's changes of what a candidate's rank keeps; empty where they cannot be compared."""
+    if not ours.buffers:
+        return {}
+    if ours.data_ranks == 1:
+        return plain.buffers
+    return plain.rank_buffers[ours.data_rank] if ours.data_rank < len(plain.rank_buffers) else {}
 
 
 # What is not a number.

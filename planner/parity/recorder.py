@@ -188,9 +188,9 @@ class Recorder:
     def _saved_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The buffers that are saved: running statistics are what is trained too.
 
-        Over ranks each sees its own micro-batches, so they are not those of one process, and are not compared.
+        Where ranks share the model (tensor parallelism, a pipeline), they are not compared.
         """
-        if self.mesh is not None:
+        if axis_size(self.mesh, "tp") * axis_size(self.mesh, "pp") > 1:
             return {}
         saved = set(map(clean_name, model.state_dict().keys()))
         buffers = ((clean_name(name), buffer) for name, buffer in model.named_buffers())

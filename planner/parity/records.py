@@ -121,8 +121,13 @@ class ParityMeasurement(Record):
     parameters: dict[str, ParameterMeasure] = Field(description="those that train, in the model's order")
     changes: dict[str, float] = Field(description="by parameter, the norm of its change over all steps (sampled)")
     buffers: dict[str, float] = Field(
-        default_factory=dict, description="by saved buffer, the norm of its change; on one rank alone"
+        default_factory=dict, description="by saved buffer, the norm of its change; of a candidate, on its own rank"
     )
+    rank_buffers: tuple[dict[str, float], ...] = Field(
+        default=(), description="of a reference, the same for each data-parallel rank of the candidate"
+    )
+    data_rank: int = Field(default=0, description="of a candidate, its data-parallel rank")
+    data_ranks: int = Field(default=1, description="of a candidate, how many there are")
     schedule_steps: int | None = Field(default=None, description="how often the schedule was stepped, as it says")
     learning_rates: tuple[float, ...] = Field(default=(), description="by group, after the last step")
     replay: ReplayMeasure | None = None

@@ -16,11 +16,13 @@ from torch import nn
 from autoplan.planner.parity.batches import (
     can_mask_labels,
     check_length,
+    interleaved,
     labels_of,
     own_length,
     small_config,
     small_workload,
 )
+from autoplan.planner.parity.rank_buffers import RankBuffers
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import (
     CHECK_STEPS,
@@ -72,6 +74,7 @@ def run_reference(
     config = small_config(workload, config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reference = _Reference(workload, model, parameters, device, recorder)
+    reference.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
     masked = can_mask_labels(workload, model, device, config.micro_batch)
     recorder.begin(model)
 
@@ -91,6 +94,8 @@ def run_reference(
     recorder.restore()
     phase("steps")
     began = time.monotonic()
+    if config.dp > 1 and config.batch_norm == "own" and workload.fixed_micro_batch is not None:
+        reference.rank_buffers = RankBuffers(model, config.dp, check_accumulation(config))
     schedule, optimizer = reference.steps(small)
     step_s = (time.monotonic() - began) / CHECK_STEPS
     measurement = ParityMeasurement(
@@ -98,6 +103,7 @@ def run_reference(
         parameters=recorder.parameters(model),
         changes=recorder.changes(),
         buffers=recorder.buffer_changes(model),
+        rank_buffers=reference.rank_buffer_changes(),
         schedule_steps=getattr(schedule, "last_epoch", None),
         learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None),
         dropout=dropout,
@@ -114,6 +120,7 @@ def run_reference(
         max_grad_norm=workload.max_grad_norm,
     )
     recorder.restore()
+    reference.rank_buffers = None
     phase("own length")
     own, left_out = reference.own_length(config, length, step_s / small.global_batch, limit)
     return measurement.model_copy(
@@ -137,6 +144,8 @@ class _Reference:
         self.parameters = parameters
         self.device = device
         self.recorder = recorder
+        self.normalised_ranks = 1
+        self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
 
     def backward(self, batch: Batch, micro_batch: int, seed: int | None = None) -> float:
@@ -150,12 +159,17 @@ class _Reference:
             seed: Where the loss draws noise, the generators are set to it, and one higher for each micro-batch.
         """
         total, count = 0.0, 0.0
+        if self.normalised_ranks > 1:  # SyncBatchNorm: the ranks' micro-batches are normalised together
+            batch = interleaved(batch, self.normalised_ranks, micro_batch)
+            micro_batch *= self.normalised_ranks
         earlier = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         for number, micro in enumerate(split_batch(move_batch(batch, self.device), micro_batch)):
             if seed is not None and self.noisy_micro_batch is not None:
                 seed_generators(seed + number)
+            if self.rank_buffers is not None:
+                self.rank_buffers.before(number)
             summed, items = self.workload.loss(self.model, micro)
             summed.backward()
             total, count = total + float(summed.detach()), count + float(items)
@@ -166,6 +180,12 @@ class _Reference:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return total / count
+
+    def rank_buffer_changes(self) -> tuple[dict[str, float], ...]:
+        """By data-parallel rank, the norm of the change of each saved buffer."""
+        if self.rank_buffers is None:
+            return ()
+        return tuple(self.recorder.buffer_changes(self.model) for _ in self.rank_buffers.each())
 
     def steps(self, small: Workload) -> tuple[Any, torch.optim.Optimizer]:
         """The optimizer steps of the check. Gives the schedule and the optimizer as they are afterwards.

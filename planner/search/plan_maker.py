@@ -28,6 +28,7 @@ from autoplan.planner.search.session import Session
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, invert
 from autoplan.probes.profile import Device
+from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 SHOWN_VARIABLES = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "GLOO_")
@@ -63,7 +64,12 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         left_out=context.left_out,
         evidence=session.store.trials,
         attempts=session.store.attempts,
-        notes=(*session.notes, *_attempt_notes(session), *_input_notes(session, winner)),
+        notes=(
+            *session.notes,
+            *_attempt_notes(session),
+            *_input_notes(session, winner),
+            *_model_notes(session, winner),
+        ),
         environment=read_environment(),
         training=context.facts.training,
     )
@@ -109,6 +115,13 @@ def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
 def _attempt_notes(session: Session) -> list[str]:
     """The runs that something outside ended, of this and earlier calls of the search."""
     return [f"something outside ended {one.describe()}; it does not count" for one in session.store.attempts]
+
+
+def _model_notes(session: Session, winner: CandidateRuns) -> list[str]:
+    """What the plan does otherwise than the model was set to."""
+    training = session.context.facts.training
+    own = training is not None and training.own_checkpointing
+    return [own_checkpointing_text(winner.config.checkpointing)] if own else []
 
 
 def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:

@@ -25,6 +25,7 @@ from autoplan.strategies.config import (
     TrainingConfig,
     check_knob,
     knob_values,
+    knobs,
     micro_batches,
 )
 from autoplan.strategies.techniques.degrees import with_exchange_knobs
@@ -75,6 +76,9 @@ def generate(
     for knob in (*fixed, *bounds):
         knob_values(knob)
     values, dropped = offered_values(choices, global_batch, but=DEGREES)
+    for knob in set(values) - {*fixed, *bounds}:
+        if not knobs()[knob].searched:
+            values[knob] = [getattr(PLAIN, knob)]
     drop_losing_precisions(values, dropped, device, fixed)
     for knob in list(values):
         values[knob] = narrow(knob, values[knob], dropped, fixed, bounds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 
 PLAIN = VariantKey()
 """The plain fp32 variant: what the workload does without any technique. It alone decides whether the workload runs."""
@@ -22,7 +22,7 @@ def variants_of(config: TrainingConfig) -> tuple[VariantKey, VariantKey]:
     """
     base = VariantKey(
         precision="half" if config.precision in ("bf16", "fp16") else "fp32",
-        attention=config.attention,
+        attention="sdpa" if config.attention in ATTENTION_BACKENDS else config.attention,
         checkpointing="selective" if config.checkpointing == "selective" else "none",
         loss=config.loss,
         compiled=config.compile != "off",

@@ -71,8 +71,9 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
     Returns:
         The trace, or the reason why the model cannot be cut.
     """
-    if len(structure.stacks) != 1 or len(structure.blocks) < 2:
-        return f"the model has {len(structure.stacks)} stack(s) of repeated blocks; only one can be cut into stages"
+    if len(structure.stacks) != 1 or structure.frozen_stacks or len(structure.blocks) < 2:
+        stacks = len(structure.stacks) + len(structure.frozen_stacks)
+        return f"the model has {stacks} stack(s) of repeated blocks; only one can be cut into stages"
     names = [name for name, _ in structure.blocks]
     notes = _HookRecord()
     inside = {part for block in names for part, _ in model.get_submodule(block).named_modules(prefix=block)}

@@ -34,9 +34,11 @@ class Structure:
     Attributes:
         model: The model that this is the structure of.
         stacks: Runs of repeated blocks, in the order of the model: one for a decoder, two for an encoder-decoder,
-            one per stage for a staged image model.
+            one per stage for a staged image model. Runs of which nothing trains are left out where others train.
+        frozen_stacks: Those runs: a frozen reference or teacher beside what trains. They keep no activations.
         embeddings: Modules that look tokens up.
-        head: The output head: the last linear layer outside the blocks, tied to an embedding or widest of them.
+        head: The output head of what trains: what the model names as such, or the last linear layer outside the
+            blocks, tied to an embedding or widest of them.
         attention: Modules that do attention, outermost first.
         tied: Groups of parameter names that are one tensor.
         micro_batch_dependent: Why the micro-batch is not free, module by module.
@@ -44,6 +46,7 @@ class Structure:
 
     model: nn.Module
     stacks: tuple[tuple[tuple[str, nn.Module], ...], ...]
+    frozen_stacks: tuple[tuple[tuple[str, nn.Module], ...], ...] = ()
     embeddings: tuple[tuple[str, nn.Module], ...]
     head: tuple[str, nn.Module] | None
     attention: tuple[tuple[str, nn.Module], ...]
@@ -52,8 +55,13 @@ class Structure:
 
     @property
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """All repeated blocks, stack after stack."""
+        """The repeated blocks that are trained, stack after stack."""
         return [block for stack in self.stacks for block in stack]
+
+    @property
+    def all_blocks(self) -> list[tuple[str, nn.Module]]:
+        """The repeated blocks, then those of frozen stacks."""
+        return [block for stack in (*self.stacks, *self.frozen_stacks) for block in stack]
 
     @property
     def main_stack(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -68,14 +76,19 @@ def find_structure(model: nn.Module) -> Structure:
     siblings of the same class; where such a module contains a list of blocks itself (the stages of a Swin
     transformer, the two halves of an encoder-decoder), the inner ones are the blocks.
     """
-    stacks = tuple(_stacks(model, ""))
-    inside = {id(part) for stack in stacks for _, block in stack for part in block.modules()}
+    found = tuple(_stacks(model, ""))
+    trained = tuple(stack for stack in found if any(_trains(block) for _, block in stack))
+    stacks = trained or found
+    inside = {id(part) for stack in found for _, block in stack for part in block.modules()}
+    frozen = tuple(stack for stack in found if stack not in stacks)
+    inside |= _frozen_parts(model, {id(block) for stack in frozen for _, block in stack})
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
     tied = _tied(model)
     embeddings = tuple((name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding))
     return Structure(
         model=model,
         stacks=stacks,
+        frozen_stacks=frozen,
         embeddings=embeddings,
         head=_head(model, outside, embeddings, has_blocks=bool(stacks)),
         attention=tuple(_attention(model)),
@@ -120,6 +133,22 @@ def _zero_rates(attributes: dict[str, object]) -> None:
     for name, value in attributes.items():
         if isinstance(value, float) and any(part in name for part in _DROPOUT_NAMES):
             attributes[name] = 0.0
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _frozen_parts(model: nn.Module, blocks: set[int]) -> set[int]:
+    """The ids of all modules in frozen parts that hold some of these blocks: a reference model, a teacher."""
+    if not blocks:
+        return set()
+    return {
+        id(part)
+        for module in model.modules()
+        if not _trains(module) and any(id(inner) in blocks for inner in module.modules())
+        for part in module.modules()
+    }
 
 
 def _size(module: nn.Module) -> int:
@@ -192,21 +221,37 @@ def _head(
     *,
     has_blocks: bool,
 ) -> tuple[str, nn.Module] | None:
-    get_output = getattr(model, "get_output_embeddings", None)
-    if callable(get_output):
-        try:
-            given = get_output()
-        except (NotImplementedError, AttributeError):
-            given = None
-        for name, module in model.named_modules():
-            if module is given:
-                return name, module
+    named = _named_heads(model)
+    if named:
+        return next((pair for owner, pair in named if _trains(owner)), named[0][1])
     linears = [(name, module) for name, module in outside if isinstance(module, nn.Linear)]
     looked_up = {id(module.weight) for _, module in embeddings}
     for name, module in linears:
         if id(module.weight) in looked_up:
             return name, module
     return linears[-1] if linears and has_blocks else None
+
+
+def _named_heads(model: nn.Module) -> list[tuple[nn.Module, tuple[str, nn.Module]]]:
+    """The output heads that models name themselves (get_output_embeddings of transformers), each with its model."""
+    found: dict[int, tuple[nn.Module, tuple[str, nn.Module]]] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    for owner in model.modules():
+        get_output = getattr(owner, "get_output_embeddings", None)
+        try:
+            given = get_output() if callable(get_output) else None
+        except (NotImplementedError, AttributeError):
+            continue
+        if isinstance(given, nn.Module) and id(given) in names:
+            found.setdefault(id(given), (owner, (names[id(given)], given)))
+    return list(found.values())
+
+
+def language_models(model: nn.Module) -> list[Any]:
+    """The models of transformers in a module, outermost first: itself, or those that it holds."""
+    if hasattr(model, "set_attn_implementation") and getattr(model, "config", None) is not None:
+        return [model]
+    return [found for child in model.children() for found in language_models(child)]
 
 
 def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -228,8 +273,10 @@ def _micro_batch_dependent(model: nn.Module) -> Iterator[MicroBatchDependent]:
                 kind=type(module).__name__,
                 why="normalises with the mean and variance of its micro-batch",
             )
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
+    for inner in language_models(model) or [model]:
+        config = getattr(inner, "config", None)
+        if not getattr(config, "output_router_logits", False) or not _trains(inner):
+            continue
         yield MicroBatchDependent(
             name="config.output_router_logits",
             kind=type(config).__name__,

@@ -70,8 +70,9 @@ def find_tensor_plan(model: nn.Module, structure: Structure, own: Mapping[str, s
     patterns = own if own is not None else _known_patterns(model)
     if isinstance(patterns, str):
         return patterns
-    if len(structure.stacks) != 1:
-        return f"the model has {len(structure.stacks)} stacks of blocks; tensor parallelism is done for one"
+    if len(structure.stacks) != 1 or structure.frozen_stacks:
+        stacks = len(structure.stacks) + len(structure.frozen_stacks)
+        return f"the model has {stacks} stacks of blocks; tensor parallelism is done for one"
     styles: dict[str, str] = {}
     for pattern, style in patterns.items():
         known = style in ("colwise", "rowwise") or FUSED.fullmatch(style) is not None

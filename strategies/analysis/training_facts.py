@@ -66,6 +66,9 @@ class TrainingFacts(Record):
     schedule: ScheduleFacts | None
     seed: int
     dropout: dict[str, int] = Field(default_factory=dict, description="dropout modules by rate, rates above 0 only")
+    own_checkpointing: bool = Field(
+        default=False, description="the model has activation checkpointing of its own switched on"
+    )
 
     @property
     def main_group(self) -> GroupFacts:
@@ -81,6 +84,7 @@ def read_training_facts(workload: Workload, model: nn.Module) -> TrainingFacts:
         model: Its model, on any device.
     """
     from autoplan.strategies.workloads.optimizers import trainable
+    from autoplan.strategies.workloads.training_mode import own_checkpointing
 
     optimizer = workload.build_optimizer(trainable(model))
     return TrainingFacts(
@@ -90,6 +94,15 @@ def read_training_facts(workload: Workload, model: nn.Module) -> TrainingFacts:
         schedule=read_schedule(workload, optimizer),
         seed=workload.seed,
         dropout=dropout_rates(model),
+        own_checkpointing=bool(own_checkpointing(model)),
+    )
+
+
+def own_checkpointing_text(checkpointing: str) -> str:
+    """What becomes of the model's own checkpointing under a value of the knob, in a sentence."""
+    return (
+        "the model has activation checkpointing of its own switched on (gradient_checkpointing_enable); it is off "
+        f"during the steps, where checkpointing={checkpointing} decides what is recomputed, and on again after each"
     )
 
 

@@ -1,20 +1,32 @@
 """The attention knob: which implementation of attention the model calls.
 
-Models of transformers read it from their configuration; any other model keeps its own. Attention dropout moves
+Models of transformers read it from their configuration, also those inside another module (a policy and its reference, a
+student and its teacher); any other model keeps its own. Attention dropout moves
 torch's scaled_dot_product_attention onto its plain math form on CPU, which saves no memory (torch, sdp_utils_cpp).
+Where a batch carries no attention mask, no mask tensor is made: causal_attention.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
-from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.analysis.structure import Structure, language_models
+from autoplan.strategies.config import ATTENTION_BACKENDS
 from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.causal_attention import reason_against_maskless, use_maskless_attention
 from autoplan.strategies.workloads.workload import Workload
 
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -26,47 +38,104 @@ class AttentionStrategy:
     name = "attention"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """Both implementations where the model can switch; the one it has already is what own stands for."""
-        model = structure.model
-        reason = reason_against_switching(model)
-        if reason is not None:
-            return offer(self.name, ("own",), dict.fromkeys(IMPLEMENTATIONS, reason))
-        own = _config(model)._attn_implementation
-        reasons = {value: _reason_against(model, value, own) for value in IMPLEMENTATIONS}
+        """Both implementations where a model can switch; the one it has already is what own stands for."""
+        models = language_models(structure.model)
+        if not models:
+            return offer(self.name, ("own",), dict.fromkeys((*IMPLEMENTATIONS, *ATTENTION_BACKENDS), NOT_SWITCHABLE))
+        reasons = {value: _reason_against(models, value) for value in IMPLEMENTATIONS}
+        reasons |= {value: _reason_against_kernel(workload, models, value, device) for value in ATTENTION_BACKENDS}
         return offer(self.name, ("own",), reasons)
 
     def apply(self, build: Build) -> None:
-        """Switches the implementation of every attention module.
+        """Switches the implementation of every attention module: of the model, or of the models that it holds.
 
         Raises:
-            ConfigError: the model cannot switch, or has no such implementation.
+            ConfigError: no model can switch, or none has such an implementation.
         """
         value = build.config.attention
-        if value == "own":
-            return
-        reason = reason_against_switching(build.model) or _reason_against(build.model, value, own="")
-        if reason is not None:
+        models = language_models(build.model)
+        if value in ATTENTION_BACKENDS and build.device.type != "cuda":
+            raise ConfigError(f"attention={value} is a kernel of CUDA", hint="Use attention=sdpa on CPU.")
+        if value != "own":
+            self._switch(models, "sdpa" if value in ATTENTION_BACKENDS else value)
+        if value in ATTENTION_BACKENDS:
+            build.hooks.around = functools.partial(only_kernel, value)
+        makes_masks = build.config.compile == "model" or build.device.type == "cuda" or is_traced()
+        if makes_masks and build.config.tp * build.config.pp == 1:
+            use_maskless_attention(models)
+
+    def _switch(self, models: list[Any], value: str) -> None:
+        able = [model for model in models if _reason_against_form(model, value) is None]
+        if not able:
+            reason = _reason_against_form(models[0], value) if models else NOT_SWITCHABLE
             raise ConfigError(f"attention={value} does not apply: {reason}", hint="Use attention=own.")
-        model: Any = build.model
-        model.set_attn_implementation(value)
-        if _config(build.model)._attn_implementation != value:
-            raise ConfigError(
-                f"attention={value} was not taken over by {type(build.model).__name__}", hint="Use attention=own."
-            )
+        for model in able:
+            model.set_attn_implementation(value)
+            if model.config._attn_implementation != value:
+                raise ConfigError(
+                    f"attention={value} was not taken over by {type(model).__name__}", hint="Use attention=own."
+                )
 
 
-def reason_against_switching(model: nn.Module) -> str | None:
-    """Why the attention of this model cannot be switched; None if it can."""
-    if not hasattr(model, "set_attn_implementation"):
-        return "the model is not one of transformers; its attention is part of its own code"
-    if _config(model) is None:
-        return "the model has no configuration"
+def is_traced() -> bool:
+    """Whether the build is under fake tensors: then transformers makes the masks that it makes under compile."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def only_kernel(value: str) -> contextlib.AbstractContextManager[None]:
+    """The context in which scaled_dot_product_attention runs this kernel or raises."""
+    return sdpa_kernel(getattr(SDPBackend, ATTENTION_BACKENDS[value]))
+
+
+def _reason_against_kernel(workload: Workload, models: Sequence[Any], value: str, device: str) -> str | None:
+    """Why a single kernel is not offered; None where it runs on the model's own shape."""
+    if device != "cuda":
+        return f"{value} is a kernel of CUDA"
+    able = [model for model in models if _reason_against_form(model, "sdpa") is None]
+    if not able:
+        return _reason_against_form(models[0], "sdpa")
+    if value != "sdpa_efficient":
+        for model in able:
+            base = getattr(model, "base_model", model)
+            reason = reason_against_maskless(base, implementation=None)
+            batch = workload.make_batch(1, 0) if reason is None else None
+            if isinstance(batch, dict) and batch.get("attention_mask") is not None:
+                reason = "its batches carry an attention mask"
+            if reason is not None:
+                return f"{value} takes no mask, and the model may need one: {reason}"
+    return probe_kernel(value, attention_shape(able[0].config, workload.sequence_length), device)
+
+
+def attention_shape(config: Any, length: int | None) -> tuple[int, int, int, int]:
+    """(samples, heads, length, numbers per head) of a model's attention, for one sample."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = int(text.num_attention_heads)
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 1, heads, length or 128, int(size)
+
+
+def probe_kernel(value: str, shape: tuple[int, int, int, int], device: str) -> str | None:
+    """Why a kernel does not run forward and backward in bf16 on this shape; None if it does."""
+    try:
+        query, key, value_states = (
+            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        with only_kernel(value):
+            F.scaled_dot_product_attention(query, key, value_states, is_causal=True).float().sum().backward()
+    except Exception as error:  # "No available kernel", an architecture that it was not built for, no memory
+        return f"a probe on the model's shape {shape} failed: {type(error).__name__}: {error}".splitlines()[0]
     return None
 
 
+NOT_SWITCHABLE = "neither the model nor a part of it is one of transformers; its attention is part of its own code"
+
+
 def attention_dropout(model: nn.Module) -> float:
-    """The attention dropout rate of a transformers model; 0 where it states none."""
-    config = _config(model)
+    """The attention dropout rate of a transformers model, or the highest of those inside; 0 where none states one."""
+    return max((_dropout_of(inner.config) for inner in language_models(model)), default=0.0)
+
+
+def _dropout_of(config: Any) -> float:
     for name in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob", "dropout_rate"):
         rate = getattr(config, name, None)
         if isinstance(rate, float):
@@ -74,13 +143,18 @@ def attention_dropout(model: nn.Module) -> float:
     return 0.0
 
 
-def _reason_against(model: nn.Module, value: str, own: str) -> str | None:
-    if value == own:
+def _reason_against(models: Sequence[Any], value: str) -> str | None:
+    """Why no model here would change; None where one of them does."""
+    reasons = [_reason_against_form(model, value) for model in models]
+    if all(reasons):
+        return reasons[0]
+    able = [model for model, reason in zip(models, reasons, strict=True) if reason is None]
+    if all(model.config._attn_implementation == value for model in able):
         return f"{value} is what the model has already, which own stands for"
-    if value == "sdpa" and not getattr(model, "_supports_sdpa", False):
-        return f"{type(model).__name__} has no scaled_dot_product_attention form"
     return None
 
 
-def _config(model: nn.Module) -> Any:
-    return getattr(model, "config", None)
+def _reason_against_form(model: nn.Module, value: str) -> str | None:
+    if value == "sdpa" and not getattr(model, "_supports_sdpa", False):
+        return f"{type(model).__name__} has no scaled_dot_product_attention form"
+    return None

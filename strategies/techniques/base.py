@@ -29,12 +29,14 @@ class MicroStepHooks:
     Attributes:
         begin: Called before every micro-step.
         forward_context: Opens the context of each forward (autocast).
+        around: Opens the context of each forward and its backward (which attention kernel may run).
         set_sync: Called before every micro-step, with True before the last of a step and False before the others: DDP
             and FSDP2 exchange gradients accordingly.
     """
 
     begin: Callable[[], None] = field(default=lambda: None)
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     set_sync: Callable[[bool], None] = field(default=lambda sync: None)
 
 

@@ -59,7 +59,7 @@ class CompilationStrategy:
         if config.compile == "model":
             build.module.compile(**options)
         else:
-            for name, _ in build.structure.blocks:
+            for name, _ in build.structure.all_blocks:
                 build.model.get_submodule(name).compile(**options)
         if config.compile_mode in CUDAGRAPH_MODES:
             # outputs of a recorded graph are overwritten by the next replay; this says where a new one begins

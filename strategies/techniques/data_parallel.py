@@ -154,7 +154,7 @@ def set_prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
 
 def shard_units(build: Build) -> list[nn.Module]:
     """The modules that are gathered and freed as one: the repeated blocks, with what already wraps them."""
-    blocks = (build.model.get_submodule(name) for name, _ in build.structure.blocks)
+    blocks = (build.model.get_submodule(name) for name, _ in build.structure.all_blocks)
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.strategies.config import EXCHANGE_KNOBS, PLAIN, TrainingConfig
 
-READS = ("micro_batch", "dp_replicate", "dp_shard", "tp", "pp", *EXCHANGE_KNOBS)
+READS = ("micro_batch", "batch_norm", "dp_replicate", "dp_shard", "tp", "pp", *EXCHANGE_KNOBS)
 """The knobs that `incompatible` reads."""
 
 
@@ -17,6 +17,7 @@ def incompatible(config: TrainingConfig, global_batch: int | None = None) -> str
     """
     return (
         _reason_against_prefetch(config)
+        or _reason_against_sync(config)
         or (_reason_against_every(config, global_batch) if config.gradient_sync == "every" else None)
         or _reason_against_ddp_knobs(config, global_batch)
     )
@@ -28,6 +29,18 @@ def _reason_against_prefetch(config: TrainingConfig) -> str | None:
         return f"fsdp_prefetch={prefetch} needs FSDP2 (dp_shard of at least 2): nothing else gathers parameters"
     if prefetch > 0 and config.pp > 1:
         return f"fsdp_prefetch={prefetch} does not go with a pipeline: a stage's parameters stay gathered"
+    return None
+
+
+def _reason_against_sync(config: TrainingConfig) -> str | None:
+    if config.batch_norm == "own":
+        return None
+    if config.dp_replicate * config.dp_shard == 1:
+        return "batch_norm=sync needs several data-parallel ranks: one has nobody to share statistics with"
+    if config.dp_replicate > 1 and config.dp_shard > 1:
+        return "batch_norm=sync goes over one axis of ranks: dp_replicate or dp_shard"
+    if config.tp * config.pp > 1:
+        return "batch_norm=sync does not go with tensor parallelism or a pipeline"
     return None
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
 from autoplan.strategies.analysis.facts import Choices, offer
-from autoplan.strategies.analysis.structure import Structure, disable_dropout
+from autoplan.strategies.analysis.structure import Structure, disable_dropout, find_structure
 from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
 from autoplan.strategies.workloads.batch import Batch, move_batch
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
@@ -36,13 +38,13 @@ GRADIENT_TOLERANCE = 1e-5
 
 
 class LossStrategy:
-    """full: the workload's own loss; fused: through workload.head."""
+    """full: the workload's own loss; fused: through workload.head, or with the logits of the model's head deferred."""
 
     name = "loss"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """fused where the workload says how its head splits off, and it is shown to compute the workload's loss."""
-        reason = reason_against_fusing(workload, structure.model) or prove_fused_loss(
+        """fused where a head is known, and the fused loss is shown to compute the workload's loss."""
+        reason = reason_against_fusing(workload, structure) or prove_fused_loss(
             workload, structure.model, torch.device(device)
         )
         return offer(self.name, ("full",), {"fused": reason})
@@ -51,21 +53,30 @@ class LossStrategy:
         """Puts the fused loss in the place of the workload's.
 
         Raises:
-            ConfigError: the workload has no head to fuse.
+            ConfigError: there is no head to fuse.
         """
         if build.config.loss == "full":
             return
         if build.pipeline.cut is not None and build.structure.head is None:
             return  # the last stage of the pipeline has the head, and the loss
-        reason = reason_against_fusing(build.workload, build.model)
+        reason = reason_against_fusing(build.workload, build.structure)
         if reason is not None:
             raise ConfigError(
                 f"loss=fused does not apply: {reason}",
                 hint="Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full.",
             )
-        assert build.workload.head is not None
         kernel = choose_kernel(build.config.precision, compiled=build.config.compile == "model")
-        build.training_module.loss = FusedLoss(build.workload.head, kernel)
+        build.training_module.loss = make_fused_loss(build.workload, build.structure, kernel)
+
+
+def make_fused_loss(workload: Workload, structure: Structure, kernel: Kernel) -> FusedLoss | DeferredLoss:
+    """The fused loss of a workload: by the head that it names, or by deferring the logits of the model's own."""
+    if splits_by_head(workload, structure.model):
+        assert workload.head is not None
+        return FusedLoss(workload.head, kernel)
+    linear = output_linear(structure)
+    assert linear is not None, "reason_against_fusing refuses a model without a head"
+    return DeferredLoss(workload.loss, linear, kernel)
 
 
 class FusedLoss:
@@ -83,12 +94,42 @@ class FusedLoss:
         return LossSum(total, (targets != IGNORE_INDEX).sum())
 
 
-def reason_against_fusing(workload: Workload, model: nn.Module) -> str | None:
-    """Why the fused loss does not apply; None if it does."""
+def splits_by_head(workload: Workload, model: nn.Module) -> bool:
+    """Whether the fused loss goes through the head that the workload names."""
     if workload.head is None:
-        return "the workload does not say how its output head splits off (Workload.head)"
+        return False
     reason = getattr(workload.head, "reason_against", None)
-    return reason(model) if reason is not None else None
+    return reason is None or reason(model) is None
+
+
+def output_linear(structure: Structure) -> nn.Linear | None:
+    """The linear layer that is the model's output head; None where there is none.
+
+    Where the head is wrapped (a copy of it trains beside the original, as in peft's modules_to_save), it is the one
+    inside that trains.
+    """
+    if structure.head is None:
+        return None
+    inside = [module for module in structure.head[1].modules() if type(module) is nn.Linear]
+    if len(inside) > 1:
+        inside = [module for module in inside if module.weight.requires_grad]
+    return inside[0] if len(inside) == 1 else None
+
+
+def reason_against_fusing(workload: Workload, structure: Structure) -> str | None:
+    """Why the fused loss does not apply; None if it does."""
+    if splits_by_head(workload, structure.model):
+        return None
+    linear = output_linear(structure)
+    if linear is None:
+        kind = "" if structure.head is None else f" (it is a {type(structure.head[1]).__name__})"
+        return f"the model has no output head that is a plain linear layer{kind}, and the workload names none"
+    if linear.out_features <= linear.in_features:
+        return (
+            f"the output head has {linear.out_features} classes for a hidden size of {linear.in_features}: its logits "
+            "take no more memory than its input"
+        )
+    return None
 
 
 def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device) -> str | None:
@@ -98,15 +139,12 @@ def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device)
     z-loss, label smoothing, class weights or an extra term, which the output head knows nothing of, are found.
 
     Args:
-        workload: Has a head; its model is built once more.
+        workload: Its model is built once more.
         model: The model on the meta device; only its size is read.
         device: Where to run.
     """
-    assert workload.head is not None, "reason_against_fusing refuses a workload without a head"
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_PROVED_PARAMETERS:
-        if workload.loss is causal_loss and isinstance(workload.head, CausalHead):
-            return None
-        return "the model is too large to compare the fused loss with a loss function of your own before the search"
+        return _reason_against_large(workload, model, device)
     try:
         real = _build_real(workload, device)
         for index in range(PROOF_BATCHES):
@@ -115,6 +153,44 @@ def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device)
                 return reason
     except Exception as error:
         return f"comparing it with the workload's loss failed: {type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _reason_against_large(workload: Workload, model: nn.Module, device: torch.device) -> str | None:
+    """The same for a model that is too large to run: deferred logits are the workload's own loss, if it needs no more.
+
+    What the loss function does with them is seen without values.
+    """
+    if splits_by_head(workload, model):
+        if workload.loss is causal_loss and isinstance(workload.head, CausalHead):
+            return None
+        return "the model is too large to compare the fused loss with a loss function of your own before the search"
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode, torch.device(device):
+            fake = workload.build_model()
+            enter_training_mode(fake)
+            whole = workload.make_batch(workload.fixed_micro_batch or 2, 0)
+            return _reason_to_need_logits(workload, fake, shorten(whole, SHORT_LENGTH))
+    except Exception as error:
+        return f"its loss function needs values to run: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def _reason_to_need_logits(workload: Workload, model: nn.Module, batch: Batch) -> str | None:
+    deferred = make_fused_loss(workload, find_structure(model), choose_kernel("fp32", compiled=False))
+    assert isinstance(deferred, DeferredLoss)
+    deferred.watch = []
+    deferred(model, batch)
+    return _reason_of_watch(deferred.watch)
+
+
+def _reason_of_watch(watched: list[str]) -> str | None:
+    """Why deferring logits saves nothing, by what was done with them; None where it does."""
+    others = [operation for operation in watched if operation != FUSED]
+    if others:
+        return f"your loss function needs all logits at once, for more than a plain cross-entropy ({others[0]})"
+    if not watched:
+        return "your loss function takes no cross-entropy of the output head's logits"
     return None
 
 
@@ -128,16 +204,20 @@ def _build_real(workload: Workload, device: torch.device) -> nn.Module:
 
 def _compare_on(workload: Workload, model: nn.Module, index: int, device: torch.device) -> str | None:
     """The comparison on one batch; a model that refuses short sequences gets them at full length."""
-    whole = workload.make_batch(2, index)
+    whole = workload.make_batch(workload.fixed_micro_batch or 2, index)
     try:
         own = _loss_and_gradient(workload, model, workload.loss, move_batch(shorten(whole, SHORT_LENGTH), device))
         batch = shorten(whole, SHORT_LENGTH)
     except Exception:  # a window or a pooling may need longer sequences
         batch = whole
         own = _loss_and_gradient(workload, model, workload.loss, move_batch(batch, device))
-    assert workload.head is not None
-    fused_loss = FusedLoss(workload.head, choose_kernel("fp32", compiled=False))
+    fused_loss = make_fused_loss(workload, find_structure(model), choose_kernel("fp32", compiled=False))
+    watched: list[str] = []
+    if isinstance(fused_loss, DeferredLoss):
+        fused_loss.watch = watched
     fused = _loss_and_gradient(workload, model, fused_loss, move_batch(batch, device))
+    if isinstance(fused_loss, DeferredLoss) and (reason := _reason_of_watch(watched)) is not None:
+        return reason
     if own[1] != fused[1]:
         return f"your loss counts {own[1]:g} items of a batch, and the fused one {fused[1]:g}"
     difference = abs(own[0] - fused[0]) / max(abs(own[0]), 1e-12)

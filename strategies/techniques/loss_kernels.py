@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.strategies.workloads.workload import IGNORE_INDEX
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], torch.Tensor]
-"""(hidden (rows, size), weight (vocabulary, size), bias or None, targets (rows,)) -> the summed loss in fp32."""
+Kernel = Callable[..., torch.Tensor]
+"""(hidden (rows, size), weight (vocabulary, size), bias or None, targets (rows,)) -> the summed loss in fp32.
+
+With `cap=c`, the logits are c * tanh(hidden weight^T + bias), as Gemma 2 caps them."""
 
 _CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, enough rows for matmuls at full rate
 
@@ -40,6 +42,19 @@ def choose_kernel(precision: str, *, compiled: bool) -> Kernel:
 def has_torch_kernel() -> bool:
     """Whether this torch has the chunked linear_cross_entropy."""
     return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
+
+
+ROW_MULTIPLE = {"cuda": 64}
+"""By device type: the head's rows are padded to a multiple of this inside the loss, with logits of minus infinity.
+
+Tensor cores want sizes that are multiples of 128 bytes (64 numbers of bf16): NVIDIA, Matrix Multiplication Background
+User's Guide, section 4; nanoGPT pads 50,257 to 50,304 for it. Parameter and gradient keep their shape."""
+
+
+def padded_rows(vocabulary: int, device: str) -> int:
+    """The rows of a padded head."""
+    multiple = ROW_MULTIPLE.get(device, 1)
+    return -(-vocabulary // multiple) * multiple
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -76,6 +91,7 @@ def _torch_kernel(
     targets: torch.Tensor,
     *,
     keep_graph: bool,
+    cap: float | None = None,
 ) -> torch.Tensor:
     # keep_graph: torch forces it under compile, with a warning, since its guard against a second backward is lost
     # chunks of our size: torch's own choice, 16 rows for GPT-2 at 1 x 1024, is three times slower (measured on a CPU)
@@ -83,27 +99,74 @@ def _torch_kernel(
     options = nn.LinearCrossEntropyOptions(
         allow_retain_graph=keep_graph, batch_chunk_size=rows_at_once, chunking_method=None
     )
+    # neither does torch's operation cap logits, nor does it keep the sum of a bf16 model in fp32
+    if cap is not None or weight.dtype != torch.float32:
+        return precomputed_cross_entropy(hidden, weight, bias, targets, dtype=weight.dtype, cap=cap)
+    missing = padded_rows(weight.shape[0], weight.device.type) - weight.shape[0]
+    if missing:
+        bias = F.pad(weight.new_zeros(weight.shape[0]) if bias is None else bias, (0, missing), value=-torch.inf)
+        weight = F.pad(weight, (0, 0, 0, missing))
     return F.linear_cross_entropy(
         hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE_INDEX, options=options
     )
 
 
 def recomputed_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Chunk by chunk, logits computed again in the backward; the matmul follows autocast like any linear layer."""
-    rows_at_once = chunk_rows(weight.shape[0])
+    vocabulary = weight.shape[0]
+    missing = padded_rows(vocabulary, weight.device.type) - vocabulary
+    if missing:
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
+    rows_at_once = chunk_rows(vocabulary)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
-        total = total + checkpoint(_chunk_loss, rows, weight, bias, classes, use_reentrant=False)
+        total = total + checkpoint(_chunk_loss, rows, weight, bias, classes, vocabulary, cap, use_reentrant=False)
     return total
 
 
+def rows_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """The cross-entropy of each row in fp32, (rows,), 0 where it is not counted.
+
+    What multiplies a row's gradient is known in the backward alone, so logits are computed again there.
+    """
+    rows_at_once = chunk_rows(weight.shape[0])
+    losses = [
+        checkpoint(_chunk_loss, rows, weight, bias, classes, weight.shape[0], cap, "none", use_reentrant=False)
+        for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True)
+    ]
+    return torch.cat(losses)
+
+
 def _chunk_loss(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, classes: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor,
+    vocabulary: int,
+    cap: float | None,
+    reduction: str = "sum",
 ) -> torch.Tensor:
     logits = F.linear(rows, weight, bias).float()
-    return F.cross_entropy(logits, classes, ignore_index=IGNORE_INDEX, reduction="sum")
+    if cap is not None:
+        logits = cap * torch.tanh(logits)
+    if logits.shape[1] > vocabulary:
+        logits[:, vocabulary:] = -torch.inf
+    return F.cross_entropy(logits, classes, ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 def precomputed_cross_entropy(
@@ -113,10 +176,11 @@ def precomputed_cross_entropy(
     targets: torch.Tensor,
     *,
     dtype: torch.dtype,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Precomputed.apply(hidden, weight, bias, targets, dtype)
+        return _Precomputed.apply(hidden, weight, bias, targets, dtype, cap, weight.requires_grad)
 
 
 class _Precomputed(torch.autograd.Function):
@@ -130,27 +194,42 @@ class _Precomputed(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         dtype: torch.dtype,
+        cap: float | None,
+        head_trains: bool,
     ) -> torch.Tensor:
-        low_weight = weight.to(dtype)
+        vocabulary = weight.shape[0]
+        missing = padded_rows(vocabulary, weight.device.type) - vocabulary
+        low_weight, low_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        if missing:
+            low_weight = F.pad(low_weight, (0, 0, 0, missing))
+            low_bias = None if low_bias is None else F.pad(low_bias, (0, missing))
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradients = []
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        shape = weight.shape if head_trains else (0, 0)
+        weight_gradient = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         bias_gradient = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=weight.device)
-        rows_at_once = chunk_rows(weight.shape[0])
+        rows_at_once = chunk_rows(vocabulary)
         for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
             rows = rows.to(dtype)
-            logits = F.linear(rows, low_weight, None if bias is None else bias.to(dtype)).float()
+            logits = F.linear(rows, low_weight, low_bias).float()
+            capped = None if cap is None else torch.tanh(logits)
+            logits = logits if cap is None or capped is None else cap * capped
+            if missing:
+                logits[:, vocabulary:] = -torch.inf
             counted = (classes != IGNORE_INDEX).unsqueeze(1)
             picked = classes.clamp(min=0).unsqueeze(1)
             log_sum = torch.logsumexp(logits, dim=1, keepdim=True)
             total = total + ((log_sum - logits.gather(1, picked)) * counted).sum()
             gradient = torch.exp(logits - log_sum)
             gradient = gradient.scatter_add(1, picked, torch.full_like(log_sum, -1.0)) * counted
+            if cap is not None and capped is not None:  # d/dx of cap * tanh(x)
+                gradient = gradient * (cap * (1 - capped.square()))
             low_gradient = gradient.to(dtype)
             hidden_gradients.append((low_gradient @ low_weight).to(hidden.dtype))
-            weight_gradient += (low_gradient.t() @ rows).float()
+            if head_trains:
+                weight_gradient += (low_gradient.t()[:vocabulary] @ rows).float()
             if bias_gradient is not None:
-                bias_gradient += gradient.sum(0)
+                bias_gradient += gradient[:, :vocabulary].sum(0)
         saved = (torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
         ctx.save_for_backward(*saved, *(() if bias_gradient is None else (bias_gradient,)))
         return total
@@ -163,6 +242,8 @@ class _Precomputed(torch.autograd.Function):
             hidden * scale.to(hidden.dtype) if ctx.needs_input_grad[0] else None,
             weight * scale if ctx.needs_input_grad[1] else None,
             bias[0] * scale if bias and ctx.needs_input_grad[2] else None,
+            None,
+            None,
             None,
             None,
         )

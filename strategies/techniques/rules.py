@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.techniques import compilation_rules, data_parallel_rules, pipeline_rules
+from autoplan.strategies.techniques import attention_rules, compilation_rules, data_parallel_rules, pipeline_rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class Rule:
 
 
 RULES = (
+    Rule(reads=attention_rules.READS, incompatible=attention_rules.incompatible),
     Rule(reads=compilation_rules.READS, incompatible=compilation_rules.incompatible),
     Rule(reads=data_parallel_rules.READS, incompatible=data_parallel_rules.incompatible),
     Rule(reads=pipeline_rules.READS, incompatible=pipeline_rules.incompatible),

@@ -43,7 +43,7 @@ def _parts_of_mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Any]:
 def _make_mapping(parts: Iterable[Any], context: Any) -> Any:
     kind, keys = context
     items = dict(zip(keys, parts, strict=True))
-    return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
+    return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)  # type: ignore[operator]
 
 
 def _parts_of_dataclass(value: Any) -> tuple[list[Any], Any]:

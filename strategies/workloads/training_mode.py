@@ -1,7 +1,7 @@
-"""How a model is set while it trains: which modules are in training mode, and no key-value cache during a step.
+"""How a model is set while it trains: modules in training mode, no key-value cache, no checkpointing of its own.
 
-In: the user's model, as it was built. Out: the same model in training mode, and a context for each forward and
-backward that turns the cache off and puts the user's settings back afterwards.
+In: the user's model, as it was built. Out: the same model in training mode, and contexts for each forward and backward
+that turn the cache and the model's own checkpointing off, and put the user's settings back afterwards.
 """
 
 from __future__ import annotations
@@ -73,3 +73,36 @@ def without_cache(configs: list[Any]) -> Iterator[None]:
     finally:
         for config, value in zip(configs, before, strict=True):
             config.use_cache = value
+
+
+CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
+"""What modules of transformers and diffusers, and of timm, read in their forward: recompute this in the backward?"""
+
+
+def own_checkpointing(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules that recompute by a flag of their own, each with the flag's name.
+
+    `gradient_checkpointing_enable()` of a transformers model sets them. What calls torch.utils.checkpoint in its own
+    forward without such a flag is not found: it is the model's program.
+    """
+    return [
+        (module, flag)
+        for module in model.modules()
+        for flag in CHECKPOINTING_FLAGS
+        if vars(module).get(flag, vars(type(module)).get(flag)) is True
+    ]
+
+
+@contextlib.contextmanager
+def without_own_checkpointing(flagged: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Turns the model's own checkpointing off for a forward and its backward, and puts the flags back.
+
+    The knob `checkpointing` decides what is recomputed. With both, each block would be recomputed twice.
+    """
+    for module, flag in flagged:
+        setattr(module, flag, False)
+    try:
+        yield
+    finally:
+        for module, flag in flagged:
+            setattr(module, flag, True)

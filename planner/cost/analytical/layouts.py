@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -11,9 +11,10 @@ from autoplan.planner.cost.analytical.chips import Chip
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import CHECKPOINTING, Bools, Columns, Floats, Ints
 from autoplan.planner.cost.states import ModelSize, StateWidths, state_widths
+from autoplan.strategies.config import Attention
 
 # own: as the model has it, which for transformers' models is sdpa (fused attention on GPUs)
-ATTENTION = ("own", "eager", "sdpa")
+ATTENTION = get_args(Attention)
 # fused: never holds all logits. chunked: other trainers' loss, which casts its logits to fp32 a chunk at a time
 LOSSES = ("full", "fused", "chunked")
 OPTIMIZER_STATE_BYTES = {

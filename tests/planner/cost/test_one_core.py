@@ -298,6 +298,8 @@ PERTURBED: dict[str, tuple[dict[str, Any], Any]] = {
     "fsdp_prefetch": ({"dp_shard": 2}, 2),
     "ddp_bucket_mb": ({"dp_replicate": 2}, 100),
     "ddp_static_graph": ({"dp_replicate": 2}, True),
+    "gelu": ({}, "torch"),
+    "batch_norm": ({"dp_replicate": 2}, "sync"),
 }
 """For each knob a configuration, and another value of the knob."""
 

@@ -424,3 +424,53 @@ def test_the_check_sees_a_wrong_setting(tmp_path: Path) -> None:
     export.files["train.py"] = text
     with pytest.raises(ExportError, match="MICRO_BATCH reads back as 2"):
         PytorchTarget().check(plan, export)
+
+
+DEFERRED_FILE = """
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoplan
+
+SIZES = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    bos_token_id=1, eos_token_id=2,
+)
+
+
+def build():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def make_batch(count, index):
+    ids = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def loss(model, batch):
+    return autoplan.LossSum(model(**batch).loss * 11 * len(batch["labels"]), 11 * len(batch["labels"]))
+
+
+def mine() -> autoplan.Workload:
+    return autoplan.Workload(
+        name="mine", build_model=build, make_batch=make_batch, loss=loss, global_batch=8,
+        build_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DEFERRED_FILE)
+    spec = make_spec(model=f"{tmp_path / 'mine.py'}:mine", global_batch=8)
+    config = TrainingConfig(micro_batch=4, loss="fused", attention="eager")
+    (path,) = export_plan(make_plan(config, workload=spec, accumulation=2), "pytorch", tmp_path / "train.py").paths
+    text = path.read_text()
+    assert "HEAD = 'lm_head'" in text and "defer_logits(model.get_submodule(HEAD))" in text
+    assert "without_own_checkpointing(recomputing)" in text
+    assert run_script(path, tmp_path) == pytest.approx(
+        run_plan(make_plan(config, workload=spec, accumulation=2)), rel=1e-6
+    )

@@ -3,13 +3,15 @@
 import json
 
 import pytest
+import torch
 
 from autoplan.planner.parity import compare as parity
 from autoplan.planner.parity.compare import run_parity
+from autoplan.planner.parity.rank_buffers import RankBuffers
 from autoplan.processes import TaskFailedError, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
-from tests.strategies.tiny import GPT2, LLAMA
+from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+from tests.strategies.tiny import GPT2, LLAMA, classifier
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +108,30 @@ def test_comparing_loads_no_torch():
 
     code = f"import sys, {parity.__name__}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_running_statistics_of_each_rank_are_compared(zygote, tmp_path):
+    spec = spec_from_objects(classifier(norm=True, global_batch=12, fixed_micro_batch=2))
+    config = TrainingConfig(micro_batch=2, dp_replicate=2)
+    verdict = run_parity(zygote, spec, config, device="cpu", directory=tmp_path, deadline_s=120.0)
+    assert verdict.passed, verdict.model_dump_json()
+    (found,) = [check for check in verdict.checks if check.name == "buffers"]
+    assert "running" in found.where and found.difference < 1e-4
+    assert not any("buffers" in text for text in verdict.not_checked)
+
+
+def test_each_rank_has_the_statistics_of_its_own_micro_batches():
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 3, generator=generator) + shift for shift in range(6)]
+    model = torch.nn.BatchNorm1d(3)
+    ranks = RankBuffers(model, ranks=2, accumulation=3)
+    for number, batch in enumerate(batches):
+        ranks.before(number)
+        model(batch)
+    for rank in ranks.each():
+        alone = torch.nn.BatchNorm1d(3)
+        for batch in batches[3 * rank : 3 * rank + 3]:
+            alone(batch)
+        torch.testing.assert_close(model.running_mean, alone.running_mean)
+        assert int(model.num_batches_tracked) == 3

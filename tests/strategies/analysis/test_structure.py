@@ -1,12 +1,17 @@
 """Blocks, head, embeddings and ties are found in models of different make, without a number being read."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 from autoplan.strategies.analysis.structure import disable_dropout, find_structure
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques.attention import AttentionStrategy
+from tests.recorded import make_hardware
 from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, Classifier, language
 
 
@@ -149,3 +154,42 @@ def test_a_module_list_of_sequentials_has_blocks() -> None:
     assert [name for name, _ in find_structure(model).blocks] == ["layers.0", "layers.1", "layers.2"]
     stages = nn.Sequential(nn.Sequential(layer(), layer()), nn.Sequential(layer(), layer()))
     assert find_structure(stages).blocks == [], "a Sequential of Sequentials may be stages, or layers"
+
+
+class Preference(nn.Module):
+    """The policy, and the frozen reference before it in the order of the modules."""
+
+    def __init__(self, build) -> None:
+        super().__init__()
+        self.reference = build().requires_grad_(False).eval()
+        self.policy = build()
+
+
+def test_a_frozen_reference_is_not_what_is_trained():
+    model = Preference(language(LLAMA).build_model)
+    structure = find_structure(model)
+    assert [name for name, _ in structure.blocks] == ["policy.model.layers.0", "policy.model.layers.1"]
+    assert [[name for name, _ in stack] for stack in structure.frozen_stacks] == [
+        ["reference.model.layers.0", "reference.model.layers.1"]
+    ]
+    assert structure.head is not None and structure.head[0] == "policy.lm_head"
+    assert len(structure.all_blocks) == 4
+
+
+def test_a_frozen_model_with_a_trained_part_keeps_its_blocks():
+    """Soft prompts: gradients flow through the frozen blocks, so their activations are kept, and can be recomputed."""
+    model = language(LLAMA).build_model().requires_grad_(False)
+    model.prompt = nn.Parameter(torch.zeros(4, 64))
+    structure = find_structure(model)
+    assert len(structure.blocks) == 2 and not structure.frozen_stacks
+
+
+def test_attention_is_offered_for_the_models_inside():
+    strategy = AttentionStrategy()
+    model = Preference(language(LLAMA).build_model)
+    offered = strategy.choices(language(), find_structure(model), make_hardware(), "cpu")
+    assert "eager" in offered.values
+
+    workload = dataclasses.replace(language(LLAMA), build_model=lambda: Preference(language(LLAMA).build_model))
+    run = prepare(workload, TrainingConfig(micro_batch=2, attention="eager"))
+    assert run.model.policy.config._attn_implementation == run.model.reference.config._attn_implementation == "eager"

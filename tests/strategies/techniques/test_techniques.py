@@ -15,7 +15,8 @@ from autoplan.strategies.inspect import build_on_meta, inspect_workload, read_in
 from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques import compilation
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
-from autoplan.strategies.techniques.loss import prove_fused_loss
+from autoplan.strategies.techniques.deferred_logits import DeferredLoss
+from autoplan.strategies.techniques.loss import FusedLoss, make_fused_loss, prove_fused_loss
 from autoplan.strategies.techniques.loss_kernels import (
     choose_kernel,
     chunk_rows,
@@ -259,15 +260,16 @@ def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):
         set_matmul_tf32(False)
 
 
-def test_scaled_logits_leave_the_fused_loss_out():
+def test_scaled_logits_are_deferred_with_their_scale():
+    """The formula of the named head has no scale or cap; the model's own forward has, and keeps it."""
     workload = language()
     model = workload.build_model()
     loss = next(strategy for strategy in STRATEGIES if strategy.name == "loss")
-    assert loss.choices(workload, find_structure(model), make_hardware(), "cpu").values == ("full", "fused")
+    kernel = choose_kernel("fp32", compiled=False)
+    assert isinstance(make_fused_loss(workload, find_structure(model), kernel), FusedLoss)
     model.config.final_logit_softcapping = 30.0
-    choices = loss.choices(workload, find_structure(model), make_hardware(), "cpu")
-    assert choices.values == ("full",)
-    assert "softcapping" in choices.left_out[0].reason
+    assert loss.choices(workload, find_structure(model), make_hardware(), "cpu").values == ("full", "fused")
+    assert isinstance(make_fused_loss(workload, find_structure(model), kernel), DeferredLoss)
 
 
 def log_z(logits):

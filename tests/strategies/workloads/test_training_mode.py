@@ -7,7 +7,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode, without_cache
+from autoplan.strategies.workloads.training_mode import (
+    caching_configs,
+    enter_training_mode,
+    own_checkpointing,
+    without_cache,
+)
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
 
@@ -167,3 +172,33 @@ def test_the_cache_setting_is_left_alone_where_nothing_is_recomputed() -> None:
         run = prepare(make_workload(loss=loss), TrainingConfig(micro_batch=4, checkpointing=checkpointing))
         run.step(token_batch(4, 0))
     assert seen == [True, False]
+
+
+def recomputing_t5() -> nn.Module:
+    model = build_t5()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+@pytest.mark.parametrize(("checkpointing", "runs"), [("none", 1), ("full", 2)])
+def test_the_knob_governs_the_models_own_checkpointing(checkpointing: str, runs: int) -> None:
+    """Off with none, and not twice with full; the user's setting is back after each step, and the loss is the same."""
+    plain = prepare(make_workload(), TrainingConfig(micro_batch=4)).step(token_batch(4, 0))
+    config = TrainingConfig.model_validate({"micro_batch": 4, "checkpointing": checkpointing})
+    run = prepare(make_workload(build_model=recomputing_t5), config)
+    calls = []
+    for layer in (block for stack in (run.model.encoder, run.model.decoder) for block in stack.block):
+        inner = getattr(layer, "_checkpoint_wrapped_module", layer)
+        inner.layer[0].register_forward_hook(lambda *_: calls.append(1))
+    flagged = own_checkpointing(run.model)
+    assert flagged
+    result = run.step(token_batch(4, 0))
+    assert float(result.loss) == pytest.approx(float(plain.loss), rel=1e-6)
+    assert len(calls) == runs * 4, "four blocks, each run once in the forward and perhaps once more in the backward"
+    assert [(id(module), flag) for module, flag in own_checkpointing(run.model)] == [(id(m), f) for m, f in flagged]
+    assert run.model.is_gradient_checkpointing
+    assert run.said is not None and f"checkpointing={checkpointing} decides" in run.said
+
+
+def test_a_model_without_checkpointing_of_its_own_is_told_nothing() -> None:
+    assert prepare(make_workload(), TrainingConfig(micro_batch=4)).said is None
