@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
-from autoplan.strategies.analysis.facts import Choices, Dependence, WorkloadFacts
+from autoplan.strategies.analysis.facts import Choices, Dependence, ParallelFacts, WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
 
     workload = load_workload(spec)
     model = build_on_meta(workload)
-    check_batch(workload)
+    batch = check_batch(workload)
     structure = find_structure(model)
     if spec.kind in ("function", "object") and not structure.micro_batch_dependent:
         structure = dataclasses.replace(structure, micro_batch_dependent=find_dependent_loss(workload, model, device))
@@ -85,9 +85,9 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
         update={
             "global_batch": workload.global_batch,
             "sequence_length": workload.sequence_length,
-            "unit": workload.unit,
             "open_fields": (),
             "name": workload.name,
+            **_what_is_counted(spec, workload, batch, model),
         }
     )
     return _facts(spec, workload, model, structure, choices)
@@ -175,8 +175,18 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),)
 
 
-def check_batch(workload: Workload) -> None:
-    """Makes one sample and looks at it.
+def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: nn.Module) -> dict[str, Any]:
+    """The fields of a spec that say what throughput counts, and how the batches of a user's own function vary."""
+    from autoplan.strategies.workloads.counting import find_counted, look_at_sizes
+
+    counted = find_counted(workload, batch, model)
+    own = spec.kind in ("function", "object")
+    sizes = look_at_sizes(workload, counted) if own else None
+    return {"unit": counted.unit, "counted": counted, "batch_sizes": sizes}
+
+
+def check_batch(workload: Workload) -> Any:
+    """Makes two samples, looks at them, and returns them.
 
     Raises:
         WorkloadError: make_batch fails, or does not give as many samples as it was asked for.
@@ -196,12 +206,12 @@ def check_batch(workload: Workload) -> None:
             f"make_batch(2, 0) of {workload.name} gave {size} samples",
             hint="make_batch(num_samples, index) returns exactly num_samples samples.",
         )
+    return batch
 
 
 def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
-    from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
     from autoplan.strategies.analysis.training_facts import read_training_facts
     from autoplan.strategies.techniques.attention import attention_dropout
     from autoplan.strategies.workloads.optimizers import trainable
@@ -244,9 +254,20 @@ def _facts(
         ),
         fixed_micro_batch=workload.fixed_micro_batch,
         choices=tuple(choices),
-        parallel=find_parallel_facts(model, structure, workload),
+        parallel=_parallel_facts(spec, model, structure, workload),
         training=read_training_facts(workload, model),
     )
+
+
+def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload) -> ParallelFacts:
+    """What the model allows of tp and pp; no pipeline where batches differ in size."""
+    from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+
+    found = find_parallel_facts(model, structure, workload)
+    if found.pp_reason is None and spec.batch_sizes is not None and spec.batch_sizes.vary:
+        why = "its batches differ in size, and the stages of a pipeline are built for one size"
+        return found.model_copy(update={"pp_reason": why})
+    return found
 
 
 def _whole_number(config: Any, name: str) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from autoplan.planner.records import Interval
+from autoplan.planner.trials.batches import TrialBatches
 from autoplan.planner.trials.device_monitor import CompileMonitor, ThrottleMonitor
 from autoplan.planner.trials.first_loss import first_samples
 from autoplan.planner.trials.measure import (
@@ -94,10 +95,12 @@ class StepTimer:
     first_losses: list[float] = field(default_factory=list)
     _began: float = 0.0
     _last_heartbeat: float = 0.0
-    _batches_made: int = 0
     _min_part_samples: int = MIN_PART_SAMPLES
     _whole_batches: list[Any] = field(default_factory=list)
     _steps_per_sample: int = 1
+
+    def __post_init__(self) -> None:
+        self.batches = TrialBatches(self.run, self.request.spec)
 
     # The two short steps.
 
@@ -123,8 +126,15 @@ class StepTimer:
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
-        if self._is_expensive(first["all"], micro_steps) and len(first["all"]) > 1 and not compiles:
+        if (
+            self._is_expensive(first["all"], micro_steps)
+            and len(first["all"]) > 1
+            and not (compiles or self.batches.sizes)
+        ):
             self._stop_if_slower(first["all"][1:], 0.75 * COLD_FACTOR)
+        if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
+            self.short_step(micro_steps, shorten_if_expensive=not self._has_other_ranks)
+            first["all"] = first["all"][:1]
         second = self.short_step(micro_steps, shorten_if_expensive=not self._has_other_ranks)
         self._add_samples(second)
         expensive = self._is_expensive(second["all"], micro_steps)
@@ -372,15 +382,8 @@ class StepTimer:
             raise NonfiniteError(f"the gradient norm is {norm} at step {self.run.steps} (loss {self.last_loss:.4g})")
 
     def _make_batch(self, samples: int) -> Any:
-        """A new batch for this rank; no two data-parallel ranks and no two calls get the same."""
-        position, count = 0, 1
-        if self.mesh is not None:
-            from autoplan.strategies.techniques.mesh import data_position
-
-            position, count = data_position(self.mesh)
-        index = self._batches_made * count + position
-        self._batches_made += 1
-        return self.run.workload.make_batch(samples, index)
+        """The next batch for this rank."""
+        return self.batches.next(samples)
 
     def _heartbeat(self, **facts: float) -> None:
         """Reports to the planner, at most five times a second."""

@@ -55,7 +55,6 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     ranks.barrier()
     throttle = ThrottleMonitor(device)
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, throttle=throttle)
-    items = workload.global_batch * workload.tokens_per_sample
     try:
         interval, stop = _measure(timer)
     except NonfiniteError as error:
@@ -69,7 +68,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         peak_memory=memory.read(),
         loss=timer.last_loss,
         first_losses=tuple(timer.first_losses),
-        items_per_step=items,
+        items_per_step=timer.batches.items_per_step(ranks),
         warnings=tuple(_warnings(timer, request)),
         startup_s=startup_s,
     )
