@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.strategies.analysis.structure import MicroBatchDependent, Structure
+    from autoplan.strategies.workloads.data_files import DataFiles
     from autoplan.strategies.workloads.workload import Workload
 
 
@@ -72,11 +73,14 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
     """
     from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.prepare import STRATEGIES
+    from autoplan.strategies.workloads.data_files import watch_data_files
     from autoplan.strategies.workloads.sources import load_workload
 
-    workload = load_workload(spec)
-    model = build_on_meta(workload)
-    batch = check_batch(workload)
+    with watch_data_files() as data:
+        workload = load_workload(spec)
+        model = build_on_meta(workload)
+        batch = check_batch(workload)
+        counting = _what_is_counted(spec, workload, batch, model)
     structure = find_structure(model)
     if spec.kind in ("function", "object") and not structure.micro_batch_dependent:
         structure = dataclasses.replace(structure, micro_batch_dependent=find_dependent_loss(workload, model, device))
@@ -87,7 +91,8 @@ def inspect_workload(spec: WorkloadSpec, hardware: HardwareProfile, device: str)
             "sequence_length": workload.sequence_length,
             "open_fields": (),
             "name": workload.name,
-            **_what_is_counted(spec, workload, batch, model),
+            **counting,
+            **_what_is_hashed(spec, workload, data),
         }
     )
     return _facts(spec, workload, model, structure, choices)
@@ -183,6 +188,24 @@ def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: 
     own = spec.kind in ("function", "object")
     sizes = look_at_sizes(workload, counted) if own else None
     return {"unit": counted.unit, "counted": counted, "batch_sizes": sizes}
+
+
+def _what_is_hashed(spec: WorkloadSpec, workload: Workload, data: DataFiles) -> dict[str, Any]:
+    """The fields of a spec that can be known only now: the pieces of a function's workload, and its data files."""
+    from autoplan.strategies.workloads.digests import digest
+    from autoplan.strategies.workloads.objects import digests_of, fingerprints_of
+
+    if spec.kind not in ("function", "object"):
+        return {}
+    sources = dict(spec.sources)
+    fields: dict[str, Any] = {"sources": sources}
+    if spec.kind == "function":
+        sources |= fingerprints_of(workload)
+        fields["unhashed"] = digests_of(workload)[1]
+    if data.stamps:
+        sources["data files"] = data.stamps
+        fields["digests"] = spec.digests | {"data": digest([spec.digests.get("data"), data.stamps])}
+    return fields
 
 
 def check_batch(workload: Workload) -> Any:

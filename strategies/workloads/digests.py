@@ -75,6 +75,7 @@ class Describer:
     Args:
         sources_of: Hashes of a file of the user's own and of the files that it imports, by name.
         imported_in: The files of the user's own that a function imports when it is called.
+        stamps: Texts that name a file count with its size and time.
 
     Attributes:
         unhashed: What could only be described by its type.
@@ -82,8 +83,13 @@ class Describer:
     """
 
     def __init__(
-        self, sources_of: Callable[[Path], dict[str, str]], imported_in: Callable[[Any], list[Path]] = lambda _: []
+        self,
+        sources_of: Callable[[Path], dict[str, str]],
+        imported_in: Callable[[Any], list[Path]] = lambda _: [],
+        *,
+        stamps: bool = False,
     ) -> None:
+        self._stamps = stamps
         self._sources_of = functools.cache(sources_of)
         self._imported_in = imported_in
         self.unhashed: set[str] = set()
@@ -93,6 +99,8 @@ class Describer:
 
     def describe(self, value: Any, depth: int = MAX_DEPTH) -> Any:
         """What makes a value what it is."""
+        if isinstance(value, str) and self._stamps and names_file(value):
+            return _file_stamp(Path(value))
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float | complex | bytes):
@@ -135,7 +143,7 @@ class Describer:
 
     def _alone(self) -> Describer:
         """A describer that has seen nothing: for items without an order."""
-        return Describer(self._sources_of, self._imported_in)
+        return Describer(self._sources_of, self._imported_in, stamps=self._stamps)
 
     def _items(self, value: Any, depth: int) -> Any:
         if depth <= 0:
@@ -160,7 +168,8 @@ class Describer:
         named = {key: self.describe(home[key], depth) for key in sorted(global_names(function.__code__)) if key in home}
         inside = {name: found for file in self._imported_in(function) for name, found in self._sources_of(file).items()}
         described = ["function", function.__qualname__, source_of(function), cells, defaults, named]
-        return [*described, inside] if inside else described
+        files = [_file_stamp(Path(text)) for text in texts_in(function.__code__) if self._stamps and names_file(text)]
+        return [*described, *([inside] if inside else []), *files]
 
     def _class(self, kind: type, depth: int) -> Any:
         if not is_own_class(kind):
@@ -213,6 +222,12 @@ class Describer:
 
 _MEANINGFUL = ("__init__", "__call__", "__post_init__", "__getitem__", "__len__", "__iter__", "__next__")
 _MODULE_STATE = ("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set", "_backward_hooks")
+
+
+def qualified_name(value: Any) -> str:
+    """The qualified name of a class or function, without the functions that it is defined in."""
+    name = str(getattr(value, "__qualname__", type(value).__qualname__))
+    return name.rpartition("<locals>.")[2]
 
 
 def _unwrapped(member: Any) -> Any:
@@ -277,9 +292,9 @@ def global_names(code: types.CodeType) -> set[str]:
     return names
 
 
-def sampled(items: Any) -> Iterator[Any]:
-    """All items of a short collection; of a long one, MAX_ITEMS at regular distances."""
-    return itertools.islice(items, 0, None, max(1, len(items) // MAX_ITEMS))
+def sampled(items: Any, most: int = MAX_ITEMS) -> Iterator[Any]:
+    """All items of a short collection; of a long one, `most` to twice as many at regular distances."""
+    return itertools.islice(items, 0, None, max(1, len(items) // most))
 
 
 def source_of(function: Any) -> Any:
@@ -300,6 +315,22 @@ def _constant(value: Any) -> str:
     """A constant as text; a frozenset in a fixed order, and no address."""
     text = repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def names_file(text: str) -> bool:
+    """Whether a text is the path of a file here: with a folder or a suffix, and not of code."""
+    if not 1 < len(text) < 1024 or "\n" in text or "\0" in text or not ("/" in text or "." in text):
+        return False
+    return not text.endswith(".py") and Path(text).is_file()
+
+
+def texts_in(code: types.CodeType) -> list[str]:
+    """The texts that a function and the functions inside it contain."""
+    found = [constant for constant in code.co_consts if isinstance(constant, str)]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += texts_in(constant)
+    return found
 
 
 def _file_stamp(path: Path) -> list[Any]:

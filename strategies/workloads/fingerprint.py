@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import enum
 import functools
 import inspect
 import linecache
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from autoplan.strategies.workloads.digests import (
-    array_digest,
     bytecode,
     code_functions,
     digest,
@@ -35,10 +34,12 @@ from autoplan.strategies.workloads.digests import (
     is_own_class,
     is_own_code,
     module_files,
+    qualified_name,
     sampled,
     tensor_digest,
 )
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
+from autoplan.strategies.workloads.plain_values import is_plain, plain
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
 TRAINING_PARTS = ("model", "loss", "optimizer", "schedule")
 """Parts without which another thing is trained; the others are `data` and `weights`."""
 
-MAX_DEPTH = 12
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONFIG_NOTES = ("use_cache", "transformers_version", "torch_dtype", "dtype", "name_or_path", "architectures")
 _NOT_TRAINING = ("training", "gradient_checkpointing", "config", "generation_config", "forward")
 
 
@@ -81,7 +78,7 @@ def fingerprints(
         found["model"] = collector.result()
         if isinstance(model, nn.Module):
             weights = {name: tensor_digest(tensor) for name, tensor in model.state_dict().items()}
-            found["weights"] = {"the weights": digest(weights)}
+            found["weights"] = {"the weights": f"value:{digest(weights)}"}
     for part, value, words in (("loss", loss, "the loss"), ("schedule", schedule, "the schedule")):
         if value is not None:
             collector = Collector(words)
@@ -100,11 +97,12 @@ def fingerprints(
 
 def changed_names(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The names that both have with other hashes; hashes of two kinds (`tree:`, `code3.11:`) are not compared."""
-    return [
+    changed = [
         name
         for name, value in now.items()
         if name in then and then[name] != value and then[name].partition(":")[0] == value.partition(":")[0]
     ]
+    return sorted(changed, key=lambda name: (name.startswith("attributes of"), name))  # code says more
 
 
 class Collector:
@@ -174,7 +172,7 @@ class Collector:
                 self._keep(label, f"name:{value.__module__}.{value.__qualname__}")
                 for cell in filled_cells(value) if isinstance(value, types.FunctionType) else ():
                     self._reach(cell.cell_contents, label)
-        elif _is_plain(value):
+        elif is_plain(value):
             self._keep(label, f"value:{digest(plain(value))}")
             if dataclasses.is_dataclass(value):
                 self.add(type(value))
@@ -186,14 +184,14 @@ class Collector:
         if _is_own(value.func) or isinstance(value.func, functools.partial):
             self.add(value.func)
         self._root = False
-        where = name or short_name(value.func)
+        where = name or qualified_name(value.func)
         for number, part in enumerate(value.args):
             self._reach(part, f"argument {number + 1} of {where}")
         for key, part in value.keywords.items():
             self._reach(part, f"{key} of {where}")
 
     def _function(self, function: Any, name: str) -> None:
-        where = name or short_name(function)
+        where = name or qualified_name(function)
         if is_own_code(function.__code__):
             self._keep(where, code_hash(function, named=not name))
             home = function.__globals__
@@ -201,32 +199,30 @@ class Collector:
                 if key in home:
                     self._reach(home[key], f"{key} in {where}")
             self._files(files_imported_in(function))
-            defaults = function.__defaults__ or ()
-            for number, part in enumerate(defaults):
+            for number, part in enumerate(function.__defaults__ or ()):
                 self._reach(part, f"default {number + 1} of {where}")
             for key, part in (function.__kwdefaults__ or {}).items():
                 self._reach(part, f"default {key} of {where}")
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         kept = {id(cell) for cell in filled_cells(function)}
-        for key, cell in cells.items():
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) in kept and key != "__class__":
                 self._reach(cell.cell_contents, f"{key} in {where}")
 
     def _class(self, kind: type) -> None:
         if not _is_own(kind):
             return
-        name = short_name(kind)
+        name = qualified_name(kind)
         values = {}
         generated = dataclasses.is_dataclass(kind)
         for key, member in sorted(vars(kind).items()):
             function = next(iter(code_functions(member)), None)
             if function is not None:
                 if is_own_code(function.__code__) and not (generated and function.__code__.co_filename == "<string>"):
-                    self.methods.add(short_name(function))
+                    self.methods.add(qualified_name(function))
                     self.add(function)
             elif isinstance(member, type):
                 self.add(member)
-            elif not key.startswith("__") and _is_plain(member):
+            elif not key.startswith("__") and is_plain(member):
                 values[key] = plain(member)
         self._keep(f"attributes of the class {name}", f"value:{digest(values)}")
         for base in kind.__bases__:
@@ -239,20 +235,22 @@ class Collector:
             self.add(type(part))
             values = {}
             for key, value in sorted(vars(part).items()):
-                if key.startswith("_") or key in _NOT_TRAINING:
-                    continue
-                if _is_plain(value):
+                if key.startswith("_") or key in _NOT_TRAINING or (key == "p" and isinstance(part, _DropoutNd)):
+                    continue  # other dropout rates are a warning: planner/apply.py
+                if is_plain(value):
                     values[key] = plain(value)
-                elif _is_own(value) or _is_own(type(value)):
+                if _is_own(value) or _is_own(type(value)):
                     self.add(value)
-            attributes.setdefault(short_name(type(part)), []).append([path, values])
+            attributes.setdefault(qualified_name(type(part)), []).append([path, values])
             config = getattr(part, "config", None)
             if config is not None and id(config) not in self._seen:
                 self._seen[id(config)] = config
                 self._keep("the configuration", f"value:{digest(plain(config))}")
         for name, found in attributes.items():
             self._keep(f"attributes of {name}", f"value:{digest(found)}")
-        self._keep("the modules", f"value:{digest([[path, short_name(type(p))] for path, p in model.named_modules()])}")
+        self._keep(
+            "the modules", f"value:{digest([[path, qualified_name(type(p))] for path, p in model.named_modules()])}"
+        )
         shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in model.state_dict().items()]
         self._keep("the shapes of its tensors", f"value:{digest(shapes)}")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -266,7 +264,7 @@ class Collector:
         own = _is_own(kind)
         if own:
             self.add(kind)
-        where = name or short_name(kind)
+        where = name or qualified_name(kind)
         if isinstance(value, Mapping):
             for key, part in sampled(value.items()):
                 self._reach(part, f"{key} of {where}")
@@ -276,12 +274,6 @@ class Collector:
         elif own or name:
             for key, part in sorted(getattr(value, "__dict__", {}).items()):
                 self._reach(part, f"{key} of {where}")
-
-
-def short_name(value: Any) -> str:
-    """The qualified name of a class or function, without the functions that it is defined in."""
-    name = str(getattr(value, "__qualname__", type(value).__qualname__))
-    return name.rpartition("<locals>.")[2]
 
 
 def code_hash(function: Any, *, named: bool) -> str:
@@ -347,54 +339,3 @@ def _is_own(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return is_own_code(value.__code__)
     return isinstance(value, type) and is_own_class(value)
-
-
-def _is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
-    """Whether a value is data alone: numbers, texts, tensors, collections of them, dataclasses, configurations."""
-    if isinstance(value, (*_PLAIN, torch.Tensor, torch.dtype, torch.device, enum.Enum, Path)):
-        return True
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return True
-    if depth <= 0 or isinstance(value, type):
-        return False
-    if isinstance(value, Mapping):
-        return all(_is_plain(key, depth - 1) and _is_plain(item, depth - 1) for key, item in sampled(value.items()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(
-            _is_plain(item, depth - 1) for item in (value if isinstance(value, set | frozenset) else sampled(value))
-        )
-    if dataclasses.is_dataclass(value):
-        return all(_is_plain(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value))
-    return _is_configuration(value)
-
-
-def _is_configuration(value: Any) -> bool:
-    return hasattr(value, "model_type") and callable(getattr(value, "to_dict", None))
-
-
-def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Data as JSON; what is no data by its type."""
-    if isinstance(value, float | complex | bytes) or value is None or isinstance(value, bool | int | str):
-        return repr(value)
-    if isinstance(value, torch.Tensor):
-        return tensor_digest(value)
-    if isinstance(value, torch.dtype | torch.device | enum.Enum | Path):
-        return str(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return array_digest(value)
-    if depth <= 0 or isinstance(value, type):
-        return short_name(value)
-    if isinstance(value, Mapping):
-        pairs = [[str(key), plain(item, depth - 1)] for key, item in sampled(value.items())]
-        return sorted(pairs, key=lambda pair: str(pair[0]))
-    if isinstance(value, set | frozenset):
-        return sorted(str(plain(item, depth - 1)) for item in value)
-    if isinstance(value, list | tuple):
-        return [len(value), *(plain(item, depth - 1) for item in sampled(value))]
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        return [short_name(type(value)), plain(fields, depth - 1)]
-    if _is_configuration(value):
-        kept = {k: v for k, v in value.to_dict().items() if not k.startswith("_") and k not in _CONFIG_NOTES}
-        return [short_name(type(value)), plain(kept, depth - 1)]
-    return short_name(value)

@@ -108,7 +108,7 @@ def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadS
         payload=_pack(workload, identity),
         identity=identity,
         digests=digests,
-        sources=fingerprints_of(workload),
+        sources=fingerprints_of(workload) | {"versions": installed_versions()},
         unhashed=unhashed,
         defaults_used=defaults_used,
     )
@@ -136,7 +136,7 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
         part = _PARTS.get(field.name, "settings")
         if field.name == "tokens" and workload.tokens is None:
             continue  # so that identities of earlier versions stay
-        describer = describers.setdefault(part, Describer(local_sources, files_imported_in))
+        describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]
     found = {part: digest(described) for part, described in parts.items()}
