@@ -193,7 +193,8 @@ def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: 
 def _what_is_hashed(spec: WorkloadSpec, workload: Workload, data: DataFiles) -> dict[str, Any]:
     """The fields of a spec that can be known only now: the pieces of a function's workload, and its data files."""
     from autoplan.strategies.workloads.digests import digest
-    from autoplan.strategies.workloads.objects import digests_of, fingerprints_of
+    from autoplan.strategies.workloads.fingerprint import fingerprints_of
+    from autoplan.strategies.workloads.objects import digests_of
 
     if spec.kind not in ("function", "object"):
         return {}
