@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
+from autoplan.planner.changes import HINT, name_pieces, refuse_changed_parts
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,11 @@ def prepare_plan(
         schedule=schedule,
         max_grad_norm=max_grad_norm,
     )
+    given = {name: getattr(parts, name) for name in ("model", "loss", "optimizer", "schedule", "make_batch")}
+    given = {name: None if value is AS_SEARCHED else value for name, value in given.items()}
+    changed = refuse_changed_parts(plan.workload, changed_ok=changed_ok, **given)
+    if changed is not None:
+        warnings.warn(changed, stacklevel=3)
     workload = make_workload(plan, parts)
     if head is not None:
         workload = dataclasses.replace(workload, head=head)
@@ -123,18 +129,20 @@ def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
     Raises:
         PlanError: the code changed, and that was not allowed.
     """
-    from autoplan.strategies.workloads.sources import changed_parts
+    from autoplan.strategies.workloads.sources import changed_parts, changed_pieces
 
     changed = changed_parts(spec)
+    pieces = name_pieces(changed_pieces(spec)) if changed else ""
     code = [part for part in changed if part in TRAINING_CODE]
     if code and not changed_ok:
         raise PlanError(
-            f"the {' and '.join(code)} of {spec.reference} changed since the plan was found: it trains something else",
-            hint="Search again: autoplan search. To use the plan all the same: prepare(changed_ok=True), --changed-ok.",
+            f"the {' and '.join(code)} of {spec.reference} changed since the plan was found{pieces}: it trains "
+            "something else",
+            hint=HINT,
         )
     if not changed:
         return None
-    return f"changed since the plan was found: {', '.join(changed)} of {spec.name}"
+    return f"changed since the plan was found: {', '.join(changed)} of {spec.name}{pieces}"
 
 
 def refuse_other_training(plan: PlanLike, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

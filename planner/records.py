@@ -118,6 +118,7 @@ class Trial(Record):
     phase: str
     step_time_s: Interval | None = Field(default=None, description="one optimizer step at the full global batch")
     tokens_per_s: Interval | None = Field(default=None, description="or samples/s, where samples are no sequences")
+    items_per_step: int = Field(default=0, description="tokens, or samples, of the global batch as it was counted")
     method: Literal["whole_steps", "parts"] | None = Field(
         default=None, description="timed as whole steps, or put together from micro-steps and the optimizer step"
     )

@@ -14,13 +14,14 @@ from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import is_out_of_memory, machine_trouble
 from autoplan.record import Record
-from autoplan.strategies.analysis.facts import Choices, Dependence, WorkloadFacts
+from autoplan.strategies.analysis.facts import Choices, Dependence, ParallelFacts, WorkloadFacts
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.strategies.analysis.structure import MicroBatchDependent, Structure
+    from autoplan.strategies.workloads.data_files import DataFiles
     from autoplan.strategies.workloads.workload import Workload
 
 
@@ -108,23 +109,27 @@ def inspect_workload(
     """
     from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.prepare import STRATEGIES
+    from autoplan.strategies.workloads.data_files import watch_data_files
     from autoplan.strategies.workloads.sources import load_workload
 
-    phase("load")
-    workload = load_workload(spec)
-    phase("build_model")
-    model = build_on_meta(workload)
-    phase("make_batch")
-    check_batch(workload)
+    with watch_data_files() as data:
+        phase("load")
+        workload = load_workload(spec)
+        phase("build_model")
+        model = build_on_meta(workload)
+        phase("make_batch")
+        batch = check_batch(workload)
+        counting = _what_is_counted(spec, workload, batch, model)
     phase("facts")
     structure = find_structure(model)
     spec = spec.model_copy(
         update={
             "global_batch": workload.global_batch,
             "sequence_length": workload.sequence_length,
-            "unit": workload.unit,
             "open_fields": (),
             "name": workload.name,
+            **counting,
+            **_what_is_hashed(spec, workload, data),
         }
     )
 
@@ -227,21 +232,49 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     return (MicroBatchDependent(name="loss", kind="Workload.loss", why=found.describe()),)
 
 
-def check_batch(workload: Workload) -> None:
-    """Makes a batch of two samples (see `user_errors.with_checked_batches`).
+def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: nn.Module) -> dict[str, Any]:
+    """The fields of a spec that say what throughput counts, and how the batches of a user's own function vary."""
+    from autoplan.strategies.workloads.counting import find_counted, look_at_sizes
+
+    counted = find_counted(workload, batch, model)
+    own = spec.kind in ("function", "object")
+    sizes = look_at_sizes(workload, counted) if own else None
+    return {"unit": counted.unit, "counted": counted, "batch_sizes": sizes}
+
+
+def _what_is_hashed(spec: WorkloadSpec, workload: Workload, data: DataFiles) -> dict[str, Any]:
+    """The fields of a spec that can be known only now: the pieces of a function's workload, and its data files."""
+    from autoplan.strategies.workloads.digests import digest
+    from autoplan.strategies.workloads.fingerprint import fingerprints_of
+    from autoplan.strategies.workloads.objects import digests_of
+
+    if spec.kind not in ("function", "object"):
+        return {}
+    sources = dict(spec.sources)
+    fields: dict[str, Any] = {"sources": sources}
+    if spec.kind == "function":
+        sources |= fingerprints_of(workload)
+        fields["unhashed"] = digests_of(workload)[1]
+    if data.stamps:
+        sources["data files"] = data.stamps
+        fields["digests"] = spec.digests | {"data": digest([spec.digests.get("data"), data.stamps])}
+    return fields
+
+
+def check_batch(workload: Workload) -> Any:
+    """Makes a batch of two samples (see `user_errors.with_checked_batches`), and returns it.
 
     Raises:
         WorkloadError: make_batch fails, or does not give as many samples as it was asked for.
     """
     from autoplan.strategies.workloads.user_errors import with_checked_batches
 
-    with_checked_batches(workload).make_batch(2, 0)
+    return with_checked_batches(workload).make_batch(2, 0)
 
 
 def _facts(
     spec: WorkloadSpec, workload: Workload, model: nn.Module, structure: Structure, choices: list[Choices]
 ) -> WorkloadFacts:
-    from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
     from autoplan.strategies.analysis.structure import language_models
     from autoplan.strategies.analysis.training_facts import read_training_facts
     from autoplan.strategies.techniques.attention import attention_dropout
@@ -287,7 +320,7 @@ def _facts(
         ),
         fixed_micro_batch=workload.fixed_micro_batch,
         choices=tuple(choices),
-        parallel=find_parallel_facts(model, structure, workload),
+        parallel=_parallel_facts(spec, model, structure, workload),
         training=read_training_facts(workload, model),
     )
 
@@ -306,6 +339,17 @@ def _build_optimizer(workload: Workload, model: nn.Module) -> Any:
             f"build_optimizer(parameters) of {workload.name}",
             "It makes a torch.optim.Optimizer from the parameters that it is given.",
         ) from error
+
+
+def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload) -> ParallelFacts:
+    """What the model allows of tp and pp; no pipeline where batches differ in size."""
+    from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+
+    found = find_parallel_facts(model, structure, workload)
+    if found.pp_reason is None and spec.batch_sizes is not None and spec.batch_sizes.vary:
+        why = "its batches differ in size, and the stages of a pipeline are built for one size"
+        return found.model_copy(update={"pp_reason": why})
+    return found
 
 
 def _whole_number(config: Any, name: str) -> int | None:

@@ -41,6 +41,7 @@ ORDER = (
     ("autoplan.planner.trials",),
     ("autoplan.planner.parity",),
     ("autoplan.planner.store",),
+    ("autoplan.planner.changes",),
     ("autoplan.planner.apply",),
     ("autoplan.planner.plan",),
     ("autoplan.planner.search", "autoplan.planner.export"),

@@ -16,6 +16,7 @@ from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
+    from autoplan.strategies.workloads.spec import Counted
 
 
 def run_command(
@@ -33,12 +34,12 @@ def run_command(
         raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
     loaded = load_plan(plan)
     run = loaded.prepare()
-    records = run_steps(run, steps)
+    records = run_steps(run, steps, loaded.workload.counted)
     if not is_first_rank():
         return
     later = records[1:] or records
     step_s = statistics.median(record["seconds"] for record in later)
-    rate = loaded.workload.global_batch * run.workload.tokens_per_sample / step_s
+    rate = statistics.mean(record["items"] for record in later) / step_s
     measured = loaded.measurement.tokens_per_s.median
     if json_output:
         document = {"status": "ok", "steps": records, "step_time_s": step_s, f"{loaded.workload.unit}_per_s": rate}
@@ -49,8 +50,13 @@ def run_command(
     print(f"{format_number(rate)} {unit}/s, {format_seconds(step_s)} a step")
 
 
-def run_steps(run: TrainingRun, steps: int) -> list[dict[str, Any]]:
-    """Steps on the workload's own batches; a line each on stderr. The clock waits for the device."""
+def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> list[dict[str, Any]]:
+    """Steps on the workload's own batches; a line each on stderr. The clock waits for the device.
+
+    `items` are the tokens, or samples, of a step over all ranks, from this rank's own batch.
+    """
+    from autoplan.strategies.workloads.counting import count_items, find_counted
+
     records = []
     for number in range(steps):
         batch = run.workload.make_batch(run.local_batch, number)
@@ -58,7 +64,9 @@ def run_steps(run: TrainingRun, steps: int) -> list[dict[str, Any]]:
         result = run.step(batch)
         loss = float(result.loss)  # reading it waits for the device
         seconds = time.perf_counter() - started
-        records.append({"step": number + 1, "loss": loss, "seconds": seconds})
+        counted = counted or find_counted(run.workload, batch, run.model)
+        items = count_items(run.workload, counted, batch) * run.config.dp
+        records.append({"step": number + 1, "loss": loss, "seconds": seconds, "items": items})
         if is_first_rank():
             sys.stderr.write(f"step {number + 1}: loss {loss:.4f}, {format_seconds(seconds)}\n")
     return records

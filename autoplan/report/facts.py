@@ -225,6 +225,24 @@ def workload_line(spec: WorkloadSpec) -> str:
     return f"{spec.name}{length}, global batch {spec.global_batch} {samples}"
 
 
+def workload_notes(spec: WorkloadSpec) -> list[tuple[str, str]]:
+    """What is known of a workload besides its sizes: topic and text of each line.
+
+    What throughput counts, how the size of its batches varies, and what no digest covers.
+    """
+    notes = []
+    if spec.counted is not None:
+        notes.append((f"{spec.unit}/s", f"counts {spec.counted.describe()}"))
+    if spec.batch_sizes is not None:
+        notes.append(("batches", spec.batch_sizes.describe(spec.counted)))
+    if spec.unhashed:
+        text = (
+            f"{', '.join(spec.unhashed)}: a change of them is not seen, since they could only be hashed by their type"
+        )
+        notes.append(("not hashed", text))
+    return notes
+
+
 def hardware_line(plan: Plan) -> str:
     """The device in a line."""
     device = plan.hardware.device(plan.device)

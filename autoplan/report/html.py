@@ -138,7 +138,7 @@ def _notes(plan: Plan) -> str:
         f"autoplan {environment.autoplan}, torch {environment.torch}, Python {environment.python}, "
         f"{environment.platform}" + (f", transformers {environment.transformers}" if environment.transformers else "")
     )
-    lines = [versions]
+    lines = [versions, *(f"{topic}: {text}" for topic, text in facts.workload_notes(plan.workload))]
     if plan.measurement.mfu_peak_source:
         lines.append(f"MFU is a share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns.")
     items = "".join(f"<li>{escape(line)}</li>" for line in (*lines, *plan.notes))

@@ -78,6 +78,8 @@ class PlainProgress(SearchObserver):
         self.unit = spec.unit
         if spec.kind == "function":  # what it decides itself could not be said before it was called
             self.say(f"workload: {facts.workload_line(spec)}")
+        for topic, text in facts.workload_notes(spec):
+            self.say(f"{topic}: {text}")
 
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
         ruled_out = sum(family.configurations for family in left_out)

@@ -63,6 +63,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     """The plan for a person: what it is, what it gains, why, what was ruled out, what came next."""
     say(console, "speed-up", facts.headline(plan))
     say(console, "workload", facts.workload_line(plan.workload))
+    for topic, text in facts.workload_notes(plan.workload):
+        say(console, topic, text)
     say(console, "hardware", facts.hardware_line(plan))
     say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
     console.print()

@@ -313,7 +313,11 @@ def device_micro_batches(batch, micro_batch, device):
 
 
 def _items(plan: Plan) -> str:
-    """Tokens, or samples, of a step, as an expression of the script."""
+    """Tokens, or samples, of a step, as an expression of the script: as many as the search counted."""
+    whole = plan.workload.global_batch * (plan.workload.sequence_length or 1)
+    counted = round(plan.measurement.tokens_per_s.median * plan.measurement.step_time_s.median)
+    if counted != whole:
+        return str(counted)
     return "GLOBAL_BATCH * SEQUENCE_LENGTH" if plan.workload.sequence_length else "GLOBAL_BATCH"
 
 

@@ -92,8 +92,7 @@ def _against_hand(session: Session, against: Comparison) -> HandSetting:
 
 def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
     """The measurement of a configuration, over all runs that count."""
-    spec = session.context.spec
-    items = spec.global_batch * (spec.sequence_length or 1)
+    items = _items_per_step(session, candidate)
     flops = session.predict(candidate.config).model_flops
     peak, source = peak_rate(session.context.hardware.device(session.context.device), candidate.config.precision)
     step = candidate.step_time
@@ -110,6 +109,13 @@ def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:
         method=candidate.first.method or "whole_steps",
         trials=tuple(run.number for run in runs),
     )
+
+
+def _items_per_step(session: Session, candidate: CandidateRuns) -> float:
+    """Tokens, or samples, of a step: the mean over the runs; records of earlier versions do not have it."""
+    spec = session.context.spec
+    counted = [run.items_per_step for run in candidate.runs if run.items_per_step]
+    return sum(counted) / len(counted) if counted else spec.global_batch * (spec.sequence_length or 1)
 
 
 def _attempt_notes(session: Session) -> list[str]:

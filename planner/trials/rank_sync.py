@@ -28,6 +28,14 @@ class RankSync:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
 
+    def mean(self, value: float) -> float:
+        """The mean of a value over the ranks."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return float(tensor) / self.world_size
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self.largest([float(flag)])[0] > 0

@@ -215,6 +215,7 @@ def make_trial(
         phase=report.phase,
         step_time_s=step,
         tokens_per_s=invert(step, items) if step is not None else None,
+        items_per_step=items,
         method=first.method if first is not None else None,
         parts_s=first.parts_s if first is not None else {},
         peak_memory=_peak(good, report, device, memory_limit_bytes),

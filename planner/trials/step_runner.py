@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoplan.planner.trials.batches import TrialBatches
 from autoplan.planner.trials.first_loss import first_samples
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import EXPENSIVE, VERY_EXPENSIVE, TrialRequest
@@ -60,9 +61,11 @@ class StepRunner:
     _was_skipped: bool = False
     _began: float = 0.0
     _last_heartbeat: float = 0.0
-    _batches_made: int = 0
     _whole_batches: list[Any] = field(default_factory=list)
     _steps_per_sample: int = 1
+
+    def __post_init__(self) -> None:
+        self.batches = TrialBatches(self.run, self.request.spec)
 
     @property
     def _has_other_ranks(self) -> bool:
@@ -204,15 +207,8 @@ class StepRunner:
             raise NonfiniteError(f"the gradient norm is {norm} at step {self.run.steps} (loss {self.last_loss:.4g})")
 
     def _make_batch(self, samples: int) -> Any:
-        """A new batch for this rank; no two data-parallel ranks and no two calls get the same."""
-        position, count = 0, 1
-        if self.mesh is not None:
-            from autoplan.strategies.techniques.mesh import data_position
-
-            position, count = data_position(self.mesh)
-        index = self._batches_made * count + position
-        self._batches_made += 1
-        return self.run.workload.make_batch(samples, index)
+        """The next batch for this rank."""
+        return self.batches.next(samples)
 
     def _heartbeat(self, **facts: float) -> None:
         """Reports to the planner, at most five times a second."""

@@ -76,6 +76,7 @@ class StepTimer(StepRunner):
     _min_part_samples: int = MIN_PART_SAMPLES
 
     def __post_init__(self) -> None:
+        StepRunner.__post_init__(self)
         extra_s = self.request.remeasure * self.request.time_box_s
         self._stretches = Stretches(load=self.load, ranks=self.ranks, most_extra_s=extra_s)
 
@@ -105,8 +106,13 @@ class StepTimer(StepRunner):
             self.context.phase("warmup")
             self._began = time.monotonic()
             self._stretches.begin()
-        if self._is_expensive(first["all"], micro_steps) and len(first["all"]) > 1 and not compiles:
+        expensive = self._is_expensive(first["all"], micro_steps)
+        if expensive and len(first["all"]) > 1 and not (compiles or self.batches.sizes):
             self._stop_if_slower(first["all"][1:], 0.75 * COLD_FACTOR)
+        if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
+            self._step_not_skipped(micro_steps, shorten_if_expensive=not self._has_other_ranks)
+            first["all"] = first["all"][:1]
+            self._stretches.begin()
         second = self._step_not_skipped(micro_steps, shorten_if_expensive=not self._has_other_ranks)
         expensive = self._is_expensive(second["all"], micro_steps)
         samples = {part: seconds for part, seconds in second.items() if part != "all"}

@@ -58,7 +58,6 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     ranks.barrier()
     load = LoadMonitor(device=device, root_pid=os.getppid())  # the zygote: all below it is this trial
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, load=load)
-    items = workload.global_batch * workload.tokens_per_sample
     try:
         interval, stop = _measure(timer, memory)
     except NonfiniteError as error:
@@ -72,7 +71,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         peak_memory=memory.read(),
         loss=timer.last_loss,
         first_losses=tuple(timer.first_losses),
-        items_per_step=items,
+        items_per_step=timer.batches.items_per_step(ranks),
         warnings=tuple(_warnings(timer, request)),
         window=load.window(timer.disturbed),
         startup_s=startup_s,

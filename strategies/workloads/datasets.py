@@ -30,8 +30,8 @@ def batches_from_dataset(
 ) -> Callable[[int, int], Batch]:
     """A make_batch function over a dataset, whose batch 0 is the worst that training meets.
 
-    Trials measure on batch 0 onwards, so a configuration that fits there fits in training too: batches begin with the
-    largest samples among those looked at, and go on in the dataset's order.
+    Batch 0 has the largest samples among those looked at, so a configuration that fits there fits in training too. The
+    other batches go on in the dataset's order, so their sizes are those of training without bucketing.
 
     Args:
         dataset: Has `len()` and `[]`.
@@ -46,7 +46,8 @@ def batches_from_dataset(
     """
     if len(dataset) == 0:
         raise WorkloadError("the dataset is empty", hint="Give a dataset with at least one sample.")
-    return functools.partial(_make_batch, dataset, collate or default_collate, order_by_size(dataset, longest_of))
+    order = order_by_size(dataset, longest_of)
+    return functools.partial(_make_batch, dataset, collate or default_collate, order)
 
 
 def order_by_size(dataset: SizedDataset, longest_of: int) -> list[int]:
@@ -70,6 +71,7 @@ def sample_size(sample: Any) -> int:
 def _make_batch(
     dataset: SizedDataset, collate: Callable[[list[Any]], Batch], order: list[int], num_samples: int, index: int
 ) -> Batch:
+    in_turn = order if index == 0 else sorted(order)
     start = index * num_samples
-    samples = [dataset[order[(start + offset) % len(order)]] for offset in range(num_samples)]
+    samples = [dataset[in_turn[(start + offset) % len(in_turn)]] for offset in range(num_samples)]
     return collate(samples)

@@ -74,14 +74,24 @@ class Describer:
 
     Args:
         sources_of: Hashes of a file of the user's own and of the files that it imports, by name.
+        imported_in: The files of the user's own that a function imports when it is called.
+        stamps: Texts that name a file count with its size and time.
 
     Attributes:
         unhashed: What could only be described by its type.
         weights: Digests of the tensors of modules, kept apart from the code, by order of appearance.
     """
 
-    def __init__(self, sources_of: Callable[[Path], dict[str, str]]) -> None:
-        self._sources_of = sources_of
+    def __init__(
+        self,
+        sources_of: Callable[[Path], dict[str, str]],
+        imported_in: Callable[[Any], list[Path]] = lambda _: [],
+        *,
+        stamps: bool = False,
+    ) -> None:
+        self._stamps = stamps
+        self._sources_of = functools.cache(sources_of)
+        self._imported_in = imported_in
         self.unhashed: set[str] = set()
         self.weights: list[Any] = []
         self._seen: dict[int, int] = {}
@@ -89,6 +99,8 @@ class Describer:
 
     def describe(self, value: Any, depth: int = MAX_DEPTH) -> Any:
         """What makes a value what it is."""
+        if isinstance(value, str) and self._stamps and names_file(value):
+            return _file_stamp(Path(value))
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float | complex | bytes):
@@ -108,12 +120,12 @@ class Describer:
         if isinstance(value, functools.partial):
             return ["partial", *(self.describe(part, depth) for part in (value.func, value.args, value.keywords))]
         if isinstance(value, Mapping):
-            pairs = [[self.describe(key, depth), self.describe(item, depth)] for key, item in _sampled(value.items())]
+            pairs = [[self.describe(key, depth), self.describe(item, depth)] for key, item in sampled(value.items())]
             return ["mapping", len(value), *sorted(pairs, key=json.dumps)]
         if isinstance(value, set | frozenset):
             return [
                 "set",
-                *sorted((Describer(self._sources_of).describe(item, depth) for item in value), key=json.dumps),
+                *sorted((self._alone().describe(item, depth) for item in value), key=json.dumps),
             ]
         if isinstance(value, list):
             return self._items(value, depth)
@@ -129,33 +141,38 @@ class Describer:
             return self._class(value, depth)
         return self._instance(value, depth)
 
+    def _alone(self) -> Describer:
+        """A describer that has seen nothing: for items without an order."""
+        return Describer(self._sources_of, self._imported_in, stamps=self._stamps)
+
     def _items(self, value: Any, depth: int) -> Any:
         if depth <= 0:
             return type(value).__qualname__
-        return [len(value), *(self.describe(item, depth) for item in _sampled(value))]
+        return [len(value), *(self.describe(item, depth) for item in sampled(value))]
 
     def _module(self, module: types.ModuleType) -> Any:
-        """A module that a function names: of the user's own, the sources of its file and of what that imports."""
-        file = getattr(module, "__file__", None)
-        if not is_own_file(file) or file is None or not file.endswith(".py"):
+        """A module that a function names: of the user's own, the sources of its files and of what those import."""
+        sources = {name: found for file in module_files(module) for name, found in self._sources_of(file).items()}
+        if not sources:
             return ["module", module.__name__, str(getattr(module, "__version__", ""))]
-        return ["module", self._sources_of(Path(file))]
+        return ["module", sources]
 
     def _function(self, function: Any, depth: int) -> Any:
         name = f"{function.__module__}.{function.__qualname__}"
-        if not is_own_file(function.__code__.co_filename) and not _is_typed_in(function.__code__.co_filename):
-            closure = [self.describe(cell.cell_contents, depth) for cell in _filled_cells(function)]
+        if not is_own_code(function.__code__):
+            closure = [self.describe(cell.cell_contents, depth) for cell in filled_cells(function)]
             return ["function", name, closure]  # of an installed package: its version counts
-        cells = [self.describe(cell.cell_contents, depth) for cell in _filled_cells(function)]
+        cells = [self.describe(cell.cell_contents, depth) for cell in filled_cells(function)]
         defaults = [self.describe(function.__defaults__, depth), self.describe(function.__kwdefaults__, depth)]
         home = function.__globals__
-        named = {key: self.describe(home[key], depth) for key in sorted(_globals_of(function.__code__)) if key in home}
-        return ["function", function.__qualname__, source_of(function), cells, defaults, named]
+        named = {key: self.describe(home[key], depth) for key in sorted(global_names(function.__code__)) if key in home}
+        inside = {name: found for file in self._imported_in(function) for name, found in self._sources_of(file).items()}
+        described = ["function", function.__qualname__, source_of(function), cells, defaults, named]
+        files = [_file_stamp(Path(text)) for text in texts_in(function.__code__) if self._stamps and names_file(text)]
+        return [*described, *([inside] if inside else []), *files]
 
     def _class(self, kind: type, depth: int) -> Any:
-        module = sys.modules.get(kind.__module__)
-        file = getattr(module, "__file__", None)
-        if not is_own_file(file) and not (module is None or kind.__module__ == "__main__" or _is_cloudpickled(kind)):
+        if not is_own_class(kind):
             return ["class", f"{kind.__module__}.{kind.__qualname__}"]
         members = {
             name: self.describe(_unwrapped(member), depth)
@@ -170,9 +187,9 @@ class Describer:
         from torch import nn
 
         if isinstance(value, torch.Tensor):
-            return _tensor_digest(value)
+            return tensor_digest(value)
         if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-            return _array_digest(value)
+            return array_digest(value)
         if isinstance(value, nn.Module):
             return self._torch_module(value, depth)
         if isinstance(value, torch.device | torch.dtype | torch.Size):
@@ -192,7 +209,7 @@ class Describer:
 
     def _torch_module(self, model: Any, depth: int) -> Any:
         """The classes and plain attributes of a module and all inside it; the values of its tensors go to `weights`."""
-        self.weights.append({name: _tensor_digest(tensor) for name, tensor in model.state_dict().items()})
+        self.weights.append({name: tensor_digest(tensor) for name, tensor in model.state_dict().items()})
         parts = []
         for name, part in model.named_modules():
             plain = {key: value for key, value in vars(part).items() if key not in _MODULE_STATE}
@@ -207,6 +224,12 @@ _MEANINGFUL = ("__init__", "__call__", "__post_init__", "__getitem__", "__len__"
 _MODULE_STATE = ("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set", "_backward_hooks")
 
 
+def qualified_name(value: Any) -> str:
+    """The qualified name of a class or function, without the functions that it is defined in."""
+    name = str(getattr(value, "__qualname__", type(value).__qualname__))
+    return name.rpartition("<locals>.")[2]
+
+
 def _unwrapped(member: Any) -> Any:
     """The function in a method, a property, or a cached property."""
     for name in ("__func__", "fget", "func"):
@@ -216,16 +239,40 @@ def _unwrapped(member: Any) -> Any:
     return inspect.unwrap(member) if isinstance(member, types.FunctionType) else member
 
 
-def _is_typed_in(file: str) -> bool:
-    """Whether code comes from a notebook, a prompt, `python -c` or exec: `<...>` instead of a file."""
-    return file.startswith("<")
+def is_own_code(code: types.CodeType) -> bool:
+    """Whether code is the user's own: of a file of theirs, or typed in (a notebook, a prompt, exec: `<...>`)."""
+    return is_own_file(code.co_filename) or code.co_filename.startswith("<")
 
 
-def _is_cloudpickled(kind: type) -> bool:
-    return "_cloudpickle" in kind.__dict__.get("__module__", "")
+def is_own_class(kind: type) -> bool:
+    """Whether a class is the user's own. One from exec may name any module, which then does not have it."""
+    module = sys.modules.get(kind.__module__)
+    if module is None or kind.__module__ == "__main__" or is_own_file(getattr(module, "__file__", None)):
+        return True
+    if "<locals>" in kind.__qualname__ or hasattr(module, kind.__qualname__.partition(".")[0]):
+        return False
+    return any(is_own_code(function.__code__) for member in vars(kind).values() for function in code_functions(member))
 
 
-def _filled_cells(function: Any) -> list[Any]:
+def code_functions(member: Any) -> list[Any]:
+    """The functions in a member of a class: itself, or that of a method, a property or a decorator."""
+    found = _unwrapped(member)
+    return [found] if isinstance(found, types.FunctionType) else []
+
+
+def module_files(module: types.ModuleType) -> list[Path]:
+    """The files of a module of the user's own: its file, or all files of a package. Empty for installed ones."""
+    file = getattr(module, "__file__", None)
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    if file is None:
+        return sorted(path for folder in folders if is_own_file(folder) for path in folder.rglob("*.py"))
+    if not is_own_file(file) or not file.endswith(".py"):
+        return []
+    return [Path(file), *sorted(path for folder in folders for path in folder.rglob("*.py"))]
+
+
+def filled_cells(function: Any) -> list[Any]:
+    """The cells of a closure that have a value."""
     found = []
     for cell in function.__closure__ or ():
         try:
@@ -236,18 +283,18 @@ def _filled_cells(function: Any) -> list[Any]:
     return found
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
+def global_names(code: types.CodeType) -> set[str]:
     """The global names that a function and the functions inside it read."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _globals_of(constant)
+            names |= global_names(constant)
     return names
 
 
-def _sampled(items: Any) -> Iterator[Any]:
-    """All items of a short collection; of a long one, MAX_ITEMS at regular distances."""
-    return itertools.islice(items, 0, None, max(1, len(items) // MAX_ITEMS))
+def sampled(items: Any, most: int = MAX_ITEMS) -> Iterator[Any]:
+    """All items of a short collection; of a long one, `most` to twice as many at regular distances."""
+    return itertools.islice(items, 0, None, max(1, len(items) // most))
 
 
 def source_of(function: Any) -> Any:
@@ -255,11 +302,12 @@ def source_of(function: Any) -> Any:
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
-        return _code(function.__code__)
+        return bytecode(function.__code__)
 
 
-def _code(code: types.CodeType) -> list[Any]:
-    constants = [_code(part) if isinstance(part, types.CodeType) else _constant(part) for part in code.co_consts]
+def bytecode(code: types.CodeType) -> list[Any]:
+    """The instructions, names and constants of code, as JSON without addresses."""
+    constants = [bytecode(part) if isinstance(part, types.CodeType) else _constant(part) for part in code.co_consts]
     return [code.co_code.hex(), list(code.co_names), constants]
 
 
@@ -267,6 +315,22 @@ def _constant(value: Any) -> str:
     """A constant as text; a frozenset in a fixed order, and no address."""
     text = repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def names_file(text: str) -> bool:
+    """Whether a text is the path of a file here: with a folder or a suffix, and not of code."""
+    if not 1 < len(text) < 1024 or "\n" in text or "\0" in text or not ("/" in text or "." in text):
+        return False
+    return not text.endswith(".py") and Path(text).is_file()
+
+
+def texts_in(code: types.CodeType) -> list[str]:
+    """The texts that a function and the functions inside it contain."""
+    found = [constant for constant in code.co_consts if isinstance(constant, str)]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += texts_in(constant)
+    return found
 
 
 def _file_stamp(path: Path) -> list[Any]:
@@ -277,7 +341,7 @@ def _file_stamp(path: Path) -> list[Any]:
     return ["path", str(path), status.st_size, status.st_mtime_ns]
 
 
-def _tensor_digest(tensor: Any) -> list[Any]:
+def tensor_digest(tensor: Any) -> list[Any]:
     """Shape, dtype and a hash of the bytes, of at most SAMPLED_BYTES at regular distances."""
     import torch
 
@@ -290,8 +354,8 @@ def _tensor_digest(tensor: Any) -> list[Any]:
     return [*head, hashlib.sha256(data).hexdigest()[:16]]
 
 
-def _array_digest(array: Any) -> list[Any]:
-    """As _tensor_digest, for an array or a number of NumPy."""
+def array_digest(array: Any) -> list[Any]:
+    """As tensor_digest, for an array or a number of NumPy."""
     head = ["array", list(array.shape), str(array.dtype)]
     if array.dtype.hasobject:
         return head

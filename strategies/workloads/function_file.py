@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import dis
 import hashlib
 import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,31 @@ def local_sources(path: Path) -> dict[str, str]:
         for file in sorted((path.parent / name).rglob("*.py")):
             found.setdefault(_name_under(file.resolve(), folders), hashlib.sha256(file.read_bytes()).hexdigest()[:16])
     return found
+
+
+def files_imported_in(function: Any) -> list[Path]:
+    """The files of the user's own that a function imports when it is called."""
+    file = Path(function.__code__.co_filename)
+    here = file.resolve() if file.is_file() else Path("script.py").resolve()
+    found: list[Path] = []
+    for code in _codes_in(function.__code__):
+        steps = list(dis.get_instructions(code))
+        for number, step in enumerate(steps):
+            if step.opname != "IMPORT_NAME":
+                continue
+            level, names = steps[number - 2].argval, steps[number - 1].argval
+            parts = step.argval.split(".") if step.argval else []
+            starts = _own_folders(here.parent) if not level else [here.parents[level - 1]]
+            for name in names or ("",):
+                found += _files_of([*parts, name] if name else parts, starts)
+    return sorted(set(found))
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
 
 
 def _own_folders(first: Path) -> list[Path]:

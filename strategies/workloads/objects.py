@@ -17,7 +17,8 @@ from torch import nn
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
-from autoplan.strategies.workloads.function_file import local_sources
+from autoplan.strategies.workloads.fingerprint import fingerprints_of
+from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
@@ -107,6 +108,7 @@ def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadS
         payload=_pack(workload, identity),
         identity=identity,
         digests=digests,
+        sources=fingerprints_of(workload) | {"versions": installed_versions()},
         unhashed=unhashed,
         defaults_used=defaults_used,
     )
@@ -118,6 +120,7 @@ _PARTS = {
     "loss": "loss",
     "head": "loss",
     "count": "loss",
+    "tokens": "counting",
     "build_optimizer": "optimizer",
     "build_schedule": "schedule",
     "make_batch": "data",
@@ -131,7 +134,9 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
     parts: dict[str, list[Any]] = {"weights": []}
     for field in dataclasses.fields(workload):
         part = _PARTS.get(field.name, "settings")
-        describer = describers.setdefault(part, Describer(local_sources))
+        if field.name == "tokens" and workload.tokens is None:
+            continue  # so that identities of earlier versions stay
+        describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]
     found = {part: digest(described) for part, described in parts.items()}

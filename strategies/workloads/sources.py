@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
+from autoplan.strategies.workloads.data_files import changed_files
 from autoplan.strategies.workloads.digests import digest, installed_versions
 from autoplan.strategies.workloads.function_file import check_function, import_function, local_sources
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
@@ -104,10 +105,11 @@ def _unknown_model(model: str) -> WorkloadError:
 
 
 def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
-    """The parts of a spec whose digests are others here and now: `code`, `model`, `weights`, `versions`.
+    """The parts of a spec whose digests are others here and now: `code`, `data`, `model`, `weights`, `versions`.
 
     Empty where nothing changed, and where it cannot be known: an earlier version wrote the spec, its files are not
-    here, or it was made of Python objects, of which only the versions are compared.
+    here, or it was made of Python objects, of which only the versions and the
+    data files are compared (`plan.prepare` compares the objects that it is given).
     """
     if spec.kind == "object":
         now = {"versions": digest(installed_versions())}
@@ -122,7 +124,28 @@ def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
         except WorkloadError:
             return ()
         now = {part: value for part, value in made.digests.items() if part != "settings"}
-    return tuple(part for part, value in sorted(now.items()) if spec.digests.get(part, value) != value)
+    changed = {part for part, value in now.items() if spec.digests.get(part, value) != value}
+    return tuple(sorted(changed | ({"data"} if changed_files(spec.sources.get("data files", {})) else set())))
+
+
+def changed_pieces(spec: WorkloadSpec) -> list[str]:
+    """The files behind `changed_parts`: sources that changed or are new, data files, and packages."""
+    found = changed_files(spec.sources.get("data files", {}))
+    then = spec.sources.get("files", {})
+    if spec.kind == "function" and then:
+        try:
+            now = local_sources(check_function(spec.reference)[0])
+        except WorkloadError:
+            now = then
+        found += [name for name in sorted(then | now) if then.get(name) != now.get(name)]
+    versions = spec.sources.get("versions", {})
+    installed = installed_versions()
+    found += [
+        f"{package} {versions.get(package, 'none')} -> {installed.get(package, 'none')}"
+        for package in sorted(versions | installed)
+        if versions and versions.get(package) != installed.get(package)
+    ]
+    return found
 
 
 def spec_from_objects(workload: Workload | None = None, **parts: Any) -> WorkloadSpec:
@@ -240,6 +263,7 @@ def _language_spec(
         options=options,
         identity=hash_identity(digests),
         digests=digests,
+        sources={"versions": installed_versions()},
         defaults_used=tuple(said),
     )
 
@@ -248,8 +272,9 @@ def _function_spec(
     text: str, sequence_length: int | None, global_batch: int | None, options: dict[str, Option]
 ) -> WorkloadSpec:
     path, function = check_function(text)
+    files = local_sources(path)
     digests = {
-        "code": digest([local_sources(path), function]),
+        "code": digest([files, function]),
         "settings": digest([sequence_length, global_batch, options]),
         "versions": digest(installed_versions()),
     }
@@ -264,6 +289,7 @@ def _function_spec(
         global_batch=global_batch or DEFAULT_GLOBAL_BATCH,
         unit="tokens" if sequence_length else "samples",
         options=options,
+        sources={"files": files, "versions": installed_versions()},
         open_fields=tuple(open_fields),
         identity=hash_identity(digests),
         digests=digests,

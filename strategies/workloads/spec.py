@@ -16,6 +16,78 @@ from autoplan.errors import WorkloadError
 from autoplan.record import Record
 
 
+class Counted(Record):
+    """What throughput counts (`autoplan.strategies.workloads.counting` finds it)."""
+
+    unit: Literal["tokens", "samples"]
+    by: Literal["function", "fields", "tensor", "length", "samples"] = Field(
+        description="the workload's own function; fields of the batch; a tensor of the batch by its number; samples "
+        "times the sequence length; samples"
+    )
+    fields: tuple[str, ...] = ()
+    without_padding: tuple[str, ...] = Field(default=(), description="those whose padding is known and not counted")
+    tensor: int = 0
+
+    def describe(self) -> str:
+        """What is counted, for a screen."""
+        match self.by:
+            case "function":
+                return "the workload's own tokens(batch)"
+            case "fields":
+                known = [name for name in self.fields if name in self.without_padding]
+                whole = [name for name in self.fields if name not in self.without_padding]
+                parts = [f"{' and '.join(known)} without padding"] if known else []
+                parts += [f"{' and '.join(whole)} whole (the batch has no padding mask for it)"] if whole else []
+                return ", and ".join(parts)
+            case "tensor":
+                return "all elements of the batch's first tensor of whole numbers, padding included"
+            case "length":
+                return "samples times the sequence length"
+            case "samples":
+                return "samples"
+
+
+class SizeRange(Record):
+    """The smallest, the mean and the largest of some sizes."""
+
+    min: int
+    mean: float
+    max: int
+
+
+class BatchSizes(Record):
+    """How the size of a workload's batches varies, as its own make_batch made them."""
+
+    batches: int = Field(description="how many were made")
+    samples: int = Field(description="in each: the global batch")
+    elements: SizeRange = Field(description="elements of all tensors of a batch")
+    positions: SizeRange = Field(description="of a batch, with padding: tokens, or elements where samples are counted")
+    items: SizeRange = Field(description="of a batch: tokens without padding, or samples")
+    largest: int = Field(description="index of the largest batch: what it takes is what must fit")
+    typical: tuple[int, ...] = Field(description="indices of those nearest to the mean: what is timed")
+
+    @property
+    def vary(self) -> bool:
+        """Whether the batches differ in size."""
+        return self.elements.min != self.elements.max
+
+    def describe(self, counted: Counted | None) -> str:
+        """How the sizes vary, for a screen."""
+        unit = "tokens" if counted is not None and counted.unit == "tokens" else "elements"
+        low, mean, high = (f"{size / self.samples:,.4g}" for size in self._sizes)
+        seen = f"seen on {self.batches} batches of {self.samples} samples"
+        if not self.vary:
+            return f"all of one size, {mean} {unit} a sample with padding; {seen}"
+        return (
+            f"of {low} to {high} {unit} a sample with padding, mean {mean}; {seen}. The largest decides what fits; "
+            "speed is measured on those nearest to the mean"
+        )
+
+    @property
+    def _sizes(self) -> tuple[float, float, float]:
+        return self.positions.min, self.positions.mean, self.positions.max
+
+
 class WorkloadSpec(Record):
     """What is trained, by reference.
 
@@ -49,7 +121,16 @@ class WorkloadSpec(Record):
         description="a hash per part of what is trained (model, loss, optimizer, data, weights, versions, ...); the "
         "identity is made of them; empty in specs of earlier versions",
     )
+    sources: dict[str, dict[str, str]] = Field(
+        default_factory=dict,
+        description="for each part (model, loss, optimizer, schedule, data, weights, files) a hash for each piece of "
+        "code and each value by name, so that what changed can be named; empty in specs of earlier versions",
+    )
     unhashed: tuple[str, ...] = Field(default=(), description="types of values that no digest covers")
+    counted: Counted | None = Field(default=None, description="what throughput counts; None: not looked at yet")
+    batch_sizes: BatchSizes | None = Field(
+        default=None, description="how the batches of a user's own function vary; None: not looked at, or fixed"
+    )
     defaults_used: tuple[str, ...] = Field(
         default=(), description="what the user did not give, in sentences for the screen"
     )

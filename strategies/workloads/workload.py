@@ -53,7 +53,7 @@ class Workload:
         build_model: Makes the model, on the current default device (it may be `meta`); weights are random or read
             from disk. Freeze parameters here (`requires_grad_(False)`): plans keep them frozen.
         make_batch: `make_batch(num_samples, index)` gives a CPU batch; the same index gives the same batch.
-            Batches are as large (sequence length, image size) as the worst that training meets.
+            Batches are those that training meets. Their sizes may differ: the largest of some decides what fits.
         loss: `loss(model, batch)` gives a LossSum. It calls the model; it does not divide by the count.
         build_optimizer: Makes the optimizer from the model's parameters (or parameter groups).
         global_batch: Samples per optimizer step, over all ranks. Never changed.
@@ -62,6 +62,8 @@ class Workload:
         build_schedule: Makes the learning-rate schedule from the optimizer; stepped once per optimizer step.
         count: `count(batch)` gives the items the loss will count, without running the model. Optional: it saves one
             pass over the gradients where counts differ between batches.
+        tokens: `tokens(batch)` gives the tokens of a batch that tokens/s counts. None: they are found by the names of
+            the batch's fields, without padding (`autoplan.strategies.workloads.counting`).
         head: How to split hidden states from the output head; None: the fused loss does not apply.
         load_weights: Fills a model that was built on `meta` and materialised; None: build_model does all.
         tensor_plan: Which projections are split over tensor-parallel ranks: names (with `*` for a number) to colwise,
@@ -80,6 +82,7 @@ class Workload:
     max_grad_norm: float | None = None
     build_schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     count: Callable[[Batch], int] | None = None
+    tokens: Callable[[Batch], int] | None = None
     head: OutputHead | None = None
     load_weights: Callable[[nn.Module], None] | None = None
     tensor_plan: Mapping[str, str] | None = None
@@ -96,13 +99,8 @@ class Workload:
 
     @property
     def tokens_per_sample(self) -> int:
-        """What throughput counts: tokens of a sequence, or 1 for a sample."""
+        """Positions of a sample: the sequence length, or 1 where samples are no sequences."""
         return self.sequence_length or 1
-
-    @property
-    def unit(self) -> str:
-        """The name of what throughput counts."""
-        return "tokens" if self.sequence_length else "samples"
 
 
 class TrainingModule(nn.Module):
