@@ -9,16 +9,20 @@ for batch in loader:                          # run.local_batch samples each
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
+from autoplan.planner.trust import TRAINING_CODE, refuse_odd_file, require_trust
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autoplan.planner.records import Parity
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.analysis.training_facts import TrainingFacts
     from autoplan.strategies.config import TrainingConfig
@@ -45,6 +49,17 @@ class PlanLike(Protocol):
     @property
     def training(self) -> TrainingFacts | None: ...
 
+    @property
+    def study(self) -> str: ...
+
+    @property
+    def parity(self) -> Parity: ...
+
+    @property
+    def edited(self) -> tuple[str, ...]: ...
+
+    def with_workload_at(self, model: str) -> PlanLike: ...
+
 
 class _AsSearched:
     """The type of AS_SEARCHED."""
@@ -70,6 +85,8 @@ def prepare_plan(
     global_batch: int | None = None,
     head: OutputHead | None = None,
     changed_ok: bool = False,
+    trust_code: bool = False,
+    workload: str | Path | None = None,
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them."""
     from torch import nn
@@ -81,7 +98,9 @@ def prepare_plan(
             f"the plan is for a global batch of {plan.workload.global_batch}, and {global_batch} was given",
             hint=f"Search again with global_batch={global_batch}: the batch is part of what is trained.",
         )
-    said = refuse_changed_code(plan.workload, changed_ok=changed_ok)
+    if workload is not None:
+        plan, trust_code = plan.with_workload_at(str(workload)), True
+    said = check_before_use(plan, changed_ok=changed_ok)
     if said is not None:
         warnings.warn(said, stacklevel=3)
     target = _pick_device(plan, device)
@@ -94,16 +113,16 @@ def prepare_plan(
         schedule=schedule,
         max_grad_norm=max_grad_norm,
     )
-    workload = make_workload(plan, parts)
+    made = make_workload(plan, parts, trust_code=trust_code)
     if head is not None:
-        workload = dataclasses.replace(workload, head=head)
+        made = dataclasses.replace(made, head=head)
     state = _state_of(optimizer)
     instance = model if isinstance(model, nn.Module) else None
     if instance is not None and not changed_ok:  # before anything is changed in place
         from autoplan.strategies.workloads.optimizers import trainable
 
-        refuse_other_training(plan, workload.build_optimizer(trainable(instance)), instance)
-    run = prepare(workload, plan.config, device=target, model=instance)
+        refuse_other_training(plan, made.build_optimizer(trainable(instance)), instance)
+    run = prepare(made, plan.config, device=target, model=instance)
     if instance is None and not changed_ok:
         refuse_other_training(plan, run.optimizer, run.model)
     if state:
@@ -111,8 +130,33 @@ def prepare_plan(
     return run
 
 
-TRAINING_CODE = ("code", "model")
-"""The parts of a workload's digests without which another thing is trained."""
+def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = True) -> str | None:
+    """What every verb asks before a plan meets code: prepare, run, verify and export. Reads files; runs none.
+
+    Args:
+        plan: The plan.
+        changed_ok: Use it although it, or the training code, changed.
+        checks_parity: False where the verb makes the parity check itself.
+
+    Returns:
+        What else changed since the plan was found, in words; None: nothing.
+
+    Raises:
+        PlanError: the plan was edited, failed its parity check, or names a file that is none; or the code changed.
+    """
+    if plan.edited and not changed_ok:
+        raise PlanError(
+            f"the plan was edited after the search wrote it: {', '.join(plan.edited)} differ from their digests, so it "
+            "says what was never measured",
+            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    if checks_parity and not plan.parity.passed and not changed_ok:
+        raise PlanError(
+            "the plan failed its parity check: it does not train the same thing",
+            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    refuse_odd_file(plan.workload)
+    return refuse_changed_code(plan.workload, changed_ok=changed_ok)
 
 
 def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
@@ -210,22 +254,43 @@ class Parts:
     max_grad_norm: Any = AS_SEARCHED
 
 
-def make_workload(plan: PlanLike, parts: Parts) -> Workload:
+def make_workload(plan: PlanLike, parts: Parts, *, trust_code: bool = False) -> Workload:
     """The workload that a plan is applied to.
 
     With a model: one of the user's parts, and what is not among them as in the search. Without: the workload of the
-    search with the user's parts in it.
+    search with the user's parts in it. Where all parts are the user's, no file that the plan names is imported.
 
     Raises:
         WorkloadError: the parts do not make a workload.
+        PlanError: the plan names code, nobody vouches for it, and a part of it is needed.
     """
+    if _are_all_given(plan, parts):
+        batches = parts.make_batch or functools.partial(_batch_of_the_search, plan, trust_code)
+        return _from_parts(plan, _as_the_plan_says(plan, dataclasses.replace(parts, make_batch=batches)))
     carried = plan.workload.kind != "object" or plan.workload.payload is not None
-    searched = _searched_workload(plan) if carried else None
+    searched = _searched_workload(plan, trust_code) if carried else None
     if searched is None:
         return _from_parts(plan, _as_the_plan_says(plan, parts))
     if parts.model is not None:
         return _with_model(plan, parts, searched)
     return _with_parts(plan, parts, searched)
+
+
+def _are_all_given(plan: PlanLike, parts: Parts) -> bool:
+    """Whether nothing is needed of the file that the plan names.
+
+    Batches are handed to `run.step`. Clipping and a constant rate are in the plan; a schedule is not.
+    """
+    if plan.workload.kind != "function" or any(part is None for part in (parts.model, parts.optimizer, parts.loss)):
+        return False
+    schedule = parts.schedule is not AS_SEARCHED or (plan.training is not None and plan.training.schedule is None)
+    return schedule and (parts.max_grad_norm is not AS_SEARCHED or plan.training is not None)
+
+
+def _batch_of_the_search(plan: PlanLike, trust_code: bool, count: int, index: int) -> Any:
+    """A batch as the plan's own file makes it, which is imported now, if it may run."""
+    searched = _searched_workload(plan, trust_code)
+    return (_no_batches if searched is None else searched.make_batch)(count, index)
 
 
 def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
@@ -320,14 +385,21 @@ def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
     return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
 
 
-def _searched_workload(plan: PlanLike) -> Workload | None:
-    """The workload of the search, where its reference can be followed here."""
+def _searched_workload(plan: PlanLike, trust_code: bool) -> Workload | None:
+    """The workload of the search, where its reference can be followed here.
+
+    Raises:
+        PlanError: it is code that nobody vouches for.
+    """
     from autoplan.strategies.workloads.sources import load_workload
 
+    spec = plan.workload
+    if spec.kind != "function" or Path(spec.reference.rpartition(":")[0]).is_file():
+        require_trust(spec, plan.study, trust_code=trust_code)
     try:
-        return load_workload(plan.workload)
+        return load_workload(spec)
     except WorkloadError:
-        if plan.workload.kind == "model":
+        if spec.kind == "model":
             raise
         return None  # a file that is not on this machine: the parts must come from the caller
 

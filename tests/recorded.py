@@ -184,4 +184,4 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
             autoplan="0.1.0", torch="2.13.0", python="3.11.9", transformers="5.23.0", platform="Linux"
         ),
     }
-    return Plan(**(facts | given))
+    return Plan(**(facts | given)).sealed()

@@ -20,7 +20,7 @@ HEAVY = ("torch", "optuna", "transformers", "numpy", "typer", "rich")
 # From the lowest package to the highest: each imports from those on its own line and on the lines before it. A module
 # belongs to the longest name that it begins with.
 ORDER = (
-    ("autoplan", "autoplan.errors", "autoplan.units"),
+    ("autoplan", "autoplan.errors", "autoplan.files", "autoplan.units"),
     ("autoplan.record",),
     ("autoplan.processes",),
     ("autoplan.probes.catalog",),
@@ -41,6 +41,7 @@ ORDER = (
     ("autoplan.planner.trials",),
     ("autoplan.planner.parity",),
     ("autoplan.planner.store",),
+    ("autoplan.planner.trust", "autoplan.planner.plan_file", "autoplan.planner.plan_checks"),
     ("autoplan.planner.apply",),
     ("autoplan.planner.plan",),
     ("autoplan.planner.search", "autoplan.planner.export"),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
 
 
 def export_command(
@@ -24,6 +24,9 @@ def export_command(
         Path | None,
         typer.Option("--out", metavar="FILE", help="The file to write. Default: plan-TARGET in the current folder."),
     ] = None,
+    changed_ok: ChangedOption = False,
+    trust_code: TrustOption = False,
+    model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Write a plan for another trainer.
@@ -32,7 +35,7 @@ def export_command(
     """
     from autoplan.planner.export.run import export_plan
 
-    exported = export_plan(load_plan(plan), to, out)
+    exported = export_plan(load_plan(plan), to, out, changed_ok=changed_ok, trust_code=trust_code, workload=model)
     if json_output:
         output.print_json(
             {

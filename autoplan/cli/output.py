@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.errors import AutoplanError
+from autoplan.files import replace_file
 from autoplan.report.screen import make_console
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _write_traceback(text: str) -> Path | None:
     try:
         folder = platformdirs.user_log_path("autoplan", ensure_exists=True)
         path = folder / f"traceback-{os.getpid()}.txt"
-        path.write_text(text)
+        replace_file(path, text, private=True)
     except OSError:
         return None
     return path

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from autoplan.files import replace_file
+
 _KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
 _TAIL_BYTES = 16_384
 _OUTPUT_LIMIT_BYTES = 16 << 20
@@ -35,9 +37,7 @@ def clear_rank_files(directory: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON under another name first, then renames it: a reader sees the old file or the new one."""
     text = json.dumps(value, default=_to_json)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    replace_file(path, text, private=True)
 
 
 def read_json(path: Path) -> Any | None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import keyword
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan import Plan
+from autoplan.planner.plan_file import one_line
+
+CODING = "# -*- coding: utf-8 -*-"
+"""The first line of each Python file: Python reads the encoding from a comment, and the next ones have names in them
+that could say another (PEP 263)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +38,7 @@ class Target(Protocol):
 
     name: str
     suffix: str
+    runs_code: bool  # whether it builds the model, so that a file that the plan names runs
 
     def render(self, plan: Plan, stem: str) -> Export: ...
 
@@ -60,13 +70,52 @@ def provenance_lines(plan: Plan) -> list[str]:
 
 
 def comment(lines: list[str] | tuple[str, ...], mark: str = "#") -> str:
-    """The lines as a comment, wrapped at 110 columns."""
+    """The lines as a comment, wrapped at 110 columns.
+
+    Names come from anywhere, so no character of theirs ends a line, in any language (U+2028 does in YAML).
+    """
     import textwrap
 
-    return "\n".join(
-        textwrap.fill(line, 110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False)
-        for line in lines
+    wrapper = textwrap.TextWrapper(
+        110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False
     )
+    return "\n".join(wrapper.fill(one_line(line)) for line in lines)
+
+
+def run_python(
+    code: str, *arguments: str, input: str = "", timeout_s: float, folder: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python source in a process of its own, which imports from where this process does.
+
+    A plain `python -c` imports from the current folder first, and that may be a downloaded one with a torch.py in it.
+
+    Raises:
+        ExportError: it does not end in time.
+    """
+    folders = [os.path.abspath(place) for place in sys.path if place]
+    try:
+        return subprocess.run(
+            [sys.executable, "-P", "-c", code, *arguments],
+            input=input,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "HF_HUB_OFFLINE": "1"},
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ExportError(
+            f"a check of the export did not end within {timeout_s:.0f} s", hint="Nothing was written."
+        ) from error
+
+
+def is_python_name(text: object, *, dotted: bool = False) -> bool:
+    """Whether a text is a name that may stand in Python source: an identifier, or several with dots between them."""
+    if not isinstance(text, str):
+        return False
+    parts = text.split(".") if dotted else [text]
+    return all(part.isascii() and part.isidentifier() and not keyword.iskeyword(part) for part in parts)
 
 
 def same_or_error(what: str, read_back: object, wanted: object) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 from autoplan.errors import ExportError
+from autoplan.planner.export.base import run_python
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 _SUMMARIZE = """
@@ -50,7 +49,7 @@ def summarize_model(spec: WorkloadSpec) -> ModelSummary:
 
 @functools.lru_cache(maxsize=16)
 def _summarize_model(spec: str, name: str) -> ModelSummary:
-    done = subprocess.run([sys.executable, "-c", _SUMMARIZE], input=spec, capture_output=True, text=True, timeout=600)
+    done = run_python(_SUMMARIZE, input=spec, timeout_s=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     if done.returncode or not lines:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]
@@ -68,5 +67,5 @@ def stack_source(stack: list[str]) -> str:
     if match and len(stack) > 2:
         prefix, first = match[1], int(match[2])
         if stack == [f"{prefix}{first + number}" for number in range(len(stack))]:
-            return f'[f"{prefix}{{number}}" for number in range({first}, {first + len(stack)})]'
+            return f"[{prefix!r} + str(number) for number in range({first}, {first + len(stack)})]"
     return repr(stack)

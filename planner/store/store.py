@@ -26,6 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
+from autoplan.files import PRIVATE_FILE, make_private_folder
 from autoplan.planner.records import Parity, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.folders import RECORD, move_aside
@@ -91,13 +92,13 @@ class Store:
         self._spent_before_s = 0.0
         self._run_began = time.monotonic()
         self._clock_written = 0.0
-        self._lock = _take(folder)
+        self._lock = _take(folder, identity)
         try:
             self.renamed_to: Path | None = None
             if fresh and (folder / RECORD).exists():
                 self.folder, self.renamed_to = move_aside(folder, identity)
                 self._lock.release()
-                self._lock = _take(self.folder)
+                self._lock = _take(self.folder, identity)
             self._record = RecordFile(self.folder / RECORD)
             self._load(summary)
         except BaseException:
@@ -243,14 +244,14 @@ def _describe(summary: object) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in summary.items() if value not in (None, {}))
 
 
-def _take(folder: Path) -> Any:
-    """Makes the folder and takes its lock."""
+def _take(folder: Path, identity: str) -> Any:
+    """Makes the folder, for the user alone, and takes its lock."""
     import filelock
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "trials").mkdir(exist_ok=True)
-        lock = filelock.FileLock(folder / "lock", timeout=0)
+        make_private_folder(folder, close=folder.name == identity)  # in any other, there may be files of the user
+        make_private_folder(folder / "trials")
+        lock = filelock.FileLock(folder / "lock", timeout=0, mode=PRIVATE_FILE)
         lock.acquire()
     except filelock.Timeout:
         raise StoreBusyError(
