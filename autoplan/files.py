@@ -41,6 +41,11 @@ def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> 
         raise
 
 
+def open_private(path: str, flags: int) -> int:
+    """The `opener` of Python's open() for a file of the user alone; a link in its place is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
+
+
 def make_private_folder(path: Path, *, close: bool = True) -> None:
     """Makes a folder, and the folders above it that are missing, for the user alone (0700).
 

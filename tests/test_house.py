@@ -42,6 +42,7 @@ ORDER = (
     ("autoplan.planner.parity",),
     ("autoplan.planner.store",),
     ("autoplan.planner.trust", "autoplan.planner.plan_file", "autoplan.planner.plan_checks"),
+    ("autoplan.planner.plan_parts",),
     ("autoplan.planner.apply",),
     ("autoplan.planner.plan",),
     ("autoplan.planner.search", "autoplan.planner.export"),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import keyword
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,34 +77,6 @@ def comment(lines: list[str] | tuple[str, ...], mark: str = "#") -> str:
         110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False
     )
     return "\n".join(wrapper.fill(one_line(line)) for line in lines)
-
-
-def run_python(
-    code: str, *arguments: str, input: str = "", timeout_s: float, folder: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs Python source in a process of its own, which imports from where this process does.
-
-    A plain `python -c` imports from the current folder first, and that may be a downloaded one with a torch.py in it.
-
-    Raises:
-        ExportError: it does not end in time.
-    """
-    folders = [os.path.abspath(place) for place in sys.path if place]
-    try:
-        return subprocess.run(
-            [sys.executable, "-P", "-c", code, *arguments],
-            input=input,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "HF_HUB_OFFLINE": "1"},
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ExportError(
-            f"a check of the export did not end within {timeout_s:.0f} s", hint="Nothing was written."
-        ) from error
 
 
 def is_python_name(text: object, *, dotted: bool = False) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import re
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import run_python
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 _SUMMARIZE = """
@@ -49,7 +50,7 @@ def summarize_model(spec: WorkloadSpec) -> ModelSummary:
 
 @functools.lru_cache(maxsize=16)
 def _summarize_model(spec: str, name: str) -> ModelSummary:
-    done = run_python(_SUMMARIZE, input=spec, timeout_s=600)
+    done = subprocess.run([sys.executable, "-c", _SUMMARIZE], input=spec, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     if done.returncode or not lines:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from importlib import resources
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, run_python, same_or_error
+from autoplan.planner.export.base import Export, same_or_error
 from autoplan.planner.export.transformers_companion import companion
 from autoplan.planner.export.transformers_training import TrainedParts, trained_parts
 from autoplan.planner.plan import Plan
@@ -22,7 +24,7 @@ from autoplan.strategies.config import PLAIN, TrainingConfig
 # The example scripts of transformers read such a file with parse_json_file, too. Without a GPU, the class refuses bf16
 # and fp16 unless use_cpu is set, and refuses tf32 in any case, so tf32 is not checked there.
 _READ_BACK = """
-import json, sys
+import json, sys, tempfile, os
 from transformers import HfArgumentParser, TrainingArguments
 wanted = json.load(open(sys.argv[1]))
 import torch
@@ -30,7 +32,7 @@ given = dict(wanted)
 if not torch.cuda.is_available():
     given["use_cpu"] = True
     given.pop("tf32", None)
-path = "given.json"  # in the folder of this check
+path = os.path.join(tempfile.mkdtemp(), "arguments.json")
 json.dump(given, open(path, "w"))
 (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
 plain = lambda value: value.to_dict() if hasattr(value, "to_dict") else str(value)
@@ -188,13 +190,21 @@ def read_back_arguments(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the class refuses the arguments.
     """
+    import os
     import tempfile
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "wanted.json")
         path.write_text(text)
-        done = run_python(_READ_BACK, str(path), timeout_s=300, folder=folder)
+        done = subprocess.run(
+            [sys.executable, "-c", _READ_BACK, str(path)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            timeout=300,
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
     if done.returncode or not lines:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]

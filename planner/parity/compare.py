@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
 from autoplan.planner.parity.judge import Judgement, judge
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation, dropout_accumulation
@@ -202,7 +203,7 @@ def _run(
         report.check()
     if report.ended is not Ended.FINISHED:
         return report, []
-    (folder / "measurements.json").write_text(json.dumps(list(report.results)))
+    replace_file(folder / "measurements.json", json.dumps(list(report.results)), private=True)
     return report, _load(folder, ranks)
 
 

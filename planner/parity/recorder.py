@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.files import open_private
 from autoplan.planner.parity.records import (
     START,
     GroupMeasure,
@@ -171,7 +172,8 @@ class Recorder:
         import numpy as np
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, **self.samples())
+        with open(path, "wb", opener=open_private) as file:
+            np.savez(file, **self.samples())
 
     # How tensors are read.
 

@@ -12,9 +12,7 @@ import json
 import os
 import pickle
 import random
-import site
 import sys
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
 from tests.strategies.tiny import GPT2
 
-MARK = "touch MARK"
+MARK, MARKS = "touch MARK", ("MARK", "touch")
 PICKLE = base64.b64encode(pickle.dumps((os.system, (MARK,)))).decode()
 CODE = "__import__('os').system('touch MARK')"
 VALUES: tuple[Any, ...] = (
@@ -122,13 +120,12 @@ def mutated_file(documents: list[dict[str, Any]], chance: random.Random) -> byte
     return bytes(data)
 
 
-INSTALLED = tuple(
-    {os.path.realpath(place) for place in (*site.getsitepackages(), *sysconfig.get_paths().values(), sys.prefix)}
-    | {str(Path(app.__file__).resolve().parents[2])}
-)
-
-
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.symlink", "os.chmod", "shutil.rmtree")
+
+
+def _place(path: Any) -> str:
+    """The real path; of a handle of an open file, the file's."""
+    return os.path.realpath(f"/proc/self/fd/{path}" if isinstance(path, int) else os.fsdecode(path))
 
 
 class Witness:
@@ -145,21 +142,21 @@ class Witness:
             if event != "pickle.find_class" or "torch" not in str(given):
                 self.note(f"{event} {str(given)[:200]}")
         elif event == "exec":
-            file = getattr(given[0], "co_filename", "")
-            if self.is_ours(file):
-                self.note(f"ran {file}")
+            code = given[0]
+            if self.is_ours(code.co_filename) or any(word in str(code.co_consts + code.co_names) for word in MARKS):
+                self.note(f"ran {code.co_filename}")
         elif event == "open" and isinstance(given[0], str | bytes | os.PathLike):
             path, mode, flags = os.fsdecode(given[0]), given[1], given[2]
             writes = any(letter in (mode or "") for letter in "wax+") or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
             place = os.path.realpath(path)
             if writes and not self.may_write(place):
                 self.note(f"wrote {place}")
-        elif event in CHANGES and not self.may_write(os.path.realpath(os.fsdecode(given[0]))):
+        elif event in CHANGES and not self.may_write(_place(given[0])):
             self.note(f"{event} {given[0]}")
 
     def is_ours(self, file: str) -> bool:
-        """Whether code is from the plan's folder, or from nowhere: not from an installed package."""
-        return os.path.realpath(file).startswith(self.folder)
+        """Whether code is from the plan's folder. Code without a file is known by the words of the plans."""
+        return not file.startswith("<") and os.path.realpath(file).startswith(self.folder)
 
     def may_write(self, place: str) -> bool:
         return place.startswith((self.folder, "/dev/null", "/dev/tty"))

@@ -15,6 +15,7 @@ import yaml
 from autoplan.planner.export.base import comment
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.planner.plan import Environment, Plan
+from autoplan.planner.plan_file import shown_text
 from autoplan.report.html import render_page
 from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import TrainingConfig
@@ -85,7 +86,7 @@ def test_a_name_stays_in_its_comment(name: str, tmp_path: Path, model_summary_on
                 read = yaml.safe_load if to == "yaml" else json.loads
                 document = read(text)
                 assert document.keys() == read(others[file]).keys()
-                assert (document["workload"]["name"], document["plan"]["study"]) == (name, name)
+                assert (document["workload"]["name"], document["plan"]["study"]) == (shown_text(name),) * 2
 
 
 def code_of(text: str) -> str:
