@@ -53,9 +53,16 @@ def require_trust(spec: WorkloadSpec, study: str, *, trust_code: bool, named: bo
         named: The user named the file.
 
     Raises:
-        PlanError: nobody vouches for the file.
+        PlanError: nobody vouches for the file, or it is not here.
     """
-    if spec.kind != "function" or trust_code or named or _is_running(spec) or _was_searched(spec, study):
+    if spec.kind != "function":
+        return
+    if not _file_of(spec).is_file():
+        raise PlanError(
+            f"the plan is of {spec.reference}, and that file is not here",
+            hint=f"Say where it is now: --model {_short_reference(spec)}.",
+        )
+    if trust_code or named or _is_running(spec) or _was_searched(spec, study):
         return
     raise PlanError(
         f"the plan names code that would run here: {spec.reference}. It was not searched with these options by this "
@@ -114,7 +121,7 @@ def refuse_odd_file(spec: WorkloadSpec) -> None:
             f"the plan's workload is {spec.reference!r}, which is not of the form file.py:function",
             hint="The plan was edited: make it again with autoplan search.",
         )
-    file = Path(spec.reference.rpartition(":")[0] if spec.kind == "function" else spec.reference)
+    file = _file_of(spec) if spec.kind == "function" else Path(spec.reference)
     if spec.kind == "folder":
         file = file / "config.json"
     try:
@@ -140,7 +147,7 @@ def _is_running(spec: WorkloadSpec) -> bool:
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     if not isinstance(program, str):
         return False
-    return Path(program).resolve() == Path(spec.reference.rpartition(":")[0])
+    return Path(program).resolve() == _file_of(spec)
 
 
 def _was_searched(spec: WorkloadSpec, study: str) -> bool:
@@ -160,7 +167,7 @@ def _was_searched(spec: WorkloadSpec, study: str) -> bool:
 def _changed_or_gone(known: WorkloadSpec) -> bool:
     """As the digests of our own record say, not those of the plan."""
     try:
-        return bool(code_changes(known)) or not Path(known.reference.rpartition(":")[0]).is_file()
+        return bool(code_changes(known)) or not _file_of(known).is_file()
     except (WorkloadError, OSError):
         return True
 
@@ -206,6 +213,11 @@ def _read_private(path: Path) -> bytes:
     if not is_private_file(path) or path.stat().st_size > _MAX_NOTE_BYTES:
         raise PermissionError(1, "it is not the user's own", str(path))
     return path.read_bytes()
+
+
+def _file_of(spec: WorkloadSpec) -> Path:
+    """The file of a `file.py:function`."""
+    return Path(spec.reference.rpartition(":")[0])
 
 
 def _short_reference(spec: WorkloadSpec) -> str:

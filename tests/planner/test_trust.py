@@ -180,6 +180,8 @@ def test_the_named_file_may_be_elsewhere_and_must_be_the_same(named: Case, tmp_p
     plan = named.load()
     with pytest.raises(WorkloadError):
         plan.prepare()
+    with pytest.raises(PlanError, match="not here"):
+        export_plan(plan, "pytorch", tmp_path / "out.py", trust_code=True)
     assert plan.prepare(workload=moved / "train.py").workload.name == "tiny"
     (moved / "train.py").write_text(SOURCE.replace("WIDTH, RATE = 8", "WIDTH, RATE = 128"))
     with pytest.raises(PlanError, match="changed"):
