@@ -116,7 +116,7 @@ def refuse_odd_file(spec: WorkloadSpec) -> None:
     """
     if spec.kind not in ("function", "config", "folder"):
         return
-    if spec.kind == "function" and not re.search(r"\.py:[^\W\d]\w*$", spec.reference):
+    if spec.kind == "function" and not re.search(r"\.py:[^\W\d]\w*\Z", spec.reference):
         raise PlanError(
             f"the plan's workload is {spec.reference!r}, which is not of the form file.py:function",
             hint="The plan was edited: make it again with autoplan search.",
