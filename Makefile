@@ -3,6 +3,7 @@
 # make quick:  the same without the slow tests
 # make docs:   the documentation with the API reference, in site/
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
+# make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
 # make soak [MINUTES=60]: searches that are killed at random and resumed; one line of figures
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
@@ -29,6 +30,10 @@ test: lint types
 
 test-parity: $(VENV)/.installed-test
 	$(PYTEST) $(TWO_WORKERS) tests/planner/parity
+
+.PHONY: test-plans
+test-plans: $(VENV)/.installed-test
+	$(PYTEST) -s tests/planner/test_plan_fuzz.py
 
 test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)

@@ -212,6 +212,8 @@ def load_plan(path: str | Path) -> Plan:
         PlanError: no such file, not a plan, or of a newer schema.
     """
     plan = Plan.load(path)
+    for note in plan.load_notes:
+        sys.stderr.write(f"note: {note}\n")
     other = found_elsewhere(plan)
     if other:
         sys.stderr.write(f"note: {other}\n")
@@ -225,6 +227,9 @@ def export(
     *,
     budget: str | float | None = None,
     memory_limit: str | int | None = None,
+    changed_ok: bool = False,
+    trust_code: bool = False,
+    workload: str | Path | None = None,
 ) -> Exported:
     """Writes a plan for another trainer: json, yaml, pytorch or transformers.
 
@@ -234,13 +239,25 @@ def export(
         out: The file to write; None: `plan-<target>` in the current folder.
         budget: Time for building the workload's model, where the target needs it, like `"2m"`. Default: 5 minutes.
         memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
+        changed_ok: Export it although the plan was edited, or the workload's code changed.
+        trust_code: Run the file that the plan names, whoever made the plan.
+        workload: The plan's file, named again: where it is now. It is trusted then.
 
     Raises:
         UsageError: no such target.
+        PlanError: the plan was edited, its code changed, or it names code that nobody vouches for.
         ExportError: the target cannot carry the plan, or the export failed its own check.
     """
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-    return export_plan(loaded, to, out, budget=budget, memory_limit=memory_limit)
+    return export_plan(
+        plan if isinstance(plan, Plan) else Plan.load(plan),
+        to,
+        out,
+        budget=budget,
+        memory_limit=memory_limit,
+        changed_ok=changed_ok,
+        trust_code=trust_code,
+        workload=workload,
+    )
 
 
 def found_elsewhere(plan: Plan) -> str | None:

@@ -11,51 +11,21 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
 from autoplan.planner.changes import HINT, name_pieces, refuse_changed_parts
+from autoplan.planner.plan_parts import AS_SEARCHED, Parts, PlanLike, make_workload
+from autoplan.planner.trust import TRAINING_CODE, refuse_odd_file
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autoplan.probes.profile import HardwareProfile
-    from autoplan.strategies.analysis.training_facts import TrainingFacts
-    from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
-    from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
-
-
-class PlanLike(Protocol):
-    """What applying reads of a plan."""
-
-    @property
-    def workload(self) -> WorkloadSpec: ...
-
-    @property
-    def config(self) -> TrainingConfig: ...
-
-    @property
-    def hardware(self) -> HardwareProfile: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def training(self) -> TrainingFacts | None: ...
-
-
-class _AsSearched:
-    """The type of AS_SEARCHED."""
-
-    def __repr__(self) -> str:
-        return "AS_SEARCHED"
-
-
-AS_SEARCHED: Any = _AsSearched()
-"""For max_grad_norm and schedule: what the workload of the search had."""
+    from autoplan.strategies.workloads.workload import LossSum, OutputHead
 
 
 def prepare_plan(
@@ -71,6 +41,8 @@ def prepare_plan(
     global_batch: int | None = None,
     head: OutputHead | None = None,
     changed_ok: bool = False,
+    trust_code: bool = False,
+    workload: str | Path | None = None,
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them."""
     from torch import nn
@@ -82,7 +54,9 @@ def prepare_plan(
             f"the plan is for a global batch of {plan.workload.global_batch}, and {global_batch} was given",
             hint=f"Search again with global_batch={global_batch}: the batch is part of what is trained.",
         )
-    said = refuse_changed_code(plan.workload, changed_ok=changed_ok)
+    if workload is not None:
+        plan, trust_code = plan.with_workload_at(str(workload)), True
+    said = check_before_use(plan, changed_ok=changed_ok)
     if said is not None:
         warnings.warn(said, stacklevel=3)
     target = _pick_device(plan, device)
@@ -100,16 +74,16 @@ def prepare_plan(
     changed = refuse_changed_parts(plan.workload, changed_ok=changed_ok, **given)
     if changed is not None:
         warnings.warn(changed, stacklevel=3)
-    workload = make_workload(plan, parts)
+    made = make_workload(plan, parts, trust_code=trust_code)
     if head is not None:
-        workload = dataclasses.replace(workload, head=head)
+        made = dataclasses.replace(made, head=head)
     state = _state_of(optimizer)
     instance = model if isinstance(model, nn.Module) else None
     if instance is not None and not changed_ok:  # before anything is changed in place
         from autoplan.strategies.workloads.optimizers import trainable
 
-        refuse_other_training(plan, workload.build_optimizer(trainable(instance)), instance)
-    run = prepare(workload, plan.config, device=target, model=instance)
+        refuse_other_training(plan, made.build_optimizer(trainable(instance)), instance)
+    run = prepare(made, plan.config, device=target, model=instance)
     if instance is None and not changed_ok:
         refuse_other_training(plan, run.optimizer, run.model)
     if state:
@@ -119,8 +93,33 @@ def prepare_plan(
     return run
 
 
-TRAINING_CODE = ("code", "model")
-"""The parts of a workload's digests without which another thing is trained."""
+def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = True) -> str | None:
+    """What every verb asks before a plan meets code: prepare, run, verify and export. Reads files; runs none.
+
+    Args:
+        plan: The plan.
+        changed_ok: Use it although it, or the training code, changed.
+        checks_parity: False where the verb makes the parity check itself.
+
+    Returns:
+        What else changed since the plan was found, in words; None: nothing.
+
+    Raises:
+        PlanError: the plan was edited, failed its parity check, or names a file that is none; or the code changed.
+    """
+    if plan.edited and not changed_ok:
+        raise PlanError(
+            f"the plan was edited after the search wrote it: {', '.join(plan.edited)} differ from their digests, so it "
+            "says what was never measured",
+            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    if checks_parity and not plan.parity.passed and not changed_ok:
+        raise PlanError(
+            "the plan failed its parity check: it does not train the same thing",
+            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    refuse_odd_file(plan.workload)
+    return refuse_changed_code(plan.workload, changed_ok=changed_ok)
 
 
 def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
@@ -203,150 +202,6 @@ def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.dev
             target = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
         torch.cuda.set_device(target)
     return target
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """What the user gives; None: as the search had it.
-
-    `max_grad_norm` and `schedule` may be AS_SEARCHED; None: no clipping, a constant learning rate.
-    """
-
-    model: Any = None
-    optimizer: Any = None
-    loss: Any = None
-    make_batch: Any = None
-    schedule: Any = AS_SEARCHED
-    max_grad_norm: Any = AS_SEARCHED
-
-
-def make_workload(plan: PlanLike, parts: Parts) -> Workload:
-    """The workload that a plan is applied to.
-
-    With a model: one of the user's parts, and what is not among them as in the search. Without: the workload of the
-    search with the user's parts in it.
-
-    Raises:
-        WorkloadError: the parts do not make a workload.
-    """
-    carried = plan.workload.kind != "object" or plan.workload.payload is not None
-    searched = _searched_workload(plan) if carried else None
-    if searched is None:
-        return _from_parts(plan, _as_the_plan_says(plan, parts))
-    if parts.model is not None:
-        return _with_model(plan, parts, searched)
-    return _with_parts(plan, parts, searched)
-
-
-def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
-    """The parts with the clipping of the search, where its workload is not here.
-
-    Raises:
-        PlanError: the search had a schedule, which a plan does not contain, and the user says nothing of one.
-    """
-    training = plan.training
-    if training is None:
-        unknown = [name for name in ("max_grad_norm", "schedule") if getattr(parts, name) is AS_SEARCHED]
-        if unknown:
-            warnings.warn(
-                f"this plan does not know the {' and '.join(unknown)} of the search, and none was given: there is "
-                "none; give them to prepare(), None for none",
-                stacklevel=5,
-            )
-        return dataclasses.replace(parts, **dict.fromkeys(unknown))
-    if parts.max_grad_norm is AS_SEARCHED:
-        parts = dataclasses.replace(parts, max_grad_norm=training.max_grad_norm)
-    if parts.schedule is not AS_SEARCHED:
-        return parts
-    if training.schedule is not None:
-        rates = ", ".join(f"{max(rates):.4g}" for rates in training.schedule.learning_rates[:4])
-        raise PlanError(
-            f"the search trained with the schedule {training.schedule.kind} (learning rates {rates}, ...), which a "
-            "plan does not contain, and prepare() was given none",
-            hint="Give the function that makes it: prepare(schedule=...). For a constant rate: prepare(schedule=None).",
-        )
-    return dataclasses.replace(parts, schedule=None)
-
-
-def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
-    """The user's model; what else the user does not give is as it was in the search."""
-    norm = searched.max_grad_norm if parts.max_grad_norm is AS_SEARCHED else parts.max_grad_norm
-    made = _from_parts(
-        plan,
-        dataclasses.replace(
-            parts,
-            optimizer=parts.optimizer or searched.build_optimizer,
-            loss=parts.loss or searched.loss,
-            make_batch=parts.make_batch or searched.make_batch,
-            schedule=searched.build_schedule if parts.schedule is AS_SEARCHED else parts.schedule,
-            max_grad_norm=norm,
-        ),
-    )
-    made = dataclasses.replace(made, seed=searched.seed)
-    if parts.loss is not None and parts.loss is not searched.loss:
-        return made  # another loss has another head and another count
-    return dataclasses.replace(made, count=searched.count, head=searched.head)
-
-
-def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
-    """A workload of the parts alone, under the plan's name, sizes and seed."""
-    from autoplan.strategies.workloads.objects import workload_from_objects
-
-    fixed = plan.workload.options.get("fixed_micro_batch")
-    return workload_from_objects(
-        model=parts.model,
-        make_batch=parts.make_batch or _no_batches,
-        loss=parts.loss,
-        optimizer=parts.optimizer,
-        global_batch=plan.workload.global_batch,
-        schedule=parts.schedule,
-        max_grad_norm=parts.max_grad_norm,
-        name=plan.workload.name,
-        sequence_length=plan.workload.sequence_length,
-        fixed_micro_batch=plan.config.micro_batch if fixed is not None else None,
-        seed=0 if plan.training is None else plan.training.seed,
-    )
-
-
-def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
-    """The workload of the search, its own model too, with the user's other parts in it."""
-    if parts.optimizer is not None and not callable(parts.optimizer):
-        raise WorkloadError(
-            "an optimizer was given without the model that has its parameters",
-            hint="Hand in both, or a function that makes the optimizer from parameters.",
-        )
-    given = {
-        "build_optimizer": parts.optimizer,
-        "loss": parts.loss,
-        "make_batch": parts.make_batch,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    if parts.schedule is not AS_SEARCHED:
-        changes["build_schedule"] = parts.schedule
-    if parts.loss is not None:  # another loss has another head and another count
-        changes |= {"head": None, "count": None}
-    if parts.max_grad_norm is not AS_SEARCHED:
-        changes["max_grad_norm"] = parts.max_grad_norm
-    return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
-
-
-def _searched_workload(plan: PlanLike) -> Workload | None:
-    """The workload of the search, where its reference can be followed here."""
-    from autoplan.strategies.workloads.sources import load_workload
-
-    try:
-        return load_workload(plan.workload)
-    except WorkloadError:
-        if plan.workload.kind == "model":
-            raise
-        return None  # a file that is not on this machine: the parts must come from the caller
-
-
-def _no_batches(count: int, index: int) -> Any:
-    raise WorkloadError(
-        "this run was prepared without make_batch, so it makes no batches of its own",
-        hint="Hand batches to run.step(), or give prepare() make_batch=.",
-    )
 
 
 def _state_of(optimizer: Any) -> dict[Any, Any]:

@@ -1,4 +1,7 @@
-"""Plan: the result of a search. Data only: JSON, readable and diffable; loading one never runs code."""
+"""Plan: the result of a search. Data only: JSON, readable and diffable; loading one never runs code.
+
+What is read of a file is in plan_file.py, the plan's arithmetic in plan_checks.py, whose code it names in trust.py.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from autoplan.errors import PlanError
-from autoplan.planner.apply import AS_SEARCHED, prepare_plan
+from autoplan.files import replace_file
+from autoplan.planner.apply import prepare_plan
+from autoplan.planner.plan_checks import broken_rules
+from autoplan.planner.plan_file import (
+    digests_of_document,
+    edited_sections,
+    one_line,
+    read_document,
+    with_shown_texts,
+)
+from autoplan.planner.plan_parts import AS_SEARCHED
 from autoplan.planner.records import Attempt, Claim, Interval, LeftOutFamily, Parity, Prediction, Trial
+from autoplan.planner.trust import with_named_workload
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -114,19 +128,60 @@ class Plan(Record):
         default=None,
         description="optimizer, clipping, schedule and seed of the workload; None in plans of earlier versions",
     )
+    seal: dict[str, str] = Field(
+        default_factory=dict,
+        description="a digest of each section of the measured part, which shows an accidental edit; it is "
+        "no signature. Empty in plans of earlier versions",
+    )
+    _edited: tuple[str, ...] = PrivateAttr(default=())
+    _load_notes: tuple[str, ...] = PrivateAttr(default=())
 
-    def save(self, path: str | Path) -> Path:
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_payload(cls, document: Any) -> Any:
+        """A plan from a file carries no pickled objects: loading them would run code."""
+        workload = document.get("workload") if isinstance(document, dict) else None
+        if isinstance(workload, dict) and "payload" in workload:
+            raise ValueError("workload.payload: a plan from a file carries no objects, since loading them runs code")
+        return document
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """The sections of its file that were edited after it was written; empty where it is from no file."""
+        return self._edited
+
+    @property
+    def load_notes(self) -> tuple[str, ...]:
+        """What is to be said of the file that the plan was loaded from, in sentences."""
+        return self._load_notes
+
+    def sealed(self) -> Plan:
+        """The plan with the digests of its measured part as it is now."""
+        return self.model_copy(update={"seal": digests_of_document(json.loads(self.model_dump_json()))})
+
+    def with_workload_at(self, model: str) -> Plan:
+        """The plan with its workload at the place that is named: `file.py:function`, a config.json or a folder.
+
+        Raises:
+            UsageError: the workload is of another kind, or there is no such file.
+        """
+        return self.model_copy(update={"workload": with_named_workload(self.workload, model)})
+
+    def save(self, path: str | Path, *, private: bool = False) -> Path:
         """Writes the plan as indented JSON, atomically; returns the path.
+
+        Args:
+            path: The file.
+            private: For the user alone (0600); else as the umask has it.
 
         Raises:
             PlanError: the file cannot be written.
         """
         path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")
+        plan = self if self.edited else self.sealed()  # what was edited stays so
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self.model_dump_json(indent=2) + "\n")
-            temporary.replace(path)
+            replace_file(path, plan.model_dump_json(indent=2) + "\n", private=private)
         except OSError as error:
             raise PlanError(
                 f"the plan cannot be written to {path}: {error.strerror}", hint="Give another place with --out."
@@ -135,39 +190,40 @@ class Plan(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a plan file.
+        """Reads a plan file; runs no code. `edited` and `load_notes` of the plan say what is to be known of the file.
 
         Raises:
-            PlanError: no such file, not JSON (truncated), not a plan, or of a newer schema.
+            PlanError: no such file, not JSON (truncated), not a plan, of a newer schema, or its own figures do not
+                add up.
         """
         path = Path(path)
-        try:
-            document = json.loads(path.read_text())
-        except OSError as error:
-            raise PlanError(
-                f"{path} cannot be read: {error.strerror}", hint="autoplan search writes a plan."
-            ) from error
-        except ValueError as error:
-            raise PlanError(
-                f"{path} is not JSON: {error}",
-                hint="The file may be cut short. The search's store keeps its record: run the same autoplan search "
-                "again, and it writes the plan without repeating a trial.",
-            ) from error
-        version = document.get("schema_version") if isinstance(document, dict) else None
+        document = read_document(path)
+        version = document.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise PlanError(
                 f"{path} has plan schema {version}; this autoplan reads up to {SCHEMA_VERSION}",
                 hint="Update autoplan, or make the plan again with this version.",
             )
         try:
-            return cls.model_validate(document)
+            plan = cls.model_validate(with_shown_texts(document))
         except ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "the document"
+            said = one_line(f"{place}: {first['msg']}")[:500]
             raise PlanError(
-                f"{path} is not a plan: {place}: {first['msg']} ({error.error_count()} problem(s) in all)",
+                f"{path} is not a plan: {said} ({error.error_count()} problem(s) in all)",
                 hint="Write plans with autoplan search; autoplan schema prints what a plan contains.",
             ) from None
+        broken = broken_rules(plan)
+        if broken:
+            raise PlanError(
+                f"{path} does not add up: {one_line('; '.join(broken[:3]))[:1000]} ({len(broken)} problem(s) in all)",
+                hint="The file was edited. The search's store keeps its record: run the same autoplan search again, "
+                "and it writes the plan without repeating a trial.",
+            )
+        edited = edited_sections(document)
+        plan._edited, plan._load_notes = edited or (), _load_notes(path, edited)
+        return plan
 
     def prepare(
         self,
@@ -182,6 +238,8 @@ class Plan(Record):
         global_batch: int | None = None,
         head: OutputHead | None = None,
         changed_ok: bool = False,
+        trust_code: bool = False,
+        workload: str | Path | None = None,
     ) -> TrainingRun:
         """Builds the training run that was measured, on your own model, optimizer and loss.
 
@@ -206,13 +264,18 @@ class Plan(Record):
                 fused.
             changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
                 groups or other values in them, or from files whose code changed. Without it that is refused; changed
-                weights and versions are a warning.
+                weights and versions are a warning. A plan that was edited, or that failed its parity check, is
+                refused without it too.
+            trust_code: Run the file that the plan names (`file.py:function`), whoever made the plan. Without it the
+                file runs only where you searched it yourself; with model, optimizer and loss it is not needed.
+            workload: The plan's file, named again: where it is now. It is trusted then.
 
         Returns:
             The run: `run.step(batch)` takes the `run.local_batch` samples of this rank.
 
         Raises:
-            PlanError: the global batch, the optimizer or the code is not the search's, or its schedule was not given.
+            PlanError: the global batch, the optimizer or the code is not the search's, or its schedule was not given;
+                the plan was edited, or names code that nobody vouches for.
             ConfigError: the world does not have the plan's ranks, or a knob does not apply to this model.
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.
@@ -229,4 +292,15 @@ class Plan(Record):
             global_batch=global_batch,
             head=head,
             changed_ok=changed_ok,
+            trust_code=trust_code,
+            workload=workload,
         )
+
+
+def _load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:
+    """What a person is told of a plan's file."""
+    if edited is None:
+        return (f"an earlier version wrote {path}: without digests of what was measured, an edit does not show",)
+    if edited:
+        return (f"{path} was edited after the search wrote it: {', '.join(edited)} differ from their digests",)
+    return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from autoplan.planner.plan import Alternative, Choice, Environment, Measurement, Plan
@@ -86,7 +87,10 @@ def make_trial(
 
 
 def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
-    """A plan of a 16-sequence GPT-2 search in which bf16 with compiled blocks won over plain fp32."""
+    """A plan of a 16-sequence GPT-2 search in which bf16 with compiled blocks won over plain fp32.
+
+    With another workload, the micro-batches of its trials divide that one's global batch.
+    """
     config = config or TrainingConfig(
         micro_batch=4, precision="bf16", compile="block", attention="sdpa", checkpointing="every_2"
     )
@@ -101,15 +105,16 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
         identity="0123456789abcdef",
         defaults_used=("global batch 16 sequences (--global-batch)",),
     )
-    plain = TrainingConfig(micro_batch=2)
+    batch = given.get("workload", spec).global_batch
+    plain = TrainingConfig(micro_batch=math.gcd(2, batch))
     baseline = make_trial(0, plain, 8.0, purpose="baseline")
     trials = (
         baseline,
         make_trial(1, config, 2.5),
-        make_trial(2, TrainingConfig(micro_batch=8), 7.5),
+        make_trial(2, TrainingConfig(micro_batch=math.gcd(8, batch)), 7.5),
         make_trial(
             3,
-            TrainingConfig(micro_batch=16),
+            TrainingConfig(micro_batch=math.gcd(16, batch)),
             None,
             outcome=Outcome.OUT_OF_MEMORY,
             detail="host",
@@ -132,7 +137,7 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
         "study": "feedfacefeedface",
         "workload": spec,
         "config": config,
-        "accumulation": config.accumulation(global_batch),
+        "accumulation": max(1, batch // (config.micro_batch * config.dp)),
         "device": "cpu",
         "hardware": make_hardware(gpu=given.get("device") == "cuda"),
         "prediction": Prediction(
@@ -184,4 +189,4 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
             autoplan="0.1.0", torch="2.13.0", python="3.11.9", transformers="5.23.0", platform="Linux"
         ),
     }
-    return Plan(**(facts | given))
+    return Plan(**(facts | given)).sealed()

@@ -20,7 +20,7 @@ HEAVY = ("torch", "optuna", "transformers", "numpy", "typer", "rich")
 # From the lowest package to the highest: each imports from those on its own line and on the lines before it. A module
 # belongs to the longest name that it begins with.
 ORDER = (
-    ("autoplan", "autoplan.errors", "autoplan.units"),
+    ("autoplan", "autoplan.errors", "autoplan.files", "autoplan.units"),
     ("autoplan.record",),
     ("autoplan.processes",),
     ("autoplan.probes.catalog",),
@@ -42,6 +42,8 @@ ORDER = (
     ("autoplan.planner.parity",),
     ("autoplan.planner.store",),
     ("autoplan.planner.changes",),
+    ("autoplan.planner.trust", "autoplan.planner.plan_file", "autoplan.planner.plan_checks"),
+    ("autoplan.planner.plan_parts",),
     ("autoplan.planner.apply",),
     ("autoplan.planner.plan",),
     ("autoplan.planner.search", "autoplan.planner.export"),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
 
 
 def export_command(
@@ -36,6 +36,9 @@ def export_command(
             "--memory-limit", metavar="SIZE", help="Memory for that: 8GiB, or 80% of all. Default: 80% of the free."
         ),
     ] = None,
+    changed_ok: ChangedOption = False,
+    trust_code: TrustOption = False,
+    model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Write a plan for another trainer.
@@ -44,7 +47,16 @@ def export_command(
     """
     from autoplan.planner.export.run import export_plan
 
-    exported = export_plan(load_plan(plan), to, out, budget=budget, memory_limit=memory_limit)
+    exported = export_plan(
+        load_plan(plan),
+        to,
+        out,
+        budget=budget,
+        memory_limit=memory_limit,
+        changed_ok=changed_ok,
+        trust_code=trust_code,
+        workload=model,
+    )
     if json_output:
         output.print_json(
             {

@@ -13,6 +13,7 @@ import typer
 
 from autoplan.cli.ends import OutputError
 from autoplan.errors import AutoplanError
+from autoplan.files import replace_file
 from autoplan.report.screen import make_console
 from autoplan.text import printable
 
@@ -68,7 +69,7 @@ def _write_traceback(text: str) -> Path | None:
     try:
         folder = platformdirs.user_log_path("autoplan", ensure_exists=True)
         path = folder / f"traceback-{os.getpid()}.txt"
-        path.write_text(text)
+        replace_file(path, text, private=True)
     except OSError:
         return None
     return path

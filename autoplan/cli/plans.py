@@ -1,4 +1,4 @@
-"""What the commands that take a plan share: the argument, and loading it."""
+"""What the commands that take a plan share: the argument, loading it, and the options for the code that it names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan.cli import output
+
 if TYPE_CHECKING:
     from autoplan.planner.plan import Plan
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="[PLAN]", help="A plan file, as autoplan search writes it.")]
 DEFAULT_PLAN = Path("plan.json")
 
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        help="Run the file that the plan names, whoever made the plan. Not needed where you searched it yourself.",
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="FILE",
+        help="Where the plan's workload is now: file.py:function, a config.json or a folder. Naming a file trusts it.",
+    ),
+]
+ChangedOption = Annotated[
+    bool,
+    typer.Option("--changed-ok", help="Go on although the plan was edited, or the workload's code changed since."),
+]
+
 
 def load_plan(path: Path) -> Plan:
-    """The plan in a file; PlanError says what is wrong with it."""
+    """The plan in a file; what is to be known of the file goes to stderr; PlanError says what is wrong with it."""
     from autoplan.planner.plan import Plan
 
-    return Plan.load(path)
+    plan = Plan.load(path)
+    for note in plan.load_notes:
+        output.console().print(f"note: {note}", markup=False, soft_wrap=True)
+    return plan

@@ -10,6 +10,7 @@ import typer
 from autoplan.cli import output
 from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
 from autoplan.errors import UsageError
+from autoplan.files import replace_file
 
 
 def report_command(
@@ -26,7 +27,7 @@ def report_command(
     page = render_page(load_plan(plan))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        replace_file(out, page)
     except OSError as error:
         raise UsageError(
             f"the report cannot be written to {out}: {error.strerror}", hint="Give another place with --out."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
 from autoplan.errors import UsageError
 from autoplan.units import format_number, format_seconds
 
@@ -24,6 +24,9 @@ def run_command(
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", help="Optimizer steps. The first does not count for the speed.")
     ] = 5,
+    changed_ok: ChangedOption = False,
+    trust_code: TrustOption = False,
+    model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Run some steps of a plan and print the speed.
@@ -33,7 +36,7 @@ def run_command(
     if steps < 1:
         raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
     loaded = load_plan(plan)
-    run = loaded.prepare()
+    run = loaded.prepare(changed_ok=changed_ok, trust_code=trust_code, workload=model)
     records = run_steps(run, steps, loaded.workload.counted)
     if not is_first_rank():
         return

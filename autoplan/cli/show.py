@@ -24,7 +24,8 @@ def show_command(
     loaded = load_plan(plan)
     elsewhere = found_elsewhere(loaded)
     if json_output:
-        output.print_json({"status": "ok", "other_hardware": elsewhere, "plan": loaded.model_dump(mode="json")})
+        document = {"status": "ok", "other_hardware": elsewhere, "edited": list(loaded.edited)}
+        output.print_json(document | {"plan": loaded.model_dump(mode="json")})
         return
     from autoplan.report import terminal
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
-from autoplan.errors import NoFeasiblePlanError
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
+from autoplan.errors import NoFeasiblePlanError, PlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ def verify_command(
         str,
         typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
-    changed_ok: Annotated[
-        bool, typer.Option("--changed-ok", help="Verify it although the workload's code changed since the search.")
-    ] = False,
+    changed_ok: ChangedOption = False,
+    trust_code: TrustOption = False,
+    model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
     """Check a plan on this machine.
@@ -34,11 +34,21 @@ def verify_command(
     Does it train the same thing as the plain run, and how fast is it here?
     """
     from autoplan.api import found_elsewhere
-    from autoplan.planner.apply import refuse_changed_code
+    from autoplan.planner.apply import check_before_use
+    from autoplan.planner.trust import require_trust
 
     loaded = load_plan(plan)
+    if model is not None:
+        loaded = loaded.with_workload_at(model)
     seconds = parse_duration_s(time_box)
-    changed = refuse_changed_code(loaded.workload, changed_ok=changed_ok)
+    if loaded.workload.kind == "object":
+        raise PlanError(
+            f"{loaded.workload.name} was made of Python objects, which a plan does not carry",
+            hint="Search again with the same objects, which answers from its record; or use plan.prepare(model, "
+            "optimizer, loss).",
+        )
+    changed = check_before_use(loaded, changed_ok=changed_ok, checks_parity=False)
+    require_trust(loaded.workload, loaded.study, trust_code=trust_code, named=model is not None)
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)

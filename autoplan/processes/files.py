@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from autoplan.files import replace_file
 from autoplan.text import all_writable
 
 _KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
@@ -37,9 +38,7 @@ def clear_rank_files(directory: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON under another name first, then renames it: a reader sees the old file or the new one."""
     text = json.dumps(value, default=_to_json)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    replace_file(path, text, private=True)
 
 
 def read_json(path: Path) -> Any | None:

@@ -114,7 +114,7 @@ def _detach(spec: RankSpec, inherited_fds: list[int]) -> None:
 
 
 def _redirect(fd: int, path: str | Path, flags: int) -> None:
-    opened = os.open(path, flags, 0o644)
+    opened = os.open(path, flags, 0o600)
     os.dup2(opened, fd)
     os.close(opened)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import keyword
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan import Plan
+from autoplan.planner.plan_file import one_line
+
+CODING = "# -*- coding: utf-8 -*-"
+"""The first line of each Python file: Python reads the encoding from a comment, and the next ones have names in them
+that could say another (PEP 263)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +35,7 @@ class Target(Protocol):
 
     name: str
     suffix: str
+    runs_code: bool  # whether it builds the model, so that a file that the plan names runs
 
     def render(self, plan: Plan, stem: str) -> Export: ...
 
@@ -60,13 +67,24 @@ def provenance_lines(plan: Plan) -> list[str]:
 
 
 def comment(lines: list[str] | tuple[str, ...], mark: str = "#") -> str:
-    """The lines as a comment, wrapped at 110 columns."""
+    """The lines as a comment, wrapped at 110 columns.
+
+    Names come from anywhere, so no character of theirs ends a line, in any language (U+2028 does in YAML).
+    """
     import textwrap
 
-    return "\n".join(
-        textwrap.fill(line, 110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False)
-        for line in lines
+    wrapper = textwrap.TextWrapper(
+        110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False
     )
+    return "\n".join(wrapper.fill(one_line(line)) for line in lines)
+
+
+def is_python_name(text: object, *, dotted: bool = False) -> bool:
+    """Whether a text is a name that may stand in Python source: an identifier, or several with dots between them."""
+    if not isinstance(text, str):
+        return False
+    parts = text.split(".") if dotted else [text]
+    return all(part.isascii() and part.isidentifier() and not keyword.iskeyword(part) for part in parts)
 
 
 def same_or_error(what: str, read_back: object, wanted: object) -> None:

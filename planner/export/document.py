@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.planner.plan import Plan
+from autoplan.planner.plan_file import with_shown_texts
 
 DOCUMENT_VERSION = 1
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan without its trials and alternatives, as plain values."""
+    """The plan without its trials and alternatives, as plain values; control characters in texts are written out."""
     measured = plan.measurement
-    return {
+    document = {
         "schema_version": DOCUMENT_VERSION,
         "plan": {"study": plan.study, "created": plan.created, "device": plan.device},
         "workload": plan.workload.model_dump(
@@ -35,3 +36,5 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "environment": plan.environment.model_dump(mode="json"),
         "why": {choice.knob: choice.reason for choice in plan.choices},
     }
+    shown: dict[str, Any] = with_shown_texts(document)  # a U+0085 in a text does not come back from YAML
+    return shown

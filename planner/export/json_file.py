@@ -14,6 +14,7 @@ class JsonTarget:
 
     name = "json"
     suffix = ".json"
+    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         return Export(files={f"{stem}.json": json.dumps(plan_document(plan), indent=2) + "\n"})

@@ -89,5 +89,5 @@ def stack_source(stack: list[str]) -> str:
     if match and len(stack) > 2:
         prefix, first = match[1], int(match[2])
         if stack == [f"{prefix}{first + number}" for number in range(len(stack))]:
-            return f'[f"{prefix}{{number}}" for number in range({first}, {first + len(stack)})]'
+            return f"[{prefix!r} + str(number) for number in range({first}, {first + len(stack)})]"
     return repr(stack)

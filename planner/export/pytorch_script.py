@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export import pytorch_training, pytorch_workload
-from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.export.base import CODING, Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.model_summary import ModelSummary, stack_source, summarize_model
 from autoplan.planner.plan import Plan
 
@@ -24,6 +24,7 @@ class PytorchTarget:
 
     name = "pytorch"
     suffix = ".py"
+    runs_code = True
 
     def render(self, plan: Plan, stem: str) -> Export:
         _refuse_what_cannot_be_carried(plan)
@@ -37,7 +38,7 @@ class PytorchTarget:
             )
         function = plan.workload.kind == "function"
         sections = [
-            _head(plan, stem) + "\n\n" + pytorch_workload.imports(plan, model.task, model.head),
+            _head(plan) + "\n\n" + pytorch_workload.imports(plan, model.task, model.head),
             _settings_section(plan, model, needs_blocks=needs_blocks),
             pytorch_workload.user_file(plan, model.head)
             if function
@@ -57,6 +58,8 @@ class PytorchTarget:
         constants = read_constants(tree)
         for name, wanted in settings(plan).items():
             same_or_error(name, constants.get(name), wanted)
+        if plan.workload.kind != "function":
+            same_or_error("MODEL_FIELDS", _read_fields(tree), json.dumps(model_fields(plan), indent=4))
         imported = {name for node in ast.walk(tree) for name in _imports(node)}
         if "autoplan" in imported:
             raise ExportError("the script imports autoplan, but it must run without it", hint="Please report it.")
@@ -120,16 +123,20 @@ def _function_options(plan: Plan) -> dict[str, Any]:
     return given
 
 
-def _head(plan: Plan, stem: str) -> str:
+def _head(plan: Plan) -> str:
     changed = " Numerics: changed, within the tolerance of the parity check." if plan.parity.changes_numerics else ""
     lines = [
         *provenance_lines(plan),
         f"Loss: summed over every micro-batch and divided by the count of the whole global batch.{changed}",
     ]
-    return (
-        comment(lines)
-        + f'\n"""{plan.workload.name} as the plan runs it, in plain PyTorch: python {stem}.py --steps 10"""\n\n'
-        + "from __future__ import annotations"
+    return "\n".join(
+        [
+            CODING,
+            comment(lines),
+            '"""The workload as the plan runs it, in plain PyTorch. Run it with --steps 10."""',
+            "",
+            "from __future__ import annotations",
+        ]
     )
 
 
@@ -144,9 +151,13 @@ def _settings_section(plan: Plan, model: ModelSummary, *, needs_blocks: bool) ->
         frozen = ", ".join(stack_source(stack) for stack in model.frozen_stacks)
         lines.append(f"FROZEN_STACKS = [{frozen}]  # those of parts that do not train")
     if plan.workload.kind != "function":
-        fields = json.dumps(model_fields(plan), indent=4)
-        lines.append(f"MODEL_FIELDS = json.loads('''{fields}''')")
+        lines += ["MODEL_FIELDS = json.loads(", *_text_lines(json.dumps(model_fields(plan), indent=4)), ")"]
     return "\n".join(lines)
+
+
+def _text_lines(text: str) -> list[str]:
+    """A text as Python source, one string for each of its lines: whatever it says, it stays a text."""
+    return [f"    {line!r}" for line in text.splitlines(keepends=True)]
 
 
 def model_fields(plan: Plan) -> dict[str, Any]:
@@ -171,6 +182,22 @@ def read_constants(tree: ast.Module) -> dict[str, Any]:
             except ValueError:
                 continue
     return found
+
+
+def _read_fields(tree: ast.Module) -> str | None:
+    """The text that MODEL_FIELDS is read from, if that is all that its line does."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id="MODEL_FIELDS")],
+                value=ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="json"), attr="loads"),
+                    args=[ast.Constant(value=str() as text)],
+                    keywords=[],
+                ),
+            ):
+                return text
+    return None
 
 
 def _imports(node: ast.AST) -> list[str]:

@@ -138,6 +138,7 @@ class TransformersTarget:
 
     name = "transformers"
     suffix = ".json"
+    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         version = installed_version()

@@ -6,7 +6,7 @@ comments with the plan's origin and measurement.
 
 from __future__ import annotations
 
-from autoplan.planner.export.base import comment, provenance_lines
+from autoplan.planner.export.base import CODING, comment, provenance_lines
 from autoplan.planner.export.pytorch_training import CAUSAL_ATTENTION_NAMES, avoids_masks
 from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
@@ -37,6 +37,7 @@ def companion(
     use = ", optimizers=make_optimizers(model)" if optimizers else ""
     avoids = avoids_masks(plan)
     body = [
+        CODING,
         comment(_comment_lines(plan, not_carried, version, verified)),
         '"""The settings of the plan that are no training arguments. Use:',
         "",

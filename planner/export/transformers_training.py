@@ -7,8 +7,10 @@ In: a plan (its `training`). Out: argument values by term, sentences on what is 
 from __future__ import annotations
 
 import pprint
+import re
 from typing import Any, NamedTuple
 
+from autoplan.planner.export.base import is_python_name
 from autoplan.planner.plan import Plan
 from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import OPTIMIZER_FLAGS
@@ -159,7 +161,7 @@ def _step_form(plan: Plan) -> list[str]:
 
 def _why_not_made(plan: Plan, training: TrainingFacts) -> str | None:
     """Why the companion cannot make the optimizer and schedule; None: it can."""
-    if not training.optimizer.startswith("torch.optim."):
+    if not training.optimizer.startswith("torch.optim.") or not is_python_name(training.optimizer, dotted=True):
         return f"the class {training.optimizer} is not torch's"
     unread = sorted({key for group in training.groups for key in group.unread})
     if unread:
@@ -168,9 +170,21 @@ def _why_not_made(plan: Plan, training: TrainingFacts) -> str | None:
         return "its groups have parameters that are not the model's"
     if training.schedule is not None and training.schedule.options is None:
         return f"of the schedule {_last(training.schedule.kind)}, {training.schedule.reason}"
+    if training.schedule is not None and not _is_known_schedule(training.schedule):
+        return f"the schedule {_last(training.schedule.kind)} is not torch's, nor one of transformers"
     if plan.config.dp_shard > 1:
         return "the Trainer takes no optimizer together with FSDP"
     return None
+
+
+def _is_known_schedule(schedule: ScheduleFacts) -> bool:
+    """Whether the names of a schedule may stand in the companion's source, where they are called."""
+    if not all(is_python_name(name) for name in schedule.options or {}):
+        return False
+    if schedule.function is not None:  # of transformers.optimization
+        return is_python_name(schedule.function) and re.fullmatch(r"_get_\w+_lambda", schedule.function) is not None
+    kind = schedule.kind
+    return is_python_name(kind, dotted=True) and re.fullmatch(r"torch\.optim\.lr_scheduler\.[A-Z]\w*", kind) is not None
 
 
 def _handed_in_by_the_user(

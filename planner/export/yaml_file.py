@@ -14,6 +14,7 @@ class YamlTarget:
 
     name = "yaml"
     suffix = ".yaml"
+    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         import yaml

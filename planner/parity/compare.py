@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from autoplan.errors import DidNotRunError
+from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
 from autoplan.planner.parity.judge import Judgement, judge
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation, dropout_accumulation
@@ -265,7 +266,8 @@ def _run(
         report.check()
     if report.ended is not Ended.FINISHED:
         return report, []
-    (folder / MEASUREMENTS).write_text(json.dumps(list(report.results)))  # after all elements: they are whole
+    # After all elements: they are whole.
+    replace_file(folder / MEASUREMENTS, json.dumps(list(report.results)), private=True)
     return report, _load(folder, ranks)
 
 

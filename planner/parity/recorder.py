@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.files import open_private
 from autoplan.planner.parity.records import (
     START,
     GroupMeasure,
@@ -172,7 +173,8 @@ class Recorder:
         import numpy as np
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, **{writable(name): values for name, values in self.samples().items()})
+        with open(path, "wb", opener=open_private) as file:
+            np.savez(file, **{writable(name): values for name, values in self.samples().items()})
 
     # How tensors are read.
 

@@ -112,6 +112,8 @@ def finished_before(run: SearchRun) -> SearchResult | None:
             plan = Plan.load(run.store.folder / PLAN_FILE)
         except PlanError:
             return None  # the file is gone: the record makes it again
+        if plan.edited:
+            return None  # it is not what was found
         path = str(plan.save(run.options.out)) if run.options.out is not None else str(run.store.folder / PLAN_FILE)
     budget = BudgetState(
         budget_s=run.budget_s,
@@ -141,7 +143,7 @@ def finished_before(run: SearchRun) -> SearchResult | None:
 
 def plan_found(run: SearchRun, plan: Plan, ended_by: str) -> SearchResult:
     """A verified plan: written to the store, and where the options say."""
-    path = plan.save(run.store.folder / PLAN_FILE)
+    path = plan.save(run.store.folder / PLAN_FILE, private=True)
     if run.options.out is not None:
         path = plan.save(run.options.out)
     if not run.did_not_run:

@@ -31,7 +31,29 @@ from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
-SHOWN_VARIABLES = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "GLOO_")
+
+# The environment variables that a plan keeps: those that change how training runs. By name, since others with the same
+# beginning may be secrets (TORCH_TOKEN).
+SHOWN_VARIABLES = (
+    *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_SCHEDULE", "OMP_DYNAMIC", "OMP_WAIT_POLICY"),
+    *("MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_SERVICE_FORCE_INTEL"),
+    *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET", "KMP_SETTINGS", "KMP_TPAUSE"),
+    *("OPENBLAS_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MALLOC_ARENA_MAX", "MALLOC_CONF", "LD_PRELOAD"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CUDNN_V8_API_DISABLED"),
+    *("TORCH_COMPILE_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_HIGH_PRIORITY"),
+    *("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_CPP_WRAPPER"),
+    *("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_COMPILE_THREADS"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
+    *("CUDA_MODULE_LOADING", "CUDA_FORCE_PTX_JIT", "CUDA_CACHE_DISABLE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NVIDIA_TF32_OVERRIDE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE", "NCCL_NTHREADS"),
+    *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_IB_DISABLE", "NCCL_IB_HCA"),
+    *("NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_TOPO_FILE", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"),
+    *("NCCL_DEBUG", "NCCL_LAUNCH_MODE", "NCCL_CUMEM_ENABLE", "GLOO_DEVICE_TRANSPORT"),
+)
 MAX_ALTERNATIVES = 5
 
 
@@ -72,7 +94,7 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         ),
         environment=read_environment(),
         training=context.facts.training,
-    )
+    ).sealed()
 
 
 def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns:
@@ -199,7 +221,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         python=platform.python_version(),
         transformers=_version("transformers"),
         platform=platform.platform(),
-        variables={name: value for name, value in sorted(source.items()) if name.startswith(SHOWN_VARIABLES)},
+        variables={name: source[name] for name in sorted(SHOWN_VARIABLES) if name in source},
     )
 
 

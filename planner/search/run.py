@@ -32,6 +32,7 @@ from autoplan.planner.store.journal import check_out
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
 from autoplan.planner.store.store import Store, study_identity
 from autoplan.planner.trials.runner import TrialRunner
+from autoplan.planner.trust import remember_code
 from autoplan.processes import Zygote
 from autoplan.strategies.config import micro_batches
 
@@ -88,6 +89,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
         budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
         store.set_budget(budget_s)
+        remember_code(options.spec, identity)
         run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s)
         before = answer.finished_before(run)
         if before is not None:

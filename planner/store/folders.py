@@ -12,6 +12,7 @@ import json
 import os
 from pathlib import Path
 
+from autoplan.files import PRIVATE_FOLDER
 from autoplan.planner.store.journal import store_error
 
 RECORD = "record.jsonl"
@@ -44,7 +45,7 @@ def move_aside(folder: Path, identity: str) -> tuple[Path, Path]:
         if alone:
             os.rename(folder, aside)
         else:
-            aside.mkdir()
+            aside.mkdir(mode=PRIVATE_FOLDER)
             for path in sorted((*(folder / name for name in OWN_FILES), *folder.glob("study.sqlite3*"))):
                 if path.exists():
                     os.rename(path, aside / path.name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import StoreError, UsageError
+from autoplan.files import PRIVATE_FILE, replace_file
 
 ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
 
@@ -32,7 +33,8 @@ class RecordFile:
         self.path = path
         try:
             existed = path.exists()
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE_FILE)
+            os.fchmod(self._fd, PRIVATE_FILE)  # earlier versions left it readable to others
             if not existed:
                 sync_directory(path.parent)
             self.documents, self._end = _read_whole_lines(path, self._fd)
@@ -111,15 +113,13 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small file as a whole.
+    """Replaces a small file as a whole; it is for the user alone.
 
     Raises:
         StoreError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        replace_file(path, text, private=True)
     except OSError as error:
         raise store_error(path, error) from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from autoplan.errors import StoreError
+from autoplan.files import PRIVATE_FILE
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.store.journal import ROOM_HINT
 from autoplan.processes import ProcessIdentity, is_alive
@@ -130,6 +132,7 @@ class SearchStudy:
 
         storage = None
         if self.path is not None:
+            _make_private(self.path)
             with sqlite3.connect(self.path, timeout=SQLITE_TIMEOUT_S) as connection:
                 mode = "DELETE" if is_on_network(self.path) else "WAL"
                 connection.execute(f"PRAGMA journal_mode={mode}")
@@ -308,6 +311,18 @@ def _storage_errors() -> tuple[type[Exception], ...]:
     import sqlalchemy.exc
 
     return (sqlite3.DatabaseError, ValueError, sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
+
+
+def _make_private(path: Path) -> None:
+    """Makes the file for the user alone; SQLite gives its -wal and -shm the same permissions."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE_FILE)
+    except OSError as error:
+        raise sqlite3.OperationalError(f"unable to open database file: {error.strerror}") from error
+    try:
+        os.fchmod(handle, PRIVATE_FILE)
+    finally:
+        os.close(handle)
 
 
 def is_on_network(path: Path) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
+from autoplan.files import PRIVATE_FILE, make_private_folder
 from autoplan.planner.records import Attempt, Parity, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
@@ -96,14 +97,14 @@ class Store:
         self._reopened = False  # the record has a verdict of an earlier version that does not count
         self._spent_before_s = 0.0
         self._clock_written = 0.0
-        self._lock = _take(folder, wait=wait)
+        self._lock = _take(folder, identity, wait=wait)
         self._run_began = time.monotonic()
         try:
             self.renamed_to: Path | None = None
             if fresh and (folder / RECORD).exists():
                 self.folder, self.renamed_to = move_aside(folder, identity)
                 self._lock.release()
-                self._lock = _take(self.folder)
+                self._lock = _take(self.folder, identity)
             self._record = RecordFile(self.folder / RECORD)
             self._load(summary)
         except BaseException:
@@ -293,14 +294,14 @@ def _value(value: object) -> str:
     return "not given" if value in (None, {}, "") else str(value)
 
 
-def _take(folder: Path, *, wait: bool = False) -> Any:
-    """Makes the folder and takes its lock."""
+def _take(folder: Path, identity: str, *, wait: bool = False) -> Any:
+    """Makes the folder, for the user alone, and takes its lock."""
     import filelock
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "trials").mkdir(exist_ok=True)
-        lock = filelock.FileLock(folder / "lock", timeout=-1 if wait else 0)
+        make_private_folder(folder, close=folder.name == identity)  # in any other, there may be files of the user
+        make_private_folder(folder / "trials")
+        lock = filelock.FileLock(folder / "lock", timeout=-1 if wait else 0, mode=PRIVATE_FILE)
         lock.acquire()
     except filelock.Timeout:
         raise StoreBusyError(

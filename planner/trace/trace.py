@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.errors import AutoplanError, WorkloadError
+from autoplan.files import replace_file
 from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
 from autoplan.planner.trace.variants import PLAIN
@@ -230,13 +231,11 @@ def _read_cache(path: Path) -> ModelProfile | None:
 
 
 def _write_cache(path: Path, profile: ModelProfile) -> None:
-    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(profile.model_dump_json())
-        temporary.replace(path)
-    except OSError:  # a cache that cannot be written costs a trace next time, nothing else
-        temporary.unlink(missing_ok=True)
+        replace_file(path, profile.model_dump_json())
+    except OSError:
+        pass  # a cache that cannot be written costs a trace next time, nothing else
 
 
 def _trace_rank(

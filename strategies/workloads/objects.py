@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
+from autoplan.files import make_private_folder, replace_file
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
 from autoplan.strategies.workloads.fingerprint import fingerprints_of
@@ -269,9 +270,7 @@ def _pack(workload: Workload, identity: str) -> str:
     import platformdirs
 
     folder = Path(platformdirs.user_cache_dir("autoplan")) / "objects"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{identity}.pickle"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    make_private_folder(folder)
+    replace_file(path, data, private=True)
     return f"file:{path}"

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from autoplan.errors import WorkloadError
+
 _FOLDER = Path(__file__).parent / "model_configs"
 
 # The defaults of transformers' Trainer (TrainingArguments), with torch's AdamW in fp32.
@@ -25,7 +27,13 @@ def canonical_name(name: str) -> str | None:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The configuration of a built-in model, as transformers' config.json has it."""
+    """The configuration of a built-in model, as transformers' config.json has it.
+
+    Raises:
+        WorkloadError: there is no such model.
+    """
+    if name not in list_models():  # it may come from a plan: no path is made of anything else
+        raise WorkloadError(f"{name!r} is no built-in model", hint=f"Built in are {', '.join(list_models())}.")
     document = json.loads((_FOLDER / f"{name}.json").read_text())
     return dict(document["config"])
 

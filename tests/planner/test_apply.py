@@ -184,7 +184,7 @@ def test_a_fixed_micro_batch_is_the_plans():
 
 def test_plan_prepare_and_what_it_calls_have_one_signature():
     given = [list(inspect.signature(function).parameters.values())[1:] for function in (Plan.prepare, prepare_plan)]
-    assert given[0] == given[1] and len(given[0]) == 10
+    assert given[0] == given[1] and len(given[0]) == 12
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in given[0])
     returns = [inspect.signature(function).return_annotation for function in (Plan.prepare, prepare_plan)]
     assert returns[0] == returns[1] == "TrainingRun"

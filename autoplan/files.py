@@ -1,0 +1,99 @@
+"""How files are written: whole or not at all, never through a link that somebody else put there.
+
+A temporary file has a name that nobody can predict, is made by this process alone (O_EXCL, O_NOFOLLOW) in the folder
+of the file, and is then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+
+
+def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Writes a file as a whole: a reader sees the old file or the new one.
+
+    Args:
+        path: The file. What is no regular file (a pipe, /dev/stdout) is written to directly.
+        content: Text is written as UTF-8.
+        private: For the user alone (0600). Else the file gets the permissions that the umask leaves.
+
+    Raises:
+        OSError: it cannot be written; no temporary file is left.
+    """
+    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="backslashreplace")
+    if _is_special(path):
+        with path.open("wb") as file:
+            file.write(data)
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(file.fileno(), PRIVATE_FILE if private else 0o666 & ~_umask())
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def open_private(path: str, flags: int) -> int:
+    """The `opener` of Python's open() for a file of the user alone; a link in its place is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
+
+
+def make_private_folder(path: Path, *, close: bool = True) -> None:
+    """Makes a folder, and the folders above it that are missing, for the user alone (0700).
+
+    Args:
+        path: The folder.
+        close: One that is there, and that others could enter, is closed to them. The folders above it stay as they are.
+
+    Raises:
+        PermissionError: the folder, or the link in its place, belongs to somebody else.
+        OSError: it cannot be made.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    user = os.geteuid()
+    for status in (path.lstat(), path.stat()):
+        if status.st_uid != user:
+            raise PermissionError(1, f"it belongs to the user with the number {status.st_uid}, not to you", str(path))
+    if close and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        path.chmod(PRIVATE_FOLDER)
+
+
+def is_private_file(path: Path) -> bool:
+    """True for a regular file of the user's own, in a folder of their own, that nobody else can write to."""
+    try:
+        statuses = (path.lstat(), path.parent.stat())
+    except OSError:
+        return False
+    return stat.S_ISREG(statuses[0].st_mode) and all(
+        status.st_uid == os.geteuid() and not status.st_mode & 0o022 for status in statuses
+    )
+
+
+def _is_special(path: Path) -> bool:
+    try:
+        return not stat.S_ISREG(path.stat().st_mode) and not path.is_dir()
+    except OSError:
+        return False
+
+
+def _umask() -> int:
+    """The umask, read without setting it where the system says it (a change would be seen by other threads)."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    except (OSError, ValueError):
+        pass
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,237 @@
+"""The workload that a plan is applied to: the user's parts, and what is not among them as in the search.
+
+In: a plan and parts. Out: a Workload. The file that a plan names is imported only where a part of it is needed, and
+where somebody vouches for it (trust.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from autoplan.errors import PlanError, WorkloadError
+from autoplan.planner.trust import require_trust
+
+if TYPE_CHECKING:
+    from autoplan.planner.records import Parity
+    from autoplan.probes.profile import HardwareProfile
+    from autoplan.strategies.analysis.training_facts import TrainingFacts
+    from autoplan.strategies.config import TrainingConfig
+    from autoplan.strategies.workloads.spec import WorkloadSpec
+    from autoplan.strategies.workloads.workload import Workload
+
+
+class PlanLike(Protocol):
+    """What applying reads of a plan."""
+
+    @property
+    def workload(self) -> WorkloadSpec: ...
+
+    @property
+    def config(self) -> TrainingConfig: ...
+
+    @property
+    def hardware(self) -> HardwareProfile: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def training(self) -> TrainingFacts | None: ...
+
+    @property
+    def study(self) -> str: ...
+
+    @property
+    def parity(self) -> Parity: ...
+
+    @property
+    def edited(self) -> tuple[str, ...]: ...
+
+    def with_workload_at(self, model: str) -> PlanLike: ...
+
+
+class _AsSearched:
+    """The type of AS_SEARCHED."""
+
+    def __repr__(self) -> str:
+        return "AS_SEARCHED"
+
+
+AS_SEARCHED: Any = _AsSearched()
+"""For max_grad_norm and schedule: what the workload of the search had."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the user gives; None: as the search had it.
+
+    `max_grad_norm` and `schedule` may be AS_SEARCHED; None: no clipping, a constant learning rate.
+    """
+
+    model: Any = None
+    optimizer: Any = None
+    loss: Any = None
+    make_batch: Any = None
+    schedule: Any = AS_SEARCHED
+    max_grad_norm: Any = AS_SEARCHED
+
+
+def make_workload(plan: PlanLike, parts: Parts, *, trust_code: bool = False) -> Workload:
+    """The workload that a plan is applied to.
+
+    With a model: one of the user's parts, and what is not among them as in the search. Without: the workload of the
+    search with the user's parts in it. Where all parts are the user's, no file that the plan names is imported.
+
+    Raises:
+        WorkloadError: the parts do not make a workload.
+        PlanError: the plan names code, nobody vouches for it, and a part of it is needed.
+    """
+    if _are_all_given(plan, parts):
+        batches = parts.make_batch or functools.partial(_batch_of_the_search, plan, trust_code)
+        return _from_parts(plan, _as_the_plan_says(plan, dataclasses.replace(parts, make_batch=batches)))
+    carried = plan.workload.kind != "object" or plan.workload.payload is not None
+    searched = _searched_workload(plan, trust_code) if carried else None
+    if searched is None:
+        return _from_parts(plan, _as_the_plan_says(plan, parts))
+    if parts.model is not None:
+        return _with_model(plan, parts, searched)
+    return _with_parts(plan, parts, searched)
+
+
+def _are_all_given(plan: PlanLike, parts: Parts) -> bool:
+    """Whether nothing is needed of the file that the plan names.
+
+    Batches are handed to `run.step`. Clipping and a constant rate are in the plan; a schedule is not.
+    """
+    if plan.workload.kind != "function" or any(part is None for part in (parts.model, parts.optimizer, parts.loss)):
+        return False
+    schedule = parts.schedule is not AS_SEARCHED or (plan.training is not None and plan.training.schedule is None)
+    return schedule and (parts.max_grad_norm is not AS_SEARCHED or plan.training is not None)
+
+
+def _batch_of_the_search(plan: PlanLike, trust_code: bool, count: int, index: int) -> Any:
+    """A batch as the plan's own file makes it, which is imported now, if it may run."""
+    searched = _searched_workload(plan, trust_code)
+    return (_no_batches if searched is None else searched.make_batch)(count, index)
+
+
+def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
+    """The parts with the clipping of the search, where its workload is not here.
+
+    Raises:
+        PlanError: the search had a schedule, which a plan does not contain, and the user says nothing of one.
+    """
+    training = plan.training
+    if training is None:
+        unknown = [name for name in ("max_grad_norm", "schedule") if getattr(parts, name) is AS_SEARCHED]
+        if unknown:
+            warnings.warn(
+                f"this plan does not know the {' and '.join(unknown)} of the search, and none was given: there is "
+                "none; give them to prepare(), None for none",
+                stacklevel=5,
+            )
+        return dataclasses.replace(parts, **dict.fromkeys(unknown))
+    if parts.max_grad_norm is AS_SEARCHED:
+        parts = dataclasses.replace(parts, max_grad_norm=training.max_grad_norm)
+    if parts.schedule is not AS_SEARCHED:
+        return parts
+    if training.schedule is not None:
+        rates = ", ".join(f"{max(rates):.4g}" for rates in training.schedule.learning_rates[:4])
+        raise PlanError(
+            f"the search trained with the schedule {training.schedule.kind} (learning rates {rates}, ...), which a "
+            "plan does not contain, and prepare() was given none",
+            hint="Give the function that makes it: prepare(schedule=...). For a constant rate: prepare(schedule=None).",
+        )
+    return dataclasses.replace(parts, schedule=None)
+
+
+def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
+    """The user's model; what else the user does not give is as it was in the search."""
+    norm = searched.max_grad_norm if parts.max_grad_norm is AS_SEARCHED else parts.max_grad_norm
+    made = _from_parts(
+        plan,
+        dataclasses.replace(
+            parts,
+            optimizer=parts.optimizer or searched.build_optimizer,
+            loss=parts.loss or searched.loss,
+            make_batch=parts.make_batch or searched.make_batch,
+            schedule=searched.build_schedule if parts.schedule is AS_SEARCHED else parts.schedule,
+            max_grad_norm=norm,
+        ),
+    )
+    made = dataclasses.replace(made, seed=searched.seed)
+    if parts.loss is not None and parts.loss is not searched.loss:
+        return made  # another loss has another head and another count
+    return dataclasses.replace(made, count=searched.count, head=searched.head)
+
+
+def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
+    """A workload of the parts alone, under the plan's name, sizes and seed."""
+    from autoplan.strategies.workloads.objects import workload_from_objects
+
+    fixed = plan.workload.options.get("fixed_micro_batch")
+    return workload_from_objects(
+        model=parts.model,
+        make_batch=parts.make_batch or _no_batches,
+        loss=parts.loss,
+        optimizer=parts.optimizer,
+        global_batch=plan.workload.global_batch,
+        schedule=parts.schedule,
+        max_grad_norm=parts.max_grad_norm,
+        name=plan.workload.name,
+        sequence_length=plan.workload.sequence_length,
+        fixed_micro_batch=plan.config.micro_batch if fixed is not None else None,
+        seed=0 if plan.training is None else plan.training.seed,
+    )
+
+
+def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
+    """The workload of the search, its own model too, with the user's other parts in it."""
+    if parts.optimizer is not None and not callable(parts.optimizer):
+        raise WorkloadError(
+            "an optimizer was given without the model that has its parameters",
+            hint="Hand in both, or a function that makes the optimizer from parameters.",
+        )
+    given = {
+        "build_optimizer": parts.optimizer,
+        "loss": parts.loss,
+        "make_batch": parts.make_batch,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if parts.schedule is not AS_SEARCHED:
+        changes["build_schedule"] = parts.schedule
+    if parts.loss is not None:  # another loss has another head and another count
+        changes |= {"head": None, "count": None}
+    if parts.max_grad_norm is not AS_SEARCHED:
+        changes["max_grad_norm"] = parts.max_grad_norm
+    return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
+
+
+def _searched_workload(plan: PlanLike, trust_code: bool) -> Workload | None:
+    """The workload of the search, where its reference can be followed here.
+
+    Raises:
+        PlanError: it is code that nobody vouches for.
+    """
+    from autoplan.strategies.workloads.sources import load_workload
+
+    spec = plan.workload
+    if spec.kind != "function" or Path(spec.reference.rpartition(":")[0]).is_file():
+        require_trust(spec, plan.study, trust_code=trust_code)
+    try:
+        return load_workload(spec)
+    except WorkloadError:
+        if spec.kind == "model":
+            raise
+        return None  # a file that is not on this machine: the parts must come from the caller
+
+
+def _no_batches(count: int, index: int) -> Any:
+    raise WorkloadError(
+        "this run was prepared without make_batch, so it makes no batches of its own",
+        hint="Hand batches to run.step(), or give prepare() make_batch=.",
+    )
