@@ -249,6 +249,24 @@ def test_every_fault_in_every_part(
     assert isinstance(found.plan, Plan) and found.plan.parity.passed
 
 
+@pytest.mark.exhaustive
+def test_every_fault_in_an_export(tmp_path: Path, injector: Injector) -> None:
+    from autoplan.planner.export import model_summary
+    from autoplan.planner.export.run import export_plan
+
+    plan = search(tmp_path / "s", injector).plan
+    assert plan is not None
+    injector.on_phase("export")
+    for kind in ("kill", "terminate", "segv", "raise", "surrogate", "exit", "exit_0"):
+        injector.plant({"export": (kind, 1)})
+        model_summary._summarize_model.cache_clear()
+        with pytest.raises(AutoplanError) as caught:
+            export_plan(plan, "pytorch", tmp_path / "train.py")
+        assert caught.value.exit_code != 1 and str(caught.value).encode()
+        assert injector.done() == {"export": 1} and not (tmp_path / "train.py").exists()
+        assert export_plan(plan, "pytorch", tmp_path / f"{kind}.py").paths[0].exists()
+
+
 # Records of earlier versions.
 
 
