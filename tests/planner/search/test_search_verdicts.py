@@ -91,7 +91,7 @@ def test_one_kill_in_every_part_changes_nothing(
 ) -> None:
     forget_trace(monkeypatch)
     monkeypatch.setattr(stages, "MAX_ROUNDS", 1)
-    kinds = ("kill", "full", "kill_zygote", "segv", "terminate", "kill")
+    kinds = ("kill", "kill", "kill_zygote", "segv", "terminate", "kill")
     injector.plant({part: (kind, 1) for part, kind in zip(PARTS, kinds, strict=True)})
     result = search(tmp_path / "s", injector, budget=40.0)
     assert result.status == "plan_found", result.reason
