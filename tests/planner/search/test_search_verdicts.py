@@ -91,7 +91,7 @@ def test_one_kill_in_every_part_changes_nothing(
 ) -> None:
     forget_trace(monkeypatch)
     monkeypatch.setattr(stages, "MAX_ROUNDS", 1)
-    kinds = ("kill", "full", "kill_zygote", "segv", "terminate", "kill")
+    kinds = ("kill", "kill", "kill_zygote", "segv", "terminate", "kill")
     injector.plant({part: (kind, 1) for part, kind in zip(PARTS, kinds, strict=True)})
     result = search(tmp_path / "s", injector, budget=40.0)
     assert result.status == "plan_found", result.reason
@@ -247,6 +247,24 @@ def test_every_fault_in_every_part(
     found = search(tmp_path / "s", injector, fresh=fresh, budget=90.0, memory_limit=1 << 30)
     assert found.status == "plan_found", found.reason
     assert isinstance(found.plan, Plan) and found.plan.parity.passed
+
+
+@pytest.mark.exhaustive
+def test_every_fault_in_an_export(tmp_path: Path, injector: Injector) -> None:
+    from autoplan.planner.export import model_summary
+    from autoplan.planner.export.run import export_plan
+
+    plan = search(tmp_path / "s", injector).plan
+    assert plan is not None
+    injector.on_phase("export")
+    for kind in ("kill", "terminate", "segv", "raise", "surrogate", "exit", "exit_0"):
+        injector.plant({"export": (kind, 1)})
+        model_summary._summarize_model.cache_clear()
+        with pytest.raises(AutoplanError) as caught:
+            export_plan(plan, "pytorch", tmp_path / "train.py")
+        assert caught.value.exit_code != 1 and str(caught.value).encode()
+        assert injector.done() == {"export": 1} and not (tmp_path / "train.py").exists()
+        assert export_plan(plan, "pytorch", tmp_path / f"{kind}.py").paths[0].exists()
 
 
 # Records of earlier versions.
