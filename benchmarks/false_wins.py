@@ -39,7 +39,7 @@ from autoplan.strategies.workloads.sources import make_spec
 
 FILE = Path(__file__).parent / "data" / "steady_work.py"
 RESULTS = Path(__file__).parent / "results" / "false_wins.jsonl"
-RAN = TrainingConfig(micro_batch=4, threads=1)
+RAN = TrainingConfig(micro_batch=1, threads=1)
 SIDES = {"candidate": RAN, "reference": RAN.model_copy(update={"micro_batch": 2})}
 """Under which configuration the runs of each side are kept; both ran as RAN."""
 

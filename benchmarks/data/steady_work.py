@@ -1,4 +1,4 @@
-"""Workloads for benchmarks/false_wins.py: the same small training twice, and with 15 % more work in each step."""
+"""Workloads for benchmarks/false_wins.py: the same small training, and one with 15 % more micro-steps in each step."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from torch import nn
 
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
-PRODUCTS = 20
-"""Matrix products in a step of `steady`; `more` has 15 % more of them."""
+MICRO_STEPS = 20
+"""Of a step of `steady`, at a micro-batch of 1; `more` has three more. All of a step's time is in them."""
 
-WIDTH = 64
-"""Small enough that all tensors stay in a core's own cache, so that runs differ little."""
+WIDTH, PRODUCTS = 64, 5
+"""Small enough that all tensors stay in a core's own cache, so that runs differ little; a step takes some 20 ms."""
 
 
-def _make(products: int) -> Workload:
+def _make(micro_steps: int) -> Workload:
     def build_model() -> nn.Module:
         return nn.Linear(WIDTH, WIDTH)
 
     def make_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"x": torch.randn(num_samples, WIDTH, WIDTH, generator=generator)}
+        return {"x": torch.randn(num_samples, 4 * WIDTH, WIDTH, generator=generator)}
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
         x = batch["x"]
-        for _ in range(products):
+        for _ in range(PRODUCTS):
             x = torch.tanh(model(x))
         return LossSum(x.square().mean((1, 2)).sum(), len(x))
 
     return Workload(
-        name=f"steady, {products} products",
+        name=f"steady, {micro_steps} micro-steps",
         build_model=build_model,
         make_batch=make_batch,
         loss=loss,
         build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        global_batch=4,
+        global_batch=micro_steps,
     )
 
 
 def steady() -> Workload:
     """The workload A."""
-    return _make(PRODUCTS)
+    return _make(MICRO_STEPS)
 
 
 def more() -> Workload:
     """A with 15 % more work: A is 1.15 times as fast."""
-    return _make(PRODUCTS * 115 // 100)
+    return _make(MICRO_STEPS + 3)
