@@ -307,3 +307,20 @@ def test_a_plan_of_before_says_what_it_does_not_know():
 def test_a_wrong_keyword_is_refused_by_name(plan):
     with pytest.raises(TypeError, match="optimiser"):
         plan.prepare(optimiser=None)
+
+
+class Flagged(Classifier):
+    """A model whose own checkpointing is switched on, as gradient_checkpointing_enable() of transformers leaves it."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+
+
+def test_prepare_says_that_the_knob_governs_the_models_own_checkpointing():
+    with pytest.warns(UserWarning, match="checkpointing=none decides what is recomputed"):
+        run = searched_plan().prepare(Flagged(), sgd, image_loss)
+    run.step(image_batch(8, 0))
+    assert run.model.gradient_checkpointing
