@@ -167,11 +167,11 @@ def _reason_against_large(workload: Workload, model: nn.Module, device: torch.de
         return "the model is too large to compare the fused loss with a loss function of your own before the search"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
+        short = shorten(workload.make_batch(workload.fixed_micro_batch or 2, 0), SHORT_LENGTH)  # reads labels
         with mode, torch.device(device):
             fake = workload.build_model()
             enter_training_mode(fake)
-            whole = workload.make_batch(workload.fixed_micro_batch or 2, 0)
-            return _reason_to_need_logits(workload, fake, shorten(whole, SHORT_LENGTH))
+            return _reason_to_need_logits(workload, fake, move_batch(short, device))
     except Exception as error:
         return f"its loss function needs values to run: {type(error).__name__}: {error}".splitlines()[0]
 

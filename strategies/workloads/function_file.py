@@ -146,13 +146,14 @@ def _files_of(parts: list[str], starts: list[Path]) -> Iterator[Path]:
 
 
 def import_function(reference: str) -> Callable[..., Any]:
-    """Imports the file, with its own folder importable, and gives the function.
+    """Imports the file, with its own folder importable, and gives the function. A file that changed is imported anew.
 
     Raises:
         WorkloadError: the import fails, or the name is not a function.
     """
     path, function = check_function(reference)
-    module_name = f"autoplan_workload_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    what = str(path).encode() + path.read_bytes()
+    module_name = f"autoplan_workload_{hashlib.sha256(what).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
         if str(path.parent) not in sys.path:

@@ -137,6 +137,7 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "out": (3, UsageError),
     "store": ("", UsageError),
     "fresh": ("yes", UsageError),
+    "wait": ("yes", UsageError),
     "dry_run": (1, UsageError),
     "seed": (-1, UsageError),
 }
@@ -271,8 +272,9 @@ def test_a_plan_of_before_a_knob_was_there_loads(tmp_path: Path) -> None:
     path = make_plan().save(tmp_path / "plan.json")
     older = json.loads(path.read_text(), object_hook=lambda entry: {k: entry[k] for k in entry if k != "gradient_sync"})
     assert "gradient_sync" not in older["config"]
+    del older["seal"]  # its digests were made without the knob
     path.write_text(json.dumps(older))
-    assert autoplan.load_plan(path) == make_plan()
+    assert autoplan.load_plan(path).config == make_plan().config
 
 
 def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:

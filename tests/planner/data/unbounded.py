@@ -21,8 +21,9 @@ def eat_memory():
         with open("/proc/self/status") as file:
             resident = next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:"))
         if "RSS_FILE" in os.environ:
-            with open(os.environ["RSS_FILE"], "w") as file:
+            with open(os.environ["RSS_FILE"] + ".new", "w") as file:
                 file.write(str(resident))
+            os.replace(os.environ["RSS_FILE"] + ".new", os.environ["RSS_FILE"])  # it may be killed at any time
         time.sleep(0.01)
 
 

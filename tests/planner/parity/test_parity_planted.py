@@ -169,15 +169,15 @@ def test_mean_of_means_of_a_workload_that_does_not_count_ahead(monkeypatch):
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_later_micro_batches_dropped(monkeypatch, config, kept):
-    whole = run_module.split_batch
-    monkeypatch.setattr(run_module, "split_batch", lambda batch, size: list(whole(batch, size))[:kept])
+    whole = run_module.device_micro_batches
+    monkeypatch.setattr(run_module, "device_micro_batches", lambda *given: list(whole(*given))[:kept])
     parity = check_parity(language(), config)
     assert {"whole gradient, step 1", "gradient scale, step 1"} <= failed(parity)
 
 
 def test_last_micro_batch_dropped(monkeypatch, config):
-    whole = run_module.split_batch
-    monkeypatch.setattr(run_module, "split_batch", lambda batch, size: list(whole(batch, size))[:-1])
+    whole = run_module.device_micro_batches
+    monkeypatch.setattr(run_module, "device_micro_batches", lambda *given: list(whole(*given))[:-1])
     assert not check_parity(language(), config).passed
 
 

@@ -72,7 +72,7 @@ def alive_before(zygote: Zygote) -> set[int]:
 
 def test_a_loss_that_takes_too_much_memory_is_left_to_trials_and_parity(zygote: Zygote, resident: Path):
     facts, notes = look_at(zygote, "greedy_loss")
-    assert int(resident.read_text()) < 1.25 * LIMIT_BYTES
+    assert int(resident.read_text()) < 1.6 * LIMIT_BYTES, "it would go on to 2.4 times the limit"
     assert facts.knob("micro_batch").values, "the facts without the loss are there"
     assert len(notes) == 1
     assert "loss(model, batch) of two samples; the limit is 0.62 GiB" in notes[0]

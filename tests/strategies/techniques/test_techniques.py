@@ -367,7 +367,7 @@ def test_losses_that_are_no_sum_over_samples_are_found_before_the_search():
     workload.loss = contrastive
     facts = inspect_workload(spec_from_objects(workload), make_hardware(), "cpu")
     assert facts.knob("micro_batch").values == ()
-    assert "not the sum" in facts.micro_batch_dependent[0].why
+    assert "not their sum" in facts.micro_batch_dependent[0].why
     fixed = spec_from_objects(workload).model_copy(update={"options": {"fixed_micro_batch": 4}})
     assert inspect_workload(fixed, make_hardware(), "cpu").knob("micro_batch").values == (4,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.planner.trials.load import LoadMonitor
 from autoplan.strategies.workloads.counting import count_items, find_counted, look_at_sizes
 from autoplan.strategies.workloads.datasets import batches_from_dataset
 from autoplan.strategies.workloads.workload import Workload
@@ -168,7 +170,7 @@ def test_a_trial_runs_the_largest_batch_and_times_typical_ones(micro_batch: int)
         run=prepare(workload, config),
         ranks=RankSync(1, torch.device("cpu")),
         mesh=None,
-        throttle=silent,
+        load=LoadMonitor(device=torch.device("cpu"), root_pid=os.getpid()),
     )
     widths: list[int] = []
     real = timer.run.micro_step
