@@ -134,6 +134,10 @@ def _reseed() -> None:
 
 
 def _rank_env(spec: RankSpec) -> dict[str, str]:
+    """The variables of torchrun where there are several ranks. A single one is a plain process: accelerate and the
+    Trainer, which a user's function may make, would else look for the other ranks."""
+    if spec.world_size == 1:
+        return dict(spec.env)
     ranks = {"RANK": spec.rank, "LOCAL_RANK": spec.rank}
     sizes = {"WORLD_SIZE": spec.world_size, "LOCAL_WORLD_SIZE": spec.world_size}
     return {**{name: str(value) for name, value in (ranks | sizes).items()}, **spec.env}

@@ -19,6 +19,7 @@ from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
+from autoplan.strategies.techniques.rules import incompatible
 
 CHEAP_MICRO_STEP_SHARE = 0.25
 """The micro-step of the baseline should take less than this share of a trial's time box: it runs about six times."""
@@ -140,6 +141,8 @@ def manual_settings(session: Session, precision: str) -> list[TrainingConfig]:
     configs = []
     for size in sorted(sizes or values["micro_batch"], reverse=True):
         config = TrainingConfig.model_validate(knobs | {"micro_batch": size} | dict(session.options.fix))
+        if incompatible(config, session.context.spec.global_batch) is not None:
+            continue  # with what the user fixed: too few micro-batches for the stages of a pipeline
         if session.predict(config).peak_memory_bytes <= session.context.memory_limit_bytes or size == min(sizes):
             configs.append(config)
     return list(dict.fromkeys(configs))[: MAX_HALVINGS + 1]

@@ -35,10 +35,6 @@ from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.workloads.workload import Workload
 
-SMALL_PARAMETERS = 2_000_000
-"""Models up to this size are run for real on a CPU where time is limited: a micro-step of a few samples takes
-milliseconds, and recording it on fake tensors five to ten times as long (measured on 4 blocks of width 64)."""
-
 _ADAM_STATE_BYTES = 8.0
 """Bytes of Adam's two fp32 moments per parameter; assumed where the optimizer cannot be asked."""
 
@@ -78,12 +74,10 @@ def profile_workload(
             of the program itself.
     """
     request = request or TraceRequest()
-    notes: tuple[str, ...] = ()
     try:
         tracer = VariantTracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
-        if not _runs_quickly(tracer, request):
-            with _without_garbage_collection():
-                return _profile(tracer, identity=identity, request=request)
+        with _without_garbage_collection():
+            return _profile(tracer, identity=identity, request=request)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         notes = (_real_run_note(f"{error.func} needs the values of a tensor"),)
     except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
@@ -102,13 +96,6 @@ def profile_workload(
             hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
         ) from error
     return profile.model_copy(update={"method": "measured_block", "notes": notes + profile.notes})
-
-
-def _runs_quickly(tracer: VariantTracer, request: TraceRequest) -> bool:
-    """Whether micro-steps run for real take less time than on fake tensors, and time is limited."""
-    if request.time_limit_s is None or tracer.device != "cpu":
-        return False
-    return sum(parameter.numel() for parameter in tracer.models.built().parameters()) <= SMALL_PARAMETERS
 
 
 def _real_run_note(why: str) -> str:

@@ -29,7 +29,7 @@ def describe_self(context: RankContext) -> dict[str, Any]:
         "cpus": sorted(os.sched_getaffinity(0)),
         "cwd": os.getcwd(),
         "sockets": [link for link in _open_files() if link.startswith(("socket:", "anon_inode:"))],
-        "rank": [os.environ["RANK"], os.environ["WORLD_SIZE"]],
+        "rank": [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")],
         "chosen": os.environ.get("CHOSEN"),
         "torch_loaded": "torch" in sys.modules,
     }

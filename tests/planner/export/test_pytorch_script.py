@@ -471,7 +471,8 @@ def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(t
     (tmp_path / "mine.py").write_text(DEFERRED_FILE)
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:mine", global_batch=8)
     config = TrainingConfig(micro_batch=4, loss="fused", attention="eager")
-    (path,) = export_plan(make_plan(config, workload=spec, accumulation=2), "pytorch", tmp_path / "train.py").paths
+    plan = make_plan(config, workload=spec, accumulation=2)
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", trust_code=True).paths
     text = path.read_text()
     assert "HEAD = 'lm_head'" in text and "defer_logits(model.get_submodule(HEAD))" in text
     assert "without_own_checkpointing(recomputing)" in text

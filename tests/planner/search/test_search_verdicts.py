@@ -16,7 +16,7 @@ from autoplan import api
 from autoplan.errors import AutoplanError, DidNotRunError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search import stages
+from autoplan.planner.search import rounds
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
 from autoplan.planner.store.store import Store
 from autoplan.processes import cause, linux
@@ -90,7 +90,7 @@ def test_one_kill_in_every_part_changes_nothing(
     tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_trace(monkeypatch)
-    monkeypatch.setattr(stages, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(rounds, "MOST_CHOICE_ROUNDS", 1)
     kinds = ("kill", "kill", "kill_zygote", "segv", "terminate", "kill")
     injector.plant({part: (kind, 1) for part, kind in zip(PARTS, kinds, strict=True)})
     result = search(tmp_path / "s", injector, budget=40.0)
