@@ -53,7 +53,8 @@ def test_every_offered_value_trains_the_same(workload_name, knob, value):
         {"checkpointing": "every_2", "loss": "fused", "optimizer_step": "foreach"},
         pytest.param({"compile": "block", "checkpointing": "selective", "loss": "fused"}, marks=pytest.mark.slow),
         pytest.param(
-            {"compile": "model", "checkpointing": "full", "loss": "fused", "precision": "bf16"}, marks=pytest.mark.slow
+            {"compile": "model", "checkpointing": "full", "loss": "fused", "precision": "bf16"},
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=lambda knobs: "-".join(map(str, knobs.values())),
