@@ -138,6 +138,8 @@ def _options(plan: PlanFigures) -> Iterator[str]:
 
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "lr_decay")
 _FLAGS = ("nesterov", "centered", "amsgrad", "maximize")
+_PLAIN_OPTIONS = ("adam.Adam", "adamw.AdamW", "sgd.SGD", "adagrad.Adagrad", "rmsprop.RMSprop", "nadam.NAdam")
+"""Of torch.optim, those whose options are numbers; Adafactor's eps is a pair, another class may have anything."""
 
 
 def _training(plan: PlanFigures) -> Iterator[str]:
@@ -146,6 +148,10 @@ def _training(plan: PlanFigures) -> Iterator[str]:
         return
     if not training.groups:
         yield "training.groups is empty; an optimizer has at least one group"
+    if training.schedule is not None and not all(training.schedule.learning_rates):
+        yield "training.schedule.learning_rates has an empty step"
+    if training.optimizer.removeprefix("torch.optim.") not in _PLAIN_OPTIONS:
+        return
     for number, group in enumerate(training.groups):
         options, place = group.options, f"training.groups.{number}.options"
         for name in _NUMBERS:
@@ -157,8 +163,6 @@ def _training(plan: PlanFigures) -> Iterator[str]:
         betas = options.get("betas", [0.9, 0.999])
         if not (isinstance(betas, list | tuple) and len(betas) >= 2 and all(map(_is_number, betas))):
             yield f"{place}.betas is {betas!r}; it is a list of numbers"
-    if training.schedule is not None and not all(training.schedule.learning_rates):
-        yield "training.schedule.learning_rates has an empty step"
 
 
 def _is_number(value: object) -> bool:

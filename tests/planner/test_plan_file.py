@@ -190,6 +190,21 @@ def test_an_edit_of_what_was_measured_shows(name: str, tmp_path: Path) -> None:
     assert again.edited == sections  # saving it does not make it right
 
 
+@pytest.mark.parametrize("maker", ["Adafactor", "ASGD", "Rprop", "LBFGS"])
+def test_the_groups_of_any_optimizer_load(maker: str, tmp_path: Path) -> None:
+    """Their options are not all numbers: Adafactor's eps is (None, 0.001)."""
+    import torch
+
+    from autoplan.strategies.analysis.training_facts import class_name, read_groups
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = getattr(torch.optim, maker)(model.parameters())
+    found = {"groups": read_groups(optimizer, model), "max_grad_norm": None, "schedule": None, "seed": 0}
+    facts = TrainingFacts(optimizer=class_name(type(optimizer)), **found)
+    plan = make_plan().model_copy(update={"training": facts}).sealed()
+    assert Plan.load(plan.save(tmp_path / "plan.json")).training == facts
+
+
 def test_a_file_that_was_only_written_otherwise_is_not_edited(tmp_path: Path) -> None:
     path = saved(tmp_path)
     document = json.loads(path.read_text())
