@@ -307,7 +307,8 @@ class OpRunner:
 
     def _keep_output(self, out: Any) -> None:
         """Keeps results for a while, so that the next result does not get the same memory, which is in the caches."""
-        size_bytes = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+        kept = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        size_bytes = sum(t.untyped_storage().nbytes() for t in kept)
         self._outputs.append((out, size_bytes))
         self._output_bytes += size_bytes
         while self._output_bytes > self.pool_bytes and len(self._outputs) > 1:

@@ -271,7 +271,7 @@ class OpRecorder(TorchDispatchMode):
         elif _is_attention(name):
             kind = "attention"
             flops = _attention_flops(name, inputs)
-        dtype = "float32" if kind == "memory" else str(inputs[0].dtype).removeprefix("torch.")
+        dtype = "float32" if kind == "memory" or not inputs else str(inputs[0].dtype).removeprefix("torch.")
         phase: Literal["forward", "backward"] = "backward" if self._in_backward else "forward"
         arguments = _shapes(args), _shapes(kwargs)
         output_sizes = [t.untyped_storage().nbytes() for t in allocated]
@@ -304,9 +304,12 @@ def _is_mutable(func: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results; pytree's own walk takes three times as long."""
+    """The tensors among arguments or results; pytree's own walk takes three times as long.
+
+    A sparse one has no memory of its own: the tensors of its indices and values are seen when they are made.
+    """
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [value] if value.layout == torch.strided else []
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):

@@ -108,8 +108,12 @@ def _count_gradients(recorder: OpRecorder, parameters: list[nn.Parameter]) -> li
     """Hooks that add the bytes of each finished gradient to the recorder; returns their handles."""
 
     def count(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            recorder.gradient_bytes += parameter.grad.untyped_storage().nbytes()
+        gradient = parameter.grad
+        if gradient is not None:
+            dense = (
+                gradient if gradient.layout == torch.strided else gradient._values()
+            )  # of an nn.Embedding(sparse=True)
+            recorder.gradient_bytes += dense.untyped_storage().nbytes()
 
     return [parameter.register_post_accumulate_grad_hook(count) for parameter in parameters]
 

@@ -158,3 +158,21 @@ def test_a_batch_function_that_reads_values_is_run_for_real() -> None:
     workload.make_batch = padded
     profile = profile_workload(workload, "cpu", identity="padded", request=TraceRequest(variants=(PLAIN,)))
     assert profile.method == "traced"
+
+
+def test_sparse_gradients_are_counted_by_their_values() -> None:
+    """The rows that a batch asked for have gradients, not the whole table: 8 rows of 4 numbers for each sample."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(1000, 4, sparse=True), nn.Flatten(), nn.Linear(32, 1))
+
+    workload = Workload(
+        name="words",
+        build_model=build,
+        make_batch=lambda count, index: torch.arange(8 * count).reshape(count, 8) % 1000,
+        loss=lambda model, batch: LossSum(model(batch).square().sum(), len(batch)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=8,
+    )
+    profile = profile_workload(workload, "cpu", identity="words")
+    assert PLAIN.text() in profile.variants and profile.trainable == 4000 + 33
