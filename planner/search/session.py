@@ -33,7 +33,7 @@ OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
 FINALIST_SHARE = 0.3
-"""At most this share of the budget is kept for the finalists."""
+"""At most this share of the time for trials is kept for the finalists and the claim (`Session.trials_s`)."""
 
 TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
 """The time box of a trial: a share of the budget, within these seconds."""
@@ -139,18 +139,24 @@ class Session:
         return cost
 
     @property
+    def trials_s(self) -> float:
+        """Seconds of the budget for trials of all purposes: without probes, inspection, trace and parity check."""
+        setup_s = self.store.spent_s - sum(trial.seconds_spent for trial in self.store.trials)
+        return max(0.0, self.budget_s - setup_s - self.parity_reserve_s)
+
+    @property
     def finalist_reserve_s(self) -> float:
         """Seconds kept for the rounds after the trials: those of the claim, and one more run of the best."""
         best = best_trial(self.store.trials)
         wanted = math.inf if best is None else self.claim_reserve_s + self.trial_cost.repeat_s(best)
-        return min(FINALIST_SHARE * self.budget_s, wanted)
+        return min(FINALIST_SHARE * self.trials_s, wanted)
 
     @property
     def claim_reserve_s(self) -> float:
-        """Seconds kept for the rounds of the claim, at most a share of the budget."""
+        """Seconds kept for the rounds of the claim, at most a share of the time for trials."""
         compared = {t.config: t for t in (best_trial(self.store.trials), self.baseline, self.hand) if t is not None}
         wanted = CLAIM_ROUNDS * sum(map(self.trial_cost.repeat_s, compared.values()))
-        return min(0.8 * FINALIST_SHARE * self.budget_s, wanted)
+        return min(0.8 * FINALIST_SHARE * self.trials_s, wanted)
 
     @property
     def search_left_s(self) -> float:

@@ -13,7 +13,7 @@ from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler, RedrawingSampler, make_sampler
-from autoplan.planner.search.session import BudgetOver
+from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.stages import find_verified
 from autoplan.planner.search.trial_cost import COMPILE_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
 from autoplan.processes import Ended, TaskFailedError
@@ -180,6 +180,18 @@ def test_a_check_may_run_past_the_budget_and_leaves_time_for_the_eager_one():
     assert both == pytest.approx(50.0)
     short = parity_time.deadline_s(30.0, 100.0, expected_s=30.0, fallback_s=20.0, has_fallback=True)
     assert short == pytest.approx(30.0), "the winner's own time comes first"
+
+
+def test_what_is_kept_for_the_claim_is_a_share_of_the_time_for_trials():
+    """Probes, inspection and trace had 25 of 40 s: 30 % of all would leave no time for a trial."""
+    parts = SimpleNamespace(
+        store=SimpleNamespace(trials=(trial_of(PLAIN, seconds_spent=3.0),), spent_s=28.0),
+        budget_s=40.0,
+        parity_reserve_s=5.0,
+    )
+    assert Session.trials_s.fget(parts) == pytest.approx(10.0)  # type: ignore[attr-defined]
+    parts.store.spent_s = 60.0
+    assert Session.trials_s.fget(parts) == 0.0  # type: ignore[attr-defined]
 
 
 # The fallback.
