@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from autoplan.errors import ConfigError
 from autoplan.record import Record
+from autoplan.strategies.device_knobs import Allocator, Kernels, Offload
 from autoplan.strategies.knob import Knob, Need
+from autoplan.strategies.rounding_knobs import OptimizerState, Parameters
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -29,7 +31,6 @@ BatchNorm = Literal["own", "sync"]
 Gelu = Literal["own", "torch"]
 LossHead = Literal["full", "fused"]
 OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
-Allocator = Literal["own", "keep"]
 GradientSync = Literal["last", "every"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
@@ -59,7 +60,9 @@ OPTIMIZER_FLAGS = {
 INTERLEAVED_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
 """The pipeline schedules with several stages per rank."""
 
-
+_RANKS = Knob(
+    technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
+)
 _REPLICAS = (Need(knob="dp_replicate", at_least=2),)
 _SHARDS = (Need(knob="dp_shard", at_least=2),)
 _STAGES = (Need(knob="pp", at_least=2),)
@@ -145,6 +148,7 @@ class TrainingConfig(Record):
         description="own: as the model has it; torch: GPT-2's tanh formula of GELU as torch's one operation, for runs "
         "that are not compiled",
     )
+    kernels: Kernels = "own"
     loss: Annotated[
         LossHead,
         Knob(
@@ -162,30 +166,20 @@ class TrainingConfig(Record):
     ] = Field(
         default="own", description="own: as the workload's optimizer has it; torch's for-loop, foreach or fused form"
     )
+    parameters: Parameters = "own"
+    optimizer_state: OptimizerState = "own"
     threads: Annotated[
         int | None,
         Knob(technique="threads", device="cpu", offered="torch's own, powers of two up to the cores, the cores"),
     ] = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
-    allocator: Annotated[
-        Allocator,
-        Knob(technique="allocator", numerics="none", device="cpu", left_out="a C library that is not glibc"),
-    ] = Field(
-        default="own",
-        description="CPU: own leaves the C library as it is; keep has it hold on to freed memory, which the next "
-        "micro-step then takes without page faults (glibc; for the whole process)",
+    allocator: Allocator = "own"
+    offload: Offload = "none"
+    dp_replicate: Annotated[int, _RANKS] = Field(
+        default=1, ge=1, description="data-parallel replicas (DDP; the outer degree of HSDP)"
     )
-    dp_replicate: Annotated[
-        int,
-        Knob(
-            technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
-        ),
-    ] = Field(default=1, ge=1, description="data-parallel replicas (DDP; the outer degree of HSDP)")
-    dp_shard: Annotated[
-        int,
-        Knob(
-            technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
-        ),
-    ] = Field(default=1, ge=1, description="ranks over which FSDP2 shards parameters and states")
+    dp_shard: Annotated[int, _RANKS] = Field(
+        default=1, ge=1, description="ranks over which FSDP2 shards parameters and states"
+    )
     reshard_after_forward: Annotated[
         bool,
         Knob(technique="data_parallel", numerics="none", role="layout", needs=_SHARDS, left_out="`True`: a pipeline"),
@@ -375,13 +369,16 @@ NUMBERS: tuple[str, ...] = tuple(knob for knob in KNOBS if knob_values(knob) is 
 """The knobs that are numbers; the others have a closed list of values."""
 
 RANK_COUNTS: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role == "rank_count")
-"""The knobs whose product is the number of ranks."""
+"""Their product is the number of ranks."""
 
 EXCHANGE_KNOBS: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role == "exchange")
 """The knobs of how data-parallel ranks exchange parameters and gradients."""
 
 MEMORY_ONLY: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.memory_only)
 """The knobs whose other values only save memory, and cost time."""
+
+LOSSY: Mapping[str, tuple[str, ...]] = {name: knob.lossy for name, knob in knobs().items() if knob.lossy}
+"""By knob, its lossy values."""
 
 DEGREES: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role != "run")
 """The knobs that say how ranks share the work; they come as whole combinations, not one by one."""
@@ -393,43 +390,3 @@ def micro_batches(global_batch: int, dp: int = 1) -> list[int]:
         return []
     share = global_batch // dp
     return [size for size in range(1, share + 1) if share % size == 0]
-
-
-def parse_knob(text: str) -> tuple[str, Any]:
-    """Reads `knob=value` as the command line gives it.
-
-    Raises:
-        ConfigError: no `=`, an unknown knob, or a value the knob does not take.
-    """
-    knob, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"{text!r} is not of the form knob=value", hint="For example: --fix precision=bf16")
-    knob = knob.strip().replace("-", "_")
-    return knob, check_knob(knob, value.strip())
-
-
-def check_knob(knob: str, value: Any) -> Any:
-    """The value in the knob's own type.
-
-    Raises:
-        ConfigError: an unknown knob, or a value the knob does not take.
-    """
-    allowed = knob_values(knob)
-    try:
-        config = TrainingConfig.model_validate({"micro_batch": 1} | {knob: value}, strict=False)
-    except ValidationError:
-        rule = "one of " + ", ".join(map(str, allowed)) if allowed else f"a whole number of at least {_least(knob)}"
-        raise ConfigError(f"{knob}={value!r} is not a value of {knob}", hint=f"{knob} takes {rule}.") from None
-    return getattr(config, knob)
-
-
-def knob_help() -> str:
-    """Every knob with the values that it takes, for the help of a command line."""
-    values = {knob: knob_values(knob) for knob in KNOBS}
-    texts = [f"{knob}={' | '.join(map(str, allowed)) if allowed else 'N'}" for knob, allowed in values.items()]
-    return "Knobs of --fix and --bound: " + "; ".join(texts) + "."
-
-
-def _least(knob: str) -> int:
-    """The smallest value of a knob that is a number."""
-    return next(int(part.ge) for part in TrainingConfig.model_fields[knob].metadata if hasattr(part, "ge"))

@@ -14,7 +14,7 @@ from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import is_out_of_memory, machine_trouble
 from autoplan.record import Record
-from autoplan.strategies.analysis.facts import Choices, Dependence, ParallelFacts, WorkloadFacts
+from autoplan.strategies.analysis.facts import Choices, Dependence, ParallelFacts, WorkloadFacts, limited
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def inspect_workload(
     from autoplan.strategies.prepare import STRATEGIES
     from autoplan.strategies.workloads.data_files import watch_data_files
     from autoplan.strategies.workloads.sources import load_workload
+    from autoplan.strategies.workloads.trainers.step import time_step
 
     with watch_data_files() as data:
         phase("load")
@@ -128,17 +129,24 @@ def inspect_workload(
             "sequence_length": workload.sequence_length,
             "open_fields": (),
             "name": workload.name,
+            "notes": workload.notes,
+            "taken_from": workload.taken_from,
             **counting,
             **_what_is_hashed(spec, workload, data),
         }
     )
 
     def facts_of(structure: Structure) -> WorkloadFacts:
-        choices = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
+        offered = (strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES)
+        choices = [limited(choice, workload.knobs) for choice in offered]
         return _facts(spec, workload, model, structure, choices)
 
     _build_optimizer(workload, model)
     facts = facts_of(structure)
+    if workload.knobs is not None:
+        early(facts)
+        phase(LOSS_PHASE)
+        return facts.model_copy(update={"step_s": time_step(workload), "training": None})
     if spec.kind not in ("function", "object") or structure.micro_batch_dependent:
         return facts
     early(facts)
@@ -158,6 +166,7 @@ def build_on_meta(workload: Workload) -> nn.Module:
     import torch
     from torch import nn
 
+    from autoplan.strategies.workloads.meta_device import move_to_meta
     from autoplan.strategies.workloads.training_mode import enter_training_mode
 
     try:
@@ -172,7 +181,7 @@ def build_on_meta(workload: Workload) -> nn.Module:
             f"build_model of {workload.name} returned {type(model).__name__}; it returns a torch.nn.Module",
             hint="Give a function that makes the model.",
         )
-    model = model.to("meta")
+    move_to_meta(model)
     enter_training_mode(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
@@ -205,6 +214,7 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
 
     from autoplan.strategies.analysis.additivity import measure_additivity
     from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
+    from autoplan.strategies.workloads.batch import move_batch
     from autoplan.strategies.workloads.training_mode import enter_training_mode
     from autoplan.strategies.workloads.user_errors import user_error
 
@@ -215,6 +225,8 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     enter_training_mode(real)
     disable_dropout(real)
     try:
+        if (check := getattr(workload.loss, "check", None)) is not None:
+            check(real, move_batch(workload.make_batch(2, 0), torch.device(device)))
         found = measure_additivity(workload, real, torch.device(device))
     except WorkloadError:
         raise
@@ -229,7 +241,9 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
         ) from error
     if found.additive or not found.deterministic:
         return ()
-    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=found.describe()),)
+    words = getattr(workload.loss, "describe_dependence", None)  # of a loss that the user did not write as a LossSum
+    why = found.describe() if words is None else words(found.describe())
+    return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),)
 
 
 def _what_is_counted(spec: WorkloadSpec, workload: Workload, batch: Any, model: nn.Module) -> dict[str, Any]:

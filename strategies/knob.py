@@ -57,6 +57,9 @@ class Knob:
         needs: What it goes with: without it, it has no effect or is refused.
         memory_only: For a knob whose other values only save memory: what its plain value saves, in words. A search
             tries the other values only where the plain one may not fit.
+        memory_only_on: The one device type on which that is so; None: all.
+        lossy: The values that keep fewer bits between steps: a search has them only with `--numerics lossy`.
+        last_resort: A search offers its other values only where no configuration with the plain one is sure to fit.
         offered: The values that a search offers, in words, where the knob has no closed list.
         left_out: When a search leaves values out, in words, besides what `device` and `needs` say.
     """
@@ -68,5 +71,8 @@ class Knob:
     searched: bool = True
     needs: tuple[Need, ...] = ()
     memory_only: str = ""
+    memory_only_on: Literal["cpu", "cuda"] | None = None
+    lossy: tuple[str, ...] = ()
+    last_resort: bool = False
     offered: str = ""
     left_out: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from autoplan.errors import ConfigError
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.rounding_knobs import not_carried
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.affinity import place_rank
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
@@ -20,16 +22,20 @@ from autoplan.strategies.techniques.checkpointing import CheckpointingStrategy
 from autoplan.strategies.techniques.compilation import CompilationStrategy, CompileModeStrategy
 from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
 from autoplan.strategies.techniques.gelu import GeluStrategy
+from autoplan.strategies.techniques.kernels import KernelsStrategy
 from autoplan.strategies.techniques.loss import LossStrategy
 from autoplan.strategies.techniques.mesh import build_mesh, rank_seed
 from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
+from autoplan.strategies.techniques.offload import OffloadStrategy
 from autoplan.strategies.techniques.optimizer import OptimizerStrategy
+from autoplan.strategies.techniques.optimizer_state import OptimizerStateStrategy
+from autoplan.strategies.techniques.parameters import ParametersStrategy
 from autoplan.strategies.techniques.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
-from autoplan.strategies.techniques.precision import PrecisionStrategy
+from autoplan.strategies.techniques.precision import PrecisionStrategy, set_matmul_tf32
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.tensor_parallel import TensorParallelStrategy
 from autoplan.strategies.techniques.threads import ThreadsStrategy
-from autoplan.strategies.workloads.training_mode import enter_training_mode
+from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
 
 # Registry and order of application in one.
@@ -38,8 +44,10 @@ STRATEGIES: tuple[Strategy, ...] = (
     ThreadsStrategy(),  # before any operation of the run: the thread pool takes its size at first use
     AllocatorStrategy(),  # for the process too, before the first large allocation
     PipelineStrategy(),  # drops what other stages hold, so that all below works on this rank's part alone
+    ParametersStrategy(),  # casts what is left, in place, before anything makes other tensors of it
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
     GeluStrategy(),  # likewise
+    KernelsStrategy(),  # likewise
     LossStrategy(),  # swaps the head and the loss, likewise
     TensorParallelStrategy(),  # splits what is inside the blocks, so before they are wrapped
     BatchNormStrategy(),  # swaps modules inside the blocks, likewise
@@ -49,7 +57,9 @@ STRATEGIES: tuple[Strategy, ...] = (
     PrecisionStrategy(),  # autocast opens around the whole forward; parameters stay fp32
     DataParallelStrategy(),  # DDP or FSDP2 around all that is called in a step
     PipelineEngineStrategy(),  # makes stages of what is left, each wrapped as above, and their schedule
-    OptimizerStrategy(),  # last: it holds the parameters as everything above has left them
+    OptimizerStrategy(),  # it holds the parameters as everything above has left them
+    OptimizerStateStrategy(),  # after it: steps of that optimizer over what is kept rounded
+    OffloadStrategy(),  # last: it moves the states of that optimizer, and what is saved inside every other context
 )
 
 
@@ -106,6 +116,53 @@ def prepare(
         torch.manual_seed(rank_seed(workload.seed, mesh))
     schedule = workload.build_schedule(build.optimizer) if workload.build_schedule is not None else None
     return TrainingRun(build, schedule)
+
+
+IN_PLACE = ("threads", "allocator", "attention", "gelu", "batch_norm", "checkpointing", "compile")
+"""What a model has of a config when another trainer runs it; the rest is the trainer's, or is not carried."""
+
+
+def apply_to_model(
+    workload: Workload, config: TrainingConfig, model: nn.Module, *, device: torch.device
+) -> tuple[str, ...]:
+    """Changes a model in place for a trainer that has steps of its own; sets what belongs to the process too.
+
+    Args:
+        workload: What is trained.
+        config: How.
+        model: The model.
+        device: Where it will run.
+
+    Returns:
+        What of the config is left out, in sentences.
+    """
+    build = Build(
+        workload=workload,
+        config=config,
+        device=device,
+        model=model,
+        module=TrainingModule(model, workload.loss),
+        structure=find_structure(model),
+    )
+    for strategy in STRATEGIES:
+        if strategy.name in IN_PLACE and not (strategy.name == "compile" and config.compile == "model"):
+            strategy.apply(build)
+    set_matmul_tf32(config.precision == "tf32")
+    if config.checkpointing != "none":
+        for caching in caching_configs(model):
+            caching.use_cache = False
+    left = []
+    if build.hooks.around is not contextlib.nullcontext:
+        left.append(f"attention={config.attention}: wrap what calls the model in torch.nn.attention.sdpa_kernel")
+    if config.compile == "model":
+        left.append("compile=model: compile the model yourself, torch.compile(model, dynamic=False)")
+    if config.kernels != "own":
+        left.append(f"kernels={config.kernels}: the model keeps its own norms, rotary embeddings and gated MLPs")
+    if config.offload != "none":
+        left.append(f"offload={config.offload}: what it keeps on the host stays on the device, where it may not fit")
+    if config.optimizer_step != "own":
+        left.append(f"optimizer_step={config.optimizer_step}: give your optimizer that flag")
+    return (*left, *not_carried(config.model_dump(), "Lightning"))
 
 
 def check_knobs(config: TrainingConfig, global_batch: int) -> None:

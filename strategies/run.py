@@ -16,6 +16,7 @@ from autoplan.strategies.state import collect_state, restore_state
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import agree_on_overflow, data_position, local_tensor, rank_seed
 from autoplan.strategies.techniques.own_gradients import OwnGradients
+from autoplan.strategies.techniques.rounded_steps import rounding_of
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
 from autoplan.strategies.workloads.training_mode import (
     caching_configs,
@@ -209,8 +210,9 @@ class TrainingRun:
             if self.mesh is not None:
                 agree_on_overflow(self.scaler, self.optimizer)
         if self.workload.count is None:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], divisor / count)
+            gradients = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, (divisor / count).to(gradients[0].device))
         for observe in self._observers:
             observe()
         norm = None
@@ -227,6 +229,8 @@ class TrainingRun:
         return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
 
     def _step_optimizer(self) -> bool:
+        if (rounding := rounding_of(self.optimizer)) is not None:
+            rounding.steps = self.steps
         if self.scaler is None:
             self.optimizer.step()
             return False

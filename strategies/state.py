@@ -8,7 +8,7 @@ so that each pipeline stage writes and reads its own part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from autoplan.strategies.techniques.rounded_steps import MASTER, rounding_of
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # How an optimizer's step runs: the plan decides it, not the state.
@@ -25,6 +27,8 @@ _STEP_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state and the optimizer's, to be written; all ranks call it."""
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    optimizer_state = {key: value for key, value in optimizer_state.items() if not key.endswith(f".{MASTER}")}
+    model_state = model_state | _masters(model, optimizer)
     tied = _tied_names(model)
     named = {_with_names(key, tied): _to_contiguous(value) for key, value in optimizer_state.items()}
     return {name: _to_contiguous(value) for name, value in model_state.items()}, named
@@ -49,8 +53,28 @@ def restore_state(
         optim_state_dict={key: _to_layout(value, plain_layouts.get(_parameter(key))) for key, value in own.items()},
         options=_OPTIONS,
     )
+    rounding = rounding_of(optimizer)
+    if rounding is not None:
+        for name, parameter in _parameters(model):
+            if name in model_state:
+                rounding.set_master(parameter, _to_layout(model_state[name], plain_layouts.get(name)))
     for group, kept in zip(optimizer.param_groups, flags, strict=True):
         group.update(kept)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the plain model's names, each tied one by all of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _plain(name), parameter
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The fp32 master copies of parameters that are kept in bf16: what is saved of the model."""
+    rounding = rounding_of(optimizer)
+    if rounding is None:
+        return {}
+    found = ((name, rounding.master(parameter)) for name, parameter in _parameters(model))
+    return {name: master for name, master in found if master is not None}
 
 
 def _plain(name: str) -> str:

@@ -86,7 +86,8 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
 
 
 def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.device, *, graph: bool) -> Additivity:
-    batch = move_batch(slice_batch(given, 0, 2), device)
+    both_samples = slice_batch(given, 0, 2)
+    batch = move_batch(both_samples, device)
 
     def loss_of(part: Batch, seed: int = workload.seed) -> float:
         seed_generators(seed)
@@ -104,7 +105,7 @@ def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.d
     if any(abs(both - other) > 1e-5 * max(abs(both), 1e-12) for other in others):
         return Additivity(additive=False, deterministic=False)  # one sample alone draws something else
     try:
-        alone = tuple(loss_of(slice_batch(batch, i, i + 1)) for i in range(2))
+        alone = tuple(loss_of(move_batch(slice_batch(both_samples, i, i + 1), device)) for i in range(2))
     except ValueError:  # BatchNorm over a single value refuses it
         return Additivity(additive=False, deterministic=True)
     low = [LOW_PRECISION_TOLERANCE.get(parameter.dtype, 0.0) for parameter in model.parameters()]

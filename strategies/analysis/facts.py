@@ -54,6 +54,19 @@ def offer(knob: str, values: Iterable[Any], others: Mapping[Any, str | None] | N
     )
 
 
+def limited(choices: Choices, knobs: Mapping[str, tuple[Any, ...] | None] | None) -> Choices:
+    """The choices of a knob within `Workload.knobs`: those that are not among them keep the plain value."""
+    if knobs is None or choices.knob == "micro_batch" or (choices.knob in knobs and knobs[choices.knob] is None):
+        return choices
+    allowed = knobs.get(choices.knob) or choices.values[:1]
+    reason = "the step is a program of its own: only its environment and a context around it can be changed"
+    if choices.knob in knobs:
+        reason = f"it changes the numbers inside of the step, and was not allowed: bound {choices.knob} to allow it"
+    kept = tuple(value for value in choices.values if value in allowed)
+    dropped = (LeftOut(knob=choices.knob, value=value, reason=reason) for value in choices.values if value not in kept)
+    return Choices(knob=choices.knob, values=kept, left_out=(*choices.left_out, *dropped))
+
+
 class Dependence(Record):
     """A module that ties the training to one micro-batch."""
 
@@ -106,6 +119,10 @@ class WorkloadFacts(Record):
     fixed_micro_batch: int | None
     choices: tuple[Choices, ...]
     parallel: ParallelFacts | None = Field(default=None, description="what its model allows of tp and pp")
+    step_s: float | None = Field(
+        default=None,
+        description="seconds of a plain step, where steps are a program of their own (Workload.knobs); else None",
+    )
     training: TrainingFacts | None = Field(default=None, description="what the workload trains with, as numbers")
 
     def knob(self, name: str) -> Choices:

@@ -17,7 +17,7 @@ from torch import nn
 
 from autoplan.strategies.analysis.structure import Structure
 
-FUSED = re.compile(r"fused_colwise_(\d+)")
+FUSED_STYLE = re.compile(r"fused_colwise_(\d+)")
 # What transformers' own plans say that is the same thing here, or nothing to do: a parameter that is replicated
 # inside a split region gets its gradient summed in any case.
 _STYLE_NAMES = {"replicated_with_grad_allreduce": None, "replicate": None, "colwise_gather_output": None}
@@ -75,7 +75,7 @@ def find_tensor_plan(model: nn.Module, structure: Structure, own: Mapping[str, s
         return f"the model has {stacks} stacks of blocks; tensor parallelism is done for one"
     styles: dict[str, str] = {}
     for pattern, style in patterns.items():
-        known = style in ("colwise", "rowwise") or FUSED.fullmatch(style) is not None
+        known = style in ("colwise", "rowwise") or FUSED_STYLE.fullmatch(style) is not None
         if not known and style in _STYLE_NAMES:
             continue
         if not known:
@@ -193,7 +193,7 @@ def _unit(model: nn.Module, styles: Mapping[str, str]) -> tuple[int, str]:
         module: Any = model.get_submodule(name)
         transposed = type(module) is not nn.Linear
         outputs, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
-        fused = FUSED.fullmatch(style)
+        fused = FUSED_STYLE.fullmatch(style)
         widths.append(inputs if style == "rowwise" else outputs // (int(fused.group(1)) if fused else 1))
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)

@@ -112,7 +112,7 @@ def class_name(kind: type) -> str:
 
 
 def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[GroupFacts, ...]:
-    """The parameter groups of an optimizer.
+    """The parameter groups of an optimizer, with their learning rates before a schedule changed them.
 
     Args:
         optimizer: The optimizer.
@@ -124,6 +124,8 @@ def read_groups(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tu
     found = []
     for index, group in enumerate(optimizer.param_groups):
         plain = {key: _plain(value) for key, value in group.items() if key not in ("params", *_NO_OPTIONS)}
+        if "initial_lr" in group:
+            plain["lr"] = _plain(group["initial_lr"])
         found.append(
             GroupFacts(
                 tensors=len(group["params"]),
@@ -147,13 +149,12 @@ def optimizer_differences(searched: TrainingFacts, optimizer: torch.optim.Optimi
     if len(groups) != len(searched.groups):
         return [*found, f"it has {len(groups)} parameter group(s), not {len(searched.groups)}"]
     same_total = sum(group.tensors for group in groups) == sum(group.tensors for group in searched.groups)
-    for number, (here, then, raw) in enumerate(zip(groups, searched.groups, optimizer.param_groups, strict=True)):
+    for number, (here, then) in enumerate(zip(groups, searched.groups, strict=True)):
         where = f" in group {number}" if len(groups) > 1 else ""
-        options = here.options | ({"lr": _plain(raw["initial_lr"])} if "initial_lr" in raw else {})
         found += [
-            f"{key}{where} is {options[key]}, not {then.options[key]}"
+            f"{key}{where} is {here.options[key]}, not {then.options[key]}"
             for key in then.options
-            if key in options and not _same_value(options[key], then.options[key])
+            if key in here.options and not _same_value(here.options[key], then.options[key])
         ]
         if same_total and here.tensors != then.tensors:
             found.append(f"group {number} has {here.tensors} parameters, not {then.tensors}")

@@ -47,10 +47,10 @@ def reason_against_maskless(base: Any, implementation: str | None = "sdpa") -> s
         return "it attends within windows"
     if not all(module.is_causal for module in base.modules() if hasattr(module, "is_causal")):
         return "some of its attention is not causal"
-    return None if _register() else "this transformers has no interface for attention functions"
+    return None if _register_maskless() else "this transformers has no interface for attention functions"
 
 
-def _register() -> bool:
+def _register_maskless() -> bool:
     """Registers the implementation: transformers' own SDPA function, without a function that makes a mask."""
     try:
         from transformers import AttentionInterface

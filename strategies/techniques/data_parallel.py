@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from autoplan.probes.profile import HardwareProfile
@@ -65,27 +65,46 @@ def uses_ddp(build: Build) -> bool:
 
 def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
-    wrapped = [_wrap_ddp(build, mesh, module) for module in modules]
+    config = build.config
+    bucket = None if config.ddp_bucket_mb == PLAIN.ddp_bucket_mb else config.ddp_bucket_mb
+    wrapped = [
+        wrap_ddp(module, mesh, build.device, bucket_mb=bucket, static_graph=config.ddp_static_graph)
+        for module in modules
+    ]
+    build.hooks.set_sync = ddp_gradient_sync(wrapped)
+    return wrapped
+
+
+def ddp_gradient_sync(wrapped: Sequence[nn.Module]) -> Callable[[bool], None]:
+    """What is called before each micro-step, with True before the last: only that one reduces gradients."""
 
     def set_sync(sync: bool) -> None:
         for module in wrapped:
             module.require_backward_grad_sync = sync  # type: ignore[assignment]  # what no_sync() sets
 
-    build.hooks.set_sync = set_sync
-    return wrapped
+    return set_sync
 
 
-def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
+def wrap_ddp(
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, *, bucket_mb: int | None, static_graph: bool
+) -> nn.Module:
+    """A module whose gradients DDP averages over the replicas; itself where it trains nothing.
+
+    Args:
+        module: What a step calls.
+        mesh: The mesh, with an axis dp_replicate.
+        device: This rank's.
+        bucket_mb: MiB per all-reduce, the first included; None: torch's own, 25 MiB with a first bucket of 1 MiB.
+        static_graph: The graph is promised to be the same at every step.
+    """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module  # DDP refuses a stage that trains nothing
-    # torch's own default is None: 25 MiB with a first bucket of 1 MiB. A number given is the first bucket's too.
-    bucket = build.config.ddp_bucket_mb
     return DistributedDataParallel(
         module,
-        device_ids=[build.device.index] if build.device.type == "cuda" and build.device.index is not None else None,
+        device_ids=[device.index] if device.type == "cuda" and device.index is not None else None,
         process_group=mesh.get_group("dp_replicate"),
-        bucket_cap_mb=None if bucket == PLAIN.ddp_bucket_mb else bucket,
-        static_graph=build.config.ddp_static_graph,
+        bucket_cap_mb=bucket_mb,
+        static_graph=static_graph,
         gradient_as_bucket_view=True,  # saves one copy of the gradients
         broadcast_buffers=False,  # each rank keeps the running statistics of its own micro-batches
     )
@@ -94,25 +113,57 @@ def _wrap_ddp(build: Build, mesh: DeviceMesh, module: nn.Module) -> nn.Module:
 def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Shards each repeated block, then what is left, with fully_shard; over (dp_replicate, dp_shard) it is HSDP."""
     config = build.config
-    shard_mesh = mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"]
-    reshard = config.reshard_after_forward and config.dp_shard > 1
-    gathered = gather_dtype(build)
-    policy = MixedPrecisionPolicy(
-        param_dtype=gathered,
-        reduce_dtype=torch.float32 if gathered is not None else None,
-        cast_forward_inputs=False,  # autocast casts where it should; the residual stream stays fp32
+    roots = shard_modules(
+        shard_units(build),
+        modules,
+        mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"],
+        reshard=config.reshard_after_forward and config.dp_shard > 1,
+        gathered=gather_dtype(config.precision, build.device.type),
+        reduced=torch.float32 if config.parameters != "own" else None,
+        prefetch=config.fsdp_prefetch,
+        on_host=config.offload == "parameters",
     )
-    units = [
-        fully_shard(block, mesh=shard_mesh, reshard_after_forward=reshard, mp_policy=policy)
-        for block in shard_units(build)
-    ]
-    # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
-    roots = [fully_shard(module, mesh=shard_mesh, reshard_after_forward=False) for module in modules]
-
-    set_prefetch(units, config.fsdp_prefetch)
-
     build.hooks.set_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
     return list(modules)
+
+
+def shard_modules(
+    blocks: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard: bool,
+    gathered: torch.dtype | None,
+    prefetch: int,
+    reduced: torch.dtype | None = None,
+    on_host: bool = False,
+) -> list[FSDPModule]:
+    """Shards blocks one by one, in place, then what is left of the modules that hold them; returns the latter.
+
+    Args:
+        blocks: What is gathered and freed as one.
+        modules: What a step calls.
+        mesh: Of one axis (shards), or of two (replicas of shards).
+        reshard: Free a block's parameters after its forward.
+        gathered: The type that parameters are gathered in; None: as they are stored.
+        prefetch: Blocks that are gathered ahead.
+        reduced: The type that gradients are reduced in; None: fp32 where parameters are gathered in another type.
+        on_host: Shards of parameters, gradients and states lie in the host's memory, where the optimizer steps.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=gathered,
+        reduce_dtype=torch.float32 if gathered is not None else reduced,
+        cast_forward_inputs=False,  # autocast casts where it should; the residual stream stays fp32
+    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    units = [
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        for block in blocks
+    ]
+    # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
+    roots = [fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=offload) for module in modules]
+    set_prefetch(units, prefetch)
+    return roots
 
 
 def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[[bool], None]:
@@ -154,16 +205,21 @@ def set_prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
 
 def shard_units(build: Build) -> list[nn.Module]:
     """The modules that are gathered and freed as one: the repeated blocks, with what already wraps them."""
-    blocks = (build.model.get_submodule(name) for name, _ in build.structure.all_blocks)
-    return [block for block in blocks if next(block.parameters(), None) is not None]
+    return with_parameters(build.model, [name for name, _ in build.structure.all_blocks])
 
 
-def gather_dtype(build: Build) -> torch.dtype | None:
+def with_parameters(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules of these names that have parameters."""
+    modules = (model.get_submodule(name) for name in names)
+    return [module for module in modules if next(module.parameters(), None) is not None]
+
+
+def gather_dtype(precision: str, device_type: str) -> torch.dtype | None:
     """The type that the blocks' parameters are gathered in; None: as they are stored.
 
     On CPU they stay fp32: CPU autocast leaves layer_norm to types that agree, and bytes on loopback cost little.
     """
-    return GATHER_DTYPES.get(build.config.precision) if build.device.type == "cuda" else None
+    return GATHER_DTYPES.get(precision) if device_type == "cuda" else None
 
 
 def expected_shard_bytes(parameter_bytes: int, mesh: DeviceMesh | None) -> float:

@@ -19,6 +19,7 @@ from autoplan.strategies.analysis.structure import Structure, disable_dropout, f
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
+from autoplan.strategies.techniques.loss_kernels_gpu import choose_gpu_kernel
 from autoplan.strategies.workloads.batch import Batch, move_batch
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.randomness import seed_generators
@@ -65,8 +66,14 @@ class LossStrategy:
                 f"loss=fused does not apply: {reason}",
                 hint="Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full.",
             )
-        kernel = choose_kernel(build.config.precision, compiled=build.config.compile == "model")
+        kernel = kernel_on(build.device, build.config.precision, compiled=build.config.compile == "model")
         build.training_module.loss = make_fused_loss(build.workload, build.structure, kernel)
+
+
+def kernel_on(device: torch.device, precision: str, *, compiled: bool) -> Kernel:
+    """The kernel of a precision on a device; `compiled`: it runs inside torch.compile."""
+    choose = choose_gpu_kernel if device.type == "cuda" else choose_kernel
+    return choose(precision, compiled=compiled)
 
 
 def make_fused_loss(workload: Workload, structure: Structure, kernel: Kernel) -> FusedLoss | DeferredLoss:
@@ -211,7 +218,7 @@ def _compare_on(workload: Workload, model: nn.Module, index: int, device: torch.
     except Exception:  # a window or a pooling may need longer sequences
         batch = whole
         own = _loss_and_gradient(workload, model, workload.loss, move_batch(batch, device))
-    fused_loss = make_fused_loss(workload, find_structure(model), choose_kernel("fp32", compiled=False))
+    fused_loss = make_fused_loss(workload, find_structure(model), kernel_on(device, "fp32", compiled=False))
     watched: list[str] = []
     if isinstance(fused_loss, DeferredLoss):
         fused_loss.watch = watched

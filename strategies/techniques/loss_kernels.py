@@ -25,6 +25,10 @@ Kernel = Callable[..., torch.Tensor]
 
 With `cap=c`, the logits are c * tanh(hidden weight^T + bias), as Gemma 2 caps them."""
 
+LossOfLogits = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(logits, classes, vocabulary, cap) -> the summed loss, and the gradient by the logits, which may lie in their place.
+"""
+
 _CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, enough rows for matmuls at full rate
 
 
@@ -177,10 +181,36 @@ def precomputed_cross_entropy(
     *,
     dtype: torch.dtype,
     cap: float | None = None,
+    of_logits: LossOfLogits | None = None,
 ) -> torch.Tensor:
-    """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32."""
+    """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32.
+
+    `of_logits` computes a chunk's loss and gradient; None: `loss_of_logits`.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Precomputed.apply(hidden, weight, bias, targets, dtype, cap, weight.requires_grad)
+        return _Precomputed.apply(
+            hidden, weight, bias, targets, dtype, cap, weight.requires_grad, of_logits or loss_of_logits
+        )
+
+
+def loss_of_logits(
+    logits: torch.Tensor, classes: torch.Tensor, vocabulary: int, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed cross-entropy of logits (rows, at least vocabulary) in fp32, and its gradient by them, in fp32."""
+    logits = logits.float()
+    capped = None if cap is None else torch.tanh(logits)
+    logits = logits if cap is None or capped is None else cap * capped
+    if logits.shape[1] > vocabulary:
+        logits[:, vocabulary:] = -torch.inf
+    counted = (classes != IGNORE_INDEX).unsqueeze(1)
+    picked = classes.clamp(min=0).unsqueeze(1)
+    log_sum = torch.logsumexp(logits, dim=1, keepdim=True)
+    total = ((log_sum - logits.gather(1, picked)) * counted).sum()
+    gradient = torch.exp(logits - log_sum)
+    gradient = gradient.scatter_add(1, picked, torch.full_like(log_sum, -1.0)) * counted
+    if cap is not None and capped is not None:  # d/dx of cap * tanh(x)
+        gradient = gradient * (cap * (1 - capped.square()))
+    return total, gradient
 
 
 class _Precomputed(torch.autograd.Function):
@@ -196,6 +226,7 @@ class _Precomputed(torch.autograd.Function):
         dtype: torch.dtype,
         cap: float | None,
         head_trains: bool,
+        of_logits: LossOfLogits,
     ) -> torch.Tensor:
         vocabulary = weight.shape[0]
         missing = padded_rows(vocabulary, weight.device.type) - vocabulary
@@ -211,25 +242,14 @@ class _Precomputed(torch.autograd.Function):
         rows_at_once = chunk_rows(vocabulary)
         for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
             rows = rows.to(dtype)
-            logits = F.linear(rows, low_weight, low_bias).float()
-            capped = None if cap is None else torch.tanh(logits)
-            logits = logits if cap is None or capped is None else cap * capped
-            if missing:
-                logits[:, vocabulary:] = -torch.inf
-            counted = (classes != IGNORE_INDEX).unsqueeze(1)
-            picked = classes.clamp(min=0).unsqueeze(1)
-            log_sum = torch.logsumexp(logits, dim=1, keepdim=True)
-            total = total + ((log_sum - logits.gather(1, picked)) * counted).sum()
-            gradient = torch.exp(logits - log_sum)
-            gradient = gradient.scatter_add(1, picked, torch.full_like(log_sum, -1.0)) * counted
-            if cap is not None and capped is not None:  # d/dx of cap * tanh(x)
-                gradient = gradient * (cap * (1 - capped.square()))
+            loss, gradient = of_logits(F.linear(rows, low_weight, low_bias), classes, vocabulary, cap)
+            total = total + loss
             low_gradient = gradient.to(dtype)
             hidden_gradients.append((low_gradient @ low_weight).to(hidden.dtype))
             if head_trains:
                 weight_gradient += (low_gradient.t()[:vocabulary] @ rows).float()
             if bias_gradient is not None:
-                bias_gradient += gradient[:, :vocabulary].sum(0)
+                bias_gradient += gradient[:, :vocabulary].sum(0, dtype=torch.float32)
         saved = (torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
         ctx.save_for_backward(*saved, *(() if bias_gradient is None else (bias_gradient,)))
         return total
@@ -242,8 +262,5 @@ class _Precomputed(torch.autograd.Function):
             hidden * scale.to(hidden.dtype) if ctx.needs_input_grad[0] else None,
             weight * scale if ctx.needs_input_grad[1] else None,
             bias[0] * scale if bias and ctx.needs_input_grad[2] else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )

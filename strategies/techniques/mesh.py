@@ -52,10 +52,14 @@ def build_mesh(config: TrainingConfig, device_type: str) -> DeviceMesh | None:
     check_world(config)
     if config.world_size == 1:
         return None
+    return make_mesh((config.pp, config.dp_replicate, config.dp_shard, config.tp), device_type)
+
+
+def make_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh:
+    """The mesh of these degrees, in the order of AXES, over the default process group, which is initialised here."""
     if not dist.is_initialized():
         # gloo beside NCCL carries objects and CPU tensors
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-    shape = (config.pp, config.dp_replicate, config.dp_shard, config.tp)
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 
 
@@ -123,19 +127,19 @@ class GlobalNormClipper:
         held = [parameter for parameter in parameters if parameter.grad is not None]
         norm = self.norm(held)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if held:
-            torch._foreach_mul_(
-                [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None], scale
-            )
+        gradients = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # shards may lie on the host
         return norm
 
     def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of all gradients over all ranks; every rank of the world calls it."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            norms = torch.stack(
-                [norm.float() for norm in torch._foreach_norm([local_tensor(grad) for grad in gradients])]
-            )
+            held = [local_tensor(gradient) for gradient in gradients]
+            low = any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in held)
+            found = torch._foreach_norm(held, 2, dtype=torch.float32) if low else torch._foreach_norm(held)
+            norms = torch.stack([norm.float() for norm in found])
             shares = [
                 self._weights.get(id(parameter), 1.0) * shard_count(parameter.grad) / self._stage_ranks
                 for parameter in parameters
@@ -144,6 +148,7 @@ class GlobalNormClipper:
             square = (norms.square() * torch.tensor(shares, device=norms.device)).sum()
         else:  # a stage whose parameters are all frozen
             square = torch.zeros((), device=self._device)
+        square = square.to(self._device)  # shards may lie on the host
         dist.all_reduce(square)
         return square.sqrt()
 

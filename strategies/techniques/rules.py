@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.techniques import attention_rules, compilation_rules, data_parallel_rules, pipeline_rules
+from autoplan.strategies.techniques import (
+    attention_rules,
+    compilation_rules,
+    data_parallel_rules,
+    kernels_rules,
+    offload_rules,
+    parameters_rules,
+    pipeline_rules,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +40,9 @@ RULES = (
     Rule(reads=attention_rules.READS, incompatible=attention_rules.incompatible),
     Rule(reads=compilation_rules.READS, incompatible=compilation_rules.incompatible),
     Rule(reads=data_parallel_rules.READS, incompatible=data_parallel_rules.incompatible),
+    Rule(reads=kernels_rules.READS, incompatible=kernels_rules.incompatible),
+    Rule(reads=offload_rules.READS, incompatible=offload_rules.incompatible),
+    Rule(reads=parameters_rules.READS, incompatible=parameters_rules.incompatible),
     Rule(reads=pipeline_rules.READS, incompatible=pipeline_rules.incompatible),
 )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.analysis.tensor_plans import FUSED, TensorPlan, find_tensor_plan
+from autoplan.strategies.analysis.tensor_plans import FUSED_STYLE, TensorPlan, find_tensor_plan
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.loss import CHUNK_ROWS
 from autoplan.strategies.techniques.loss_kernels import limited_rows
@@ -65,8 +65,16 @@ def plan_tensor_parallel(build: Build) -> TensorPlan:
     Raises:
         ConfigError: the model has no plan, or the degree does not divide what it splits.
     """
-    degree = build.config.tp
-    plan = find_tensor_plan(build.model, build.structure, build.workload.tensor_plan)
+    return make_tensor_plan(build.model, build.structure, build.workload, build.config.tp)
+
+
+def make_tensor_plan(model: nn.Module, structure: Structure, workload: Workload, degree: int) -> TensorPlan:
+    """How a model is split over so many ranks; the meta device is enough.
+
+    Raises:
+        ConfigError: the model has no plan, or the degree does not divide what it splits.
+    """
+    plan = find_tensor_plan(model, structure, workload.tensor_plan)
     if isinstance(plan, str):
         raise ConfigError(f"tp={degree} does not apply: {plan}", hint="Use tp=1 for this model.")
     if plan.unit % degree:
@@ -74,14 +82,30 @@ def plan_tensor_parallel(build: Build) -> TensorPlan:
             f"tp={degree} does not divide the model: it has {plan.unit_of}, so the degree must divide {plan.unit}",
             hint=f"tp can be {', '.join(str(d) for d in range(1, plan.unit + 1) if plan.unit % d == 0)}.",
         )
-    if _parallel_head(build) is None:
+    if _parallel_head(workload, model) is None:
         plan = dataclasses.replace(plan, head=None, vocabulary_tables=())
     return plan
 
 
 def apply_tensor_parallel(build: Build, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Splits a model in place; modules that a pipeline stage does not hold are passed over."""
-    model = build.model
+    """Splits the model of a build in place, and its loss where the vocabulary is split."""
+    split_model(build.model, plan, mesh, [name for name, _ in build.structure.blocks])
+    if plan.head is not None:
+        head = build.workload.head
+        assert head is not None
+        build.training_module.loss = VocabularyParallelLoss(head, mesh, chunked=build.config.loss == "fused")
+    build.gradients.finish.append(functools.partial(reduce_partial_gradients, build.model))
+
+
+def split_model(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: Sequence[str]) -> None:
+    """Splits a model in place; modules that a pipeline stage does not hold are passed over.
+
+    Args:
+        model: The model.
+        plan: How it is split.
+        mesh: The tp axis.
+        blocks: The names of its repeated blocks.
+    """
     splitter = _Splitter(model, mesh)
     for name, style in plan.styles.items():
         module = _held(model, name)
@@ -95,17 +119,11 @@ def apply_tensor_parallel(build: Build, plan: TensorPlan, mesh: DeviceMesh) -> N
         module = _held(model, name)
         if module is not None:
             splitter.split_table(module)
-    if plan.head is not None:
-        linear, head = _held(model, plan.head), build.workload.head
-        assert head is not None
-        if linear is not None:
-            splitter.split_head(linear)
-        build.training_module.loss = VocabularyParallelLoss(head, mesh, chunked=build.config.loss == "fused")
-        loss_parallel().__enter__()  # for good: the backward of cross-entropy over split logits needs it too
-    sequence_parallel = [name for name, _ in build.structure.blocks] + [plan.exit]
+    if plan.head is not None and (linear := _held(model, plan.head)) is not None:
+        splitter.split_head(linear)
+    sequence_parallel = [*blocks, plan.exit]
     splitter.replicate_rest(lambda name: any(name == part or name.startswith(part + ".") for part in sequence_parallel))
     _place_collectives(model, plan, mesh)
-    build.gradients.finish.append(functools.partial(reduce_partial_gradients, model))
 
 
 def _held(model: nn.Module, name: str) -> nn.Module | None:
@@ -117,11 +135,11 @@ def _held(model: nn.Module, name: str) -> nn.Module | None:
     return module if next(module.parameters(), None) is not None else None
 
 
-def _parallel_head(build: Build) -> OutputHead | None:
+def _parallel_head(workload: Workload, model: nn.Module) -> OutputHead | None:
     """The workload's head, where its logits can be split over the vocabulary."""
-    head = build.workload.head
+    head = workload.head
     reason = getattr(head, "reason_against", None)
-    if head is None or (reason is not None and reason(build.model) is not None):
+    if head is None or (reason is not None and reason(model) is not None):
         return None
     return head
 
@@ -236,7 +254,7 @@ class _Splitter:
     def split_projection(self, module: nn.Module, style: str) -> None:
         """Splits a Linear or Conv1D by its outputs (colwise) or its inputs (rowwise)."""
         transposed = type(module) is not nn.Linear
-        fused = FUSED.fullmatch(style)
+        fused = FUSED_STYLE.fullmatch(style)
         # dim of the weight that is split: Linear holds (outputs, inputs), Conv1D (inputs, outputs)
         dim = int(transposed) if style != "rowwise" else int(not transposed)
         parts = int(fused.group(1)) if fused else 1

@@ -10,5 +10,13 @@ objects.py         workloads from Python objects
 batch.py           batches: nests of tensors; size, slices, micro-batches
 datasets.py        batches from a user's dataset
 optimizers.py      a user's optimizer, made again over other parameters
+containers.py      batches in dataclasses and mappings that torch's pytree does not know
+transfer.py        the micro-batches of a step on the device that trains
+counting.py        what throughput counts: tokens without padding, or samples
+training_mode.py   how a model is set while it trains: modes, key-value cache, checkpointing of its own
+randomness.py      the random generators that a training may draw from
+user_errors.py     errors of the user's own functions
+digests.py         digests of what is trained; fingerprint.py: by name, so that what changed can be named
+plain_values.py    data without code, as JSON; data_files.py: the files that a workload reads
 model_configs/     the built-in configurations, as JSON
 """

@@ -7,7 +7,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.containers import know_containers
+from autoplan.strategies.workloads.samples import SAMPLES, SampleBatch
 
 Batch = Any
 
@@ -25,6 +26,8 @@ def batch_size(batch: Batch) -> int:
     Raises:
         WorkloadError: no tensor, or tensors whose first dims differ.
     """
+    if isinstance(batch, Mapping) and SAMPLES in batch:
+        return int(batch[SAMPLES])
     know_containers(batch)
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(sizes) != 1:
@@ -38,11 +41,16 @@ def batch_size(batch: Batch) -> int:
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     """The samples start to stop (views, no copy). A list of texts, one for each sample, is sliced too."""
+    by_samples = getattr(batch, "slice_samples", None)  # a batch that collates a part of its samples by itself
+    if by_samples is not None:
+        return by_samples(start, stop)
     return _map_samples(batch, lambda leaf: leaf[start:stop])
 
 
 def repeat_samples(batch: Batch, times: int) -> Batch:
     """All samples of a batch, so many times."""
+    if isinstance(batch, SampleBatch):
+        return batch.repeat_samples(times)
 
     def repeated(leaf: Any) -> Any:
         return torch.cat([leaf] * times) if isinstance(leaf, torch.Tensor) else leaf * times

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.strategies.workloads.batch import Batch, batch_size
 from autoplan.strategies.workloads.randomness import with_seeded_batches
-from autoplan.strategies.workloads.spec import BatchSizes, Counted, SizeRange
+from autoplan.strategies.workloads.spec import BatchSizes, Counted, SizeRange, WorkloadSpec
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 
 IDS, MASK = "input_ids", "attention_mask"
@@ -79,6 +79,33 @@ def count_positions(workload: Workload, counted: Counted, batch: Batch) -> int:
     if counted.by in ("tensor", "length"):
         return count_items(workload, counted, batch)
     return batch_elements(batch)
+
+
+def count_on_host(spec: WorkloadSpec, batch: Batch) -> tuple[float, float] | None:
+    """(items, positions) of a batch without waiting for a device; None where the spec alone does not say what to count.
+
+    The padding of a batch that is on a device already is not looked at: its items are then as many of its positions as
+    in the batches of the search.
+    """
+    counted = spec.counted
+    if counted is None or counted.by == "function":
+        return None
+    if counted.by in ("samples", "length"):
+        samples = float(batch_size(batch))
+        return samples * (spec.sequence_length or 1 if counted.by == "length" else 1), samples
+    leaves = pytree.tree_leaves(batch)
+    if counted.by == "tensor":
+        found = float(_positions(leaves[counted.tensor])) if len(leaves) > counted.tensor else 0.0
+        return (found, found) if found else None
+    if not isinstance(batch, Mapping):
+        return None
+    positions = float(sum(_positions(batch[name]) for name in counted.fields if name in batch))
+    if not positions:
+        return None
+    if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        return float(sum(_count_field(batch, name) for name in counted.fields if name in batch)), positions
+    sizes = spec.batch_sizes
+    return positions * (sizes.items.mean / sizes.positions.mean if sizes is not None else 1.0), positions
 
 
 def batch_elements(batch: Batch) -> int:
@@ -168,6 +195,8 @@ def _mask_of(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
     ids = batch[name]
     other = "decoder_" + MASK if name == "labels" else MASK if name == "inputs_embeds" else name[: -len(IDS)] + MASK
     mask = batch.get(other)
+    if mask is None and name == "decoder_" + IDS and isinstance(batch.get("labels"), torch.Tensor):
+        mask = batch["labels"] != IGNORE_INDEX  # a collator makes them of the labels, moved by one
     if not isinstance(mask, torch.Tensor) or mask.is_nested or ids.is_nested or mask.shape != ids.shape[:2]:
         return None
     return mask

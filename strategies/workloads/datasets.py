@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.samples import sample_size
 
 
 class SizedDataset(Protocol):
@@ -55,17 +54,6 @@ def order_by_size(dataset: SizedDataset, longest_of: int) -> list[int]:
     stride = max(1, -(-len(dataset) // longest_of))
     looked_at = range(0, len(dataset), stride)
     return sorted(looked_at, key=lambda index: -sample_size(dataset[index]))
-
-
-def sample_size(sample: Any) -> int:
-    """Elements in a sample: of its tensors and arrays, and of sequences of numbers."""
-    if isinstance(sample, Sequence) and not isinstance(sample, str) and sample and isinstance(sample[0], int | float):
-        return len(sample)
-    total = 0
-    for leaf in pytree.tree_leaves(sample):
-        size = leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", None)
-        total += size if isinstance(size, int) else len(leaf) if isinstance(leaf, str | bytes) else 1
-    return total
 
 
 def _make_batch(

@@ -30,6 +30,9 @@ SAMPLED_BYTES = 1 << 16
 MAX_ITEMS = 1000
 """Of a longer list or mapping, its length and items at regular distances are described."""
 
+SAMPLED_ROWS = 50
+"""Of a dataset of Hugging Face, so many rows to twice as many are described, at regular distances."""
+
 MAX_DEPTH = 150
 
 
@@ -194,6 +197,9 @@ class Describer:
             return self._torch_module(value, depth)
         if isinstance(value, torch.device | torch.dtype | torch.Size):
             return str(value)
+        if type(value).__module__ == "datasets.arrow_dataset":  # its own fingerprint is another in each process
+            rows = [self.describe(value[index], depth) for index in sampled(range(len(value)), SAMPLED_ROWS)]
+            return ["dataset", len(value), list(value.column_names), rows]
         kind = self.describe(type(value), depth)
         to_dict = getattr(value, "to_dict", None)  # configurations of transformers
         if callable(to_dict) and hasattr(value, "model_type"):

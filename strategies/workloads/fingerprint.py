@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 TRAINING_PARTS = ("model", "loss", "optimizer", "schedule")
 """Parts without which another thing is trained; the others are `data` and `weights`."""
 
+COPIES = ("deepcopy", "copy_model")
+"""The functions with which a build_model copies a model that the user handed in."""
+
 _NOT_TRAINING = ("training", "gradient_checkpointing", "config", "generation_config", "forward")
 
 
@@ -56,7 +59,7 @@ def fingerprints_of(workload: Workload) -> dict[str, dict[str, str]]:
     The model is that which `build_model` copies, or the function itself: nothing is built or run.
     """
     model = workload.build_model
-    if isinstance(model, functools.partial) and getattr(model.func, "__name__", "") == "deepcopy":
+    if isinstance(model, functools.partial) and getattr(model.func, "__name__", "") in COPIES:
         model = model.args[0]
     return fingerprints(
         model=model,
@@ -236,7 +239,7 @@ class Collector:
             values = {}
             for key, value in sorted(vars(part).items()):
                 if key.startswith("_") or key in _NOT_TRAINING or (key == "p" and isinstance(part, _DropoutNd)):
-                    continue  # other dropout rates are a warning: planner/apply.py
+                    continue  # other dropout rates are a warning: planner/apply/prepare.py
                 if is_plain(value):
                     values[key] = plain(value)
                 if _is_own(value) or _is_own(type(value)):

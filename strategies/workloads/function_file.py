@@ -19,13 +19,14 @@ command are passed to it. An example, an image classifier (examples/image_classi
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import dis
 import hashlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,21 @@ def import_function(reference: str) -> Callable[..., Any]:
             hint="It is called without arguments (or with those it declares) and returns an autoplan.Workload.",
         )
     return value
+
+
+@contextlib.contextmanager
+def command_line(reference: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Sets sys.argv to the file and its arguments while a user's function runs, and puts it back.
+
+    Where there are none it is left alone, as it always was.
+    """
+    before = sys.argv
+    if arguments:
+        sys.argv = [reference.rpartition(":")[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _parse(path: Path) -> ast.Module:

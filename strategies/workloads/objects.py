@@ -106,11 +106,18 @@ def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadS
         sequence_length=workload.sequence_length,
         global_batch=workload.global_batch,
         unit="tokens" if workload.sequence_length else "samples",
-        payload=_pack(workload, identity),
+        payload=pack_objects(
+            workload,
+            identity,
+            what=f"the objects of {workload.name}",
+            hint="Open files, locks and connections inside make_batch or build_model, not outside of them.",
+        ),
         identity=identity,
         digests=digests,
         sources=fingerprints_of(workload) | {"versions": installed_versions()},
         unhashed=unhashed,
+        notes=workload.notes,
+        taken_from=workload.taken_from,
         defaults_used=defaults_used,
     )
 
@@ -135,8 +142,10 @@ def digests_of(workload: Workload) -> tuple[dict[str, str], tuple[str, ...]]:
     parts: dict[str, list[Any]] = {"weights": []}
     for field in dataclasses.fields(workload):
         part = _PARTS.get(field.name, "settings")
-        if field.name == "tokens" and workload.tokens is None:
-            continue  # so that identities of earlier versions stay
+        if field.name in ("notes", "taken_from"):
+            continue  # sentences, and where it came from
+        if field.name in ("tokens", "knobs") and getattr(workload, field.name) is None:
+            continue  # the notes are sentences; and so that identities of earlier versions stay
         describer = describers.setdefault(part, Describer(local_sources, files_imported_in, stamps=part == "data"))
         parts.setdefault(part, []).append([field.name, describer.describe(getattr(workload, field.name))])
     parts["weights"] += [describer.weights for describer in describers.values() if describer.weights]
@@ -243,27 +252,39 @@ def unpack(spec: WorkloadSpec) -> Workload:
             f"{spec.name} was made of Python objects, which a plan does not carry",
             hint="Pass them again: plan.prepare(model, optimizer, loss), or search with the same ones.",
         )
-    kind, _, text = spec.payload.partition(":")
-    try:
-        data = Path(text).read_bytes() if kind == "file" else base64.b64decode(text)
-        workload = cloudpickle.loads(data)
-    except Exception as error:
-        raise WorkloadError(
-            f"the objects of {spec.name} do not load in another process: {type(error).__name__}: {error}",
-            hint="Define them in the script itself or in an importable module.",
-        ) from error
+    workload = unpack_objects(spec.payload, f"the objects of {spec.name}")
     assert isinstance(workload, Workload), "spec_from_objects packs workloads"
     return workload
 
 
-def _pack(workload: Workload, identity: str) -> str:
-    """The workload as text: cloudpickled, in base64; or the path of a file for a large one."""
+def unpack_objects(payload: str, what: str) -> Any:
+    """What `pack_objects` packed.
+
+    Raises:
+        WorkloadError: it does not load here; `what` names it.
+    """
+    kind, _, text = payload.partition(":")
     try:
-        data = cloudpickle.dumps(workload)
+        data = Path(text).read_bytes() if kind == "file" else base64.b64decode(text)
+        return cloudpickle.loads(data)
     except Exception as error:
         raise WorkloadError(
-            f"the objects of {workload.name} cannot be sent to another process: {type(error).__name__}: {error}",
-            hint="Open files, locks and connections inside make_batch or build_model, not outside of them.",
+            f"{what} do not load in another process: {type(error).__name__}: {error}",
+            hint="Define them in the script itself or in an importable module.",
+        ) from error
+
+
+def pack_objects(objects: Any, identity: str, *, what: str, hint: str) -> str:
+    """Objects as text: cloudpickled, in base64; or the path of a file for large ones.
+
+    Raises:
+        WorkloadError: they cannot be pickled; `what` names them, and `hint` says what to do.
+    """
+    try:
+        data = cloudpickle.dumps(objects)
+    except Exception as error:
+        raise WorkloadError(
+            f"{what} cannot be sent to another process: {type(error).__name__}: {error}", hint=hint
         ) from error
     if len(data) <= _INLINE_BYTES:
         return "inline:" + base64.b64encode(data).decode()

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
 from autoplan.strategies.workloads.data_files import changed_files
 from autoplan.strategies.workloads.digests import digest, installed_versions
-from autoplan.strategies.workloads.function_file import check_function, import_function, local_sources
+from autoplan.strategies.workloads.function_file import check_function, command_line, import_function, local_sources
+from autoplan.strategies.workloads.model_folders import own_length, read_config_file, weight_files, weights_stamp
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.text import writable
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_LONGEST_SEQUENCE = 8192  # some models take far more (131072 for Llama 3.2); too much for a default
 LANGUAGE_OPTIONS = ("learning_rate", "weight_decay", "max_grad_norm", "seed", "fixed_micro_batch")
-_LENGTH_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length")
 
 Option = str | int | float | bool | None
 
@@ -35,6 +35,7 @@ def make_spec(
     sequence_length: int | None = None,
     global_batch: int | None = None,
     options: Mapping[str, Option] | None = None,
+    arguments: Sequence[str] = (),
 ) -> WorkloadSpec:
     """The spec of what `--model` names.
 
@@ -44,6 +45,7 @@ def make_spec(
         global_batch: Samples per optimizer step; None: DEFAULT_GLOBAL_BATCH, or what the function says.
         options: learning_rate, weight_decay, max_grad_norm, seed, fixed_micro_batch; a function takes what it
             declares.
+        arguments: What sys.argv has after the file's name while a function's file is imported and the function runs.
 
     Raises:
         WorkloadError: an unknown model, a broken file, or a number out of range.
@@ -60,7 +62,12 @@ def make_spec(
     if chosen.get("max_grad_norm") == 0:
         chosen["max_grad_norm"] = None  # clipping to 0 would clear the gradients
     if ".py:" in model:  # with max_grad_norm None the function is asked for no clipping, and must take that
-        return _function_spec(model, sequence_length, global_batch, chosen)
+        return _function_spec(model, sequence_length, global_batch, chosen, tuple(arguments))
+    if arguments:
+        raise WorkloadError(
+            f"arguments were given ({' '.join(arguments)[:80]}), and {model!r} is no function that would read them",
+            hint="Arguments after -- are for --model or --trainer file.py:function.",
+        )
     _check_language_options(model, chosen)
     if not model.strip():
         raise WorkloadError("no model was named", hint="For example: --model gpt2")
@@ -72,7 +79,7 @@ def make_spec(
     path = Path(model).expanduser()
     if path.is_dir():
         fields = read_config_file(path / "config.json")
-        extra = "" if not _weight_files(path) else _weights_stamp(path)
+        extra = "" if not weight_files(path) else weights_stamp(path)
         return _language_spec(
             "folder", str(path.resolve()), path.resolve().name, fields, sequence_length, global_batch, chosen, extra
         )
@@ -120,6 +127,7 @@ def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
                 sequence_length=spec.sequence_length,
                 global_batch=spec.global_batch,
                 options=spec.options,
+                arguments=spec.arguments,
             )
         except WorkloadError:
             return ()
@@ -176,7 +184,7 @@ def load_workload(spec: WorkloadSpec) -> Workload:
     else:
         folder = Path(spec.reference)
         fields = read_config_file(folder / "config.json")
-        weights = folder if _weight_files(folder) else None
+        weights = folder if weight_files(folder) else None
     assert spec.sequence_length is not None, "specs of language models have a length"
     return language_model_workload(
         fields,
@@ -188,35 +196,17 @@ def load_workload(spec: WorkloadSpec) -> Workload:
     )
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The fields of a config.json of transformers.
-
-    Raises:
-        WorkloadError: it is missing, not JSON, or names no model type.
-    """
-    try:
-        fields = json.loads(path.read_text())
-    except OSError as error:
-        raise WorkloadError(
-            f"{path} cannot be read: {error.strerror}", hint="Give a config.json or a folder with one."
-        ) from error
-    except ValueError as error:
-        raise WorkloadError(f"{path} is not JSON: {error}", hint="Is the file cut short? Fetch it again.") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise WorkloadError(
-            f"{path} names no model_type, so it is not a model configuration of transformers",
-            hint='A config.json is an object with "model_type", for example "gpt2" or "llama".',
-        )
-    return fields
-
-
-def own_length(fields: Mapping[str, Any]) -> int | None:
-    """The longest sequence a configuration states; None if it states none."""
-    for name in _LENGTH_FIELDS:
-        value = fields.get(name)
-        if isinstance(value, int):
-            return value
-    return None
+def vocabulary_of(spec: WorkloadSpec) -> int | None:
+    """How many token ids a language model knows, as its configuration says; None where it is not known."""
+    if spec.kind == "model":
+        fields = registry.read_config(spec.reference)
+    elif spec.kind in ("config", "folder"):
+        path = Path(spec.reference)
+        fields = read_config_file(path / "config.json" if spec.kind == "folder" else path)
+    else:
+        return None
+    size = fields.get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _language_spec(
@@ -269,13 +259,17 @@ def _language_spec(
 
 
 def _function_spec(
-    text: str, sequence_length: int | None, global_batch: int | None, options: dict[str, Option]
+    text: str,
+    sequence_length: int | None,
+    global_batch: int | None,
+    options: dict[str, Option],
+    arguments: tuple[str, ...],
 ) -> WorkloadSpec:
     path, function = check_function(text)
     files = local_sources(path)
     digests = {
         "code": digest([files, function]),
-        "settings": digest([sequence_length, global_batch, options]),
+        "settings": digest([sequence_length, global_batch, options, *([list(arguments)] if arguments else [])]),
         "versions": digest(installed_versions()),
     }
     open_fields = [
@@ -289,6 +283,7 @@ def _function_spec(
         global_batch=global_batch or DEFAULT_GLOBAL_BATCH,
         unit="tokens" if sequence_length else "samples",
         options=options,
+        arguments=arguments,
         sources={"files": files, "versions": installed_versions()},
         open_fields=tuple(open_fields),
         identity=hash_identity(digests),
@@ -297,6 +292,11 @@ def _function_spec(
 
 
 def _load_function(spec: WorkloadSpec) -> Workload:
+    with command_line(spec.reference, spec.arguments):
+        return _call_function(spec)
+
+
+def _call_function(spec: WorkloadSpec) -> Workload:
     import dataclasses
     import inspect
 
@@ -317,6 +317,7 @@ def _load_function(spec: WorkloadSpec) -> Workload:
         )
     try:
         workload = function(**{key: value for key, value in given.items() if key in taken})
+        workload = _taken_over(workload) or workload
     except WorkloadError:
         raise
     except Exception as error:
@@ -326,7 +327,7 @@ def _load_function(spec: WorkloadSpec) -> Workload:
         ) from error
     if not isinstance(workload, Workload):
         raise WorkloadError(
-            f"{spec.reference} returned {type(workload).__name__}; it returns an autoplan.Workload",
+            f"{spec.reference} returned {type(workload).__name__}; it returns an autoplan.Workload or a Trainer",
             hint="End the function with: return autoplan.Workload(name=..., build_model=..., make_batch=..., ...)",
         )
     if spec.sequence_length is not None and workload.sequence_length != spec.sequence_length:
@@ -343,6 +344,16 @@ def _load_function(spec: WorkloadSpec) -> Workload:
     return dataclasses.replace(workload, **changes)
 
 
+def _taken_over(returned: Any) -> Workload | None:
+    """The workload of a training as it stands that a function returned (a Trainer); None: it is none.
+
+    The package of the readers stands above this one and is loaded by its name, as READERS in it names each of them.
+    """
+    readers: Any = importlib.import_module("autoplan.strategies.workloads.trainers")
+    taken: Workload | None = readers.read_in_rank(returned)
+    return taken
+
+
 def _load_object(spec: WorkloadSpec) -> Workload:
     import dataclasses
 
@@ -353,14 +364,3 @@ def _load_object(spec: WorkloadSpec) -> Workload:
     if fixed is not None:
         changes["fixed_micro_batch"] = int(fixed)
     return dataclasses.replace(unpack(spec), **changes)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    patterns = ("*.safetensors", "pytorch_model*.bin")
-    return sorted(path for pattern in patterns for path in folder.glob(pattern))
-
-
-def _weights_stamp(folder: Path) -> str:
-    """Names, sizes and times of the weight files: enough to see that they changed, without reading gigabytes."""
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weight_files(folder)]
-    return json.dumps(stamps)

@@ -104,6 +104,9 @@ class WorkloadSpec(Record):
     options: dict[str, str | int | float | bool | None] = Field(
         default_factory=dict, description="learning_rate, max_grad_norm, seed, ... as the source takes them"
     )
+    arguments: tuple[str, ...] = Field(
+        default=(), description="what sys.argv has after the file's name while the user's function runs"
+    )
     payload: str | None = Field(
         default=None,
         exclude=True,
@@ -130,6 +133,12 @@ class WorkloadSpec(Record):
     counted: Counted | None = Field(default=None, description="what throughput counts; None: not looked at yet")
     batch_sizes: BatchSizes | None = Field(
         default=None, description="how the batches of a user's own function vary; None: not looked at, or fixed"
+    )
+    taken_from: str = Field(
+        default="", description="the class of the training that it was read from (Trainer); empty where there is none"
+    )
+    notes: tuple[str, ...] = Field(
+        default=(), description="on where the workload came from, in sentences; known after the inspection"
     )
     defaults_used: tuple[str, ...] = Field(
         default=(), description="what the user did not give, in sentences for the screen"

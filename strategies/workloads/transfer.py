@@ -33,7 +33,7 @@ def device_micro_batches(batch: Batch, micro_batch: int, device: torch.device) -
     Raises:
         WorkloadError: micro_batch does not divide the batch.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or hasattr(batch, "slice_samples"):  # a SampleBatch: its parts are made on the host
         for micro in split_batch(batch, micro_batch):
             yield move_batch(micro, device)
     elif _host_bytes(batch) <= MOVED_AT_ONCE_BYTES:

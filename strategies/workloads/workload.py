@@ -70,6 +70,10 @@ class Workload:
             rowwise or fused_colwise_n. None: the plan that is known for the model's family, if there is one.
         fixed_micro_batch: A micro-batch the user fixed because modules depend on it (BatchNorm and the like).
         seed: For weights, batches and dropout.
+        taken_from: The class of the training that it was read from: "Trainer"; empty where it was made as a Workload.
+        knobs: The only knobs that a plan may change, each with its values (None: all that there are here). None: all
+            knobs. For steps that are a program of their own (trainers/step.py); of these, parity sees the losses alone.
+        notes: Sentences for the user on where it came from: what was taken over of a Trainer, and what was not.
     """
 
     name: str
@@ -88,6 +92,9 @@ class Workload:
     tensor_plan: Mapping[str, str] | None = None
     fixed_micro_batch: int | None = None
     seed: int = 0
+    taken_from: str = ""
+    knobs: Mapping[str, tuple[Any, ...] | None] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:

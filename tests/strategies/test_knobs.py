@@ -23,11 +23,10 @@ from autoplan.strategies.config import (
     PLAIN,
     RANK_COUNTS,
     TrainingConfig,
-    check_knob,
-    knob_help,
     knob_values,
     knobs,
 )
+from autoplan.strategies.knob_input import check_knob, knob_help
 from autoplan.strategies.knob_table import knob_table
 from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques.rules import RULES, Combinations, incompatible

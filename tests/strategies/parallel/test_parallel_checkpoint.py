@@ -18,6 +18,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"micro_batch": 4},
     "ddp": {"micro_batch": 2, "dp_replicate": 2},
     "fsdp": {"micro_batch": 2, "dp_shard": 2},
+    "fsdp_states_on_host": {"micro_batch": 2, "dp_shard": 2, "offload": "optimizer"},
+    "fsdp_shards_on_host": {"micro_batch": 2, "dp_shard": 2, "offload": "parameters"},
     "tp": {"micro_batch": 4, "tp": 2},
     "pp": {"micro_batch": 2, "pp": 2, "pp_microbatches": 4},
 }
@@ -70,6 +72,8 @@ def two_steps(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("gpt2", "one", "fsdp"),
         ("gpt2", "pp", "fsdp"),
         ("gpt2", "ddp", "pp"),
+        ("gpt2", "fsdp_states_on_host", "fsdp_shards_on_host"),
+        ("gpt2", "fsdp_shards_on_host", "fsdp_states_on_host"),
         ("llama", "fsdp", "pp"),
         ("llama", "pp", "tp"),
     ],

@@ -111,6 +111,7 @@ def peak_of_a_step(context: RankContext, config: TrainingConfig) -> dict[str, in
     return {"peak": after - before, "elements": sum(elements.values()), "in_block": in_block}
 
 
+@pytest.mark.exhaustive  # a minute: peaks of two ranks
 def test_the_peak_of_a_step_is_smaller_when_every_micro_step_scatters(zygote: Zygote) -> None:
     """192 MiB of whole gradients against 96 of shards and, at a time, those of two blocks, 12 each, unscattered."""
     peaks = {}

@@ -61,6 +61,8 @@ WITH_OTHERS = {
     "tp_fused_loss": {"tp": 2, "loss": "fused"},
     "pp_fused_loss": {"pp": 2, "pp_microbatches": 4, "loss": "fused"},
     "pp_checkpointing": {"pp": 2, "pp_microbatches": 4, "checkpointing": "every_2"},
+    "fsdp_parameters_on_host": {"dp_shard": 2, "offload": "parameters"},
+    "fsdp_every_activations_on_host": {"dp_shard": 2, "gradient_sync": "every", "offload": "activations"},
     "fsdp_fused_step": {"dp_shard": 2, "optimizer_step": "foreach"},
 }
 LOW_PRECISION = {

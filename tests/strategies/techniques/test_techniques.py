@@ -1,6 +1,8 @@
 """What each technique does to a model: kernels of the fused loss, checkpointing, compile, optimizer forms, threads."""
 
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -243,6 +245,26 @@ def test_the_allocator_keeps_memory_on_a_cpu_alone():
     elsewhere = SimpleNamespace(config=PLAIN.model_copy(update={"allocator": "keep"}), device=torch.device("meta"))
     with pytest.raises(ConfigError, match="needs a CPU and glibc"):
         AllocatorStrategy().apply(elsewhere)
+
+
+def test_expandable_segments_are_a_setting_of_cuda_that_torch_takes_while_it_runs():
+    """Without a GPU: which device has them, and that torch's own parser takes the text."""
+    structure = find_structure(language().build_model())
+    offered = {
+        device: AllocatorStrategy().choices(language(), structure, make_hardware(), device).values
+        for device in ("cpu", "cuda")
+    }
+    assert "expandable" not in offered["cpu"] and offered["cuda"] == ("own", "expandable")
+    with pytest.raises(ConfigError, match="setting of torch's CUDA allocator; this run is on cpu"):
+        prepare(language(), PLAIN.model_copy(update={"allocator": "expandable"}))
+    script = (
+        "import torch\n"
+        "from autoplan.strategies.techniques.allocator import expand_segments\n"
+        "assert expand_segments()\n"
+        "print(getattr(torch._C, '_accelerator_getAllocatorSettings', lambda: 'expandable_segments:True')())\n"
+    )
+    read = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "expandable_segments:True" in read.stdout
 
 
 def test_tf32_is_set_so_that_compile_can_still_ask(monkeypatch):

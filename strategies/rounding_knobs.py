@@ -1,0 +1,93 @@
+"""The knobs of what is kept rounded between steps: parameters and optimizer states in fewer bits. Loads no torch.
+
+They lose something at each step that a short parity check cannot show, so a search has them only on request
+(`--numerics lossy`), and a plan names the risk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from autoplan.strategies.knob import Knob, Need
+
+Parameters = Annotated[
+    Literal["own", "bf16", "bf16_stochastic"],
+    Knob(
+        technique="parameters",
+        numerics="changes",
+        lossy=("bf16", "bf16_stochastic"),
+        needs=(Need(knob="precision", values=("bf16",)),),
+        left_out="no `--numerics lossy`; no parameter in fp32; tensor parallelism, a pipeline; a long accumulation",
+    ),
+    Field(
+        description="own: as the model has them; bf16: stored in bf16, with bf16 gradients, and stepped on fp32 master "
+        "copies in the optimizer; bf16_stochastic: no copies, each step is rounded up or down by chance",
+    ),
+]
+
+OptimizerState = Annotated[
+    Literal["own", "bf16", "8bit"],
+    Knob(
+        technique="optimizer_state",
+        numerics="changes",
+        memory_only="rounds no moments",
+        lossy=("bf16", "8bit"),
+        left_out="no `--numerics lossy`; another optimizer than torch's Adam and AdamW; amsgrad; `8bit`: no torchao",
+    ),
+    Field(
+        description="how Adam's two moments are kept between steps: own: as the optimizer makes them; bf16: in bf16, "
+        "rounded up or down by chance; 8bit: in torchao's 8 bits with a scale for each 256",
+    ),
+]
+
+RISKS: Mapping[tuple[str, str], str] = {
+    ("parameters", "bf16"): "parameters=bf16: the forward and the gradients see parameters of 8 bits of mantissa, and "
+    "gradients of micro-batches are added up in bf16; the fp32 master copies keep every update. Three steps cannot "
+    "show what this does to the loss of a long training",
+    ("parameters", "bf16_stochastic"): "parameters=bf16_stochastic: there is no fp32 copy. An update that is smaller "
+    "than the last bit of a parameter (0.4 to 0.8 % of it) arrives by chance: right on average, as noise in each "
+    "step. Three steps cannot show what the noise does to a long training with a small learning rate",
+    ("optimizer_state", "bf16"): "optimizer_state=bf16: Adam's moments keep 8 bits of mantissa, rounded by chance: the "
+    "second moment changes by a thousandth a step, less than its last bit. It is right on average and noisy; three "
+    "steps cannot show what that does to a long training",
+    ("optimizer_state", "8bit"): "optimizer_state=8bit: Adam's moments keep 8 bits, with a scale for each 256: small "
+    "ones beside a large one lose most of their bits, which three steps, with moments that have just begun, cannot "
+    "show",
+}
+"""By knob and value, what a plan says of a lossy choice: what the parity check cannot show."""
+
+
+KEPT_BY_TOOLS: Mapping[str, str] = {
+    "parameters": "parameters and gradients stay as your model has them, which takes more memory",
+    "optimizer_state": "the optimizer keeps its moments in the dtype of the parameters, which takes more memory",
+}
+"""By knob, what happens where another tool takes over the steps."""
+
+
+def not_carried(values: Mapping[str, Any], tool: str) -> list[str]:
+    """Sentences on the lossy choices that a tool with steps of its own does not make.
+
+    Args:
+        values: Of the knobs.
+        tool: As a subject.
+    """
+    return [
+        f"{knob}={values[knob]}: {tool} steps by itself, and {text}; whether that fits was not measured"
+        for knob, text in KEPT_BY_TOOLS.items()
+        if values.get(knob, "own") != "own"
+    ]
+
+
+def rounds_steps(config: Any) -> bool:
+    """Whether the steps of a configuration round what they keep."""
+    return bool(config.parameters != "own" or config.optimizer_state != "own")
+
+
+def risks_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """The risks of the lossy choices among the values of knobs."""
+    for (knob, value), text in RISKS.items():
+        if values.get(knob) == value:
+            yield text

@@ -1,0 +1,115 @@
+"""The offload knob: which tensors lie in the host's memory instead of the device's, and come when they are needed.
+
+optimizer: the states (`host_states.py`). activations: what the forward saves for the backward (`host_activations.py`).
+parameters: FSDP2's CPUOffloadPolicy: shards of parameters, gradients and states on the host, where the optimizer's step
+runs; `data_parallel.py` gives it to fully_shard. On a CPU, the host is the device: the same code runs and saves
+nothing, so a search does not offer it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autoplan.errors import ConfigError
+from autoplan.probes.host import read_host
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
+from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.host_activations import HostActivations
+from autoplan.strategies.techniques.host_states import keep_states_on_host, reason_against_pieces
+from autoplan.strategies.techniques.mesh import local_tensor
+from autoplan.strategies.workloads.optimizers import trainable
+from autoplan.strategies.workloads.workload import Workload
+from autoplan.units import format_bytes
+
+HOST_SHARE = 0.8
+"""Of the host's available memory that what is offloaded may take, as of a trial's processes."""
+
+
+class OffloadStrategy:
+    """none; optimizer, activations or parameters on the host."""
+
+    name = "offload"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """On CUDA all three; states where the optimizer can be stepped in pieces. Ranks are for the rules to say."""
+        values = ("optimizer", "activations", "parameters")
+        if device == "cpu":
+            return offer(self.name, ("none",), dict.fromkeys(values, "the host is the device: nothing can be moved"))
+        pieces = reason_against_pieces(workload.build_optimizer, len(trainable(structure.model)))
+        return offer(self.name, ("none",), {"optimizer": pieces, "activations": None, "parameters": None})
+
+    def apply(self, build: Build) -> None:
+        """Moves the states or the activations of a run whose optimizer is made; FSDP2 has moved the parameters.
+
+        Raises:
+            ConfigError: the host's memory cannot hold it, or the optimizer cannot be stepped in pieces.
+        """
+        value = build.config.offload
+        if value == "activations":
+            build.hooks.forward_context = saving_on_host(build.hooks.forward_context)
+        if value in ("none", "activations"):
+            return
+        assert build.optimizer is not None, "applied after the optimizer strategy"
+        parameters = trainable(build.model)
+        if value == "optimizer":
+            reason = reason_against_pieces(build.workload.build_optimizer, len(parameters))
+            if reason is not None:
+                raise ConfigError(f"offload=optimizer does not apply: {reason}", hint="Use offload=none.")
+        states = count_states(build.workload, len(parameters))
+        tensors = states if value == "optimizer" else states + 1  # the parameters lie there already
+        sizes = [local_tensor(parameter).numel() * parameter.element_size() for parameter in parameters]
+        check_host_memory(value, tensors * sum(sizes), ranks_here(build.config.world_size))
+        if value == "optimizer":
+            keep_states_on_host(build.optimizer)
+
+
+def saving_on_host(forward_context: Any) -> Any:
+    """A context of each forward, with what the forward saves on the host."""
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[None]:
+        with forward_context(), HostActivations():
+            yield
+
+    return opened
+
+
+def count_states(workload: Workload, parameters: int) -> int:
+    """Tensors of the parameter's size that the optimizer keeps for each; seen on tiny ones, as many as the model's."""
+    tiny = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(max(1, parameters))]
+    optimizer = workload.build_optimizer(tiny)
+    tiny[0].grad = torch.ones_like(tiny[0])
+    optimizer.step()
+    states = optimizer.state.get(tiny[0], {})
+    return sum(isinstance(state, torch.Tensor) and state.shape == tiny[0].shape for state in states.values())
+
+
+def ranks_here(world_size: int) -> int:
+    """Ranks on this machine, as the launcher says; else all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def check_host_memory(value: str, rank_bytes: float, ranks: int) -> None:
+    """Raises ConfigError where the host has not the memory for what is offloaded.
+
+    Args:
+        value: Of the knob.
+        rank_bytes: What a rank puts there.
+        ranks: On this machine; each of them finds the memory as it is before the others took theirs, or some of it.
+    """
+    available = read_host().memory_available_bytes.value
+    if available is None or ranks * rank_bytes <= HOST_SHARE * available:
+        return
+    raise ConfigError(
+        f"offload={value} puts {format_bytes(ranks * rank_bytes)} into the host's memory ({ranks} rank(s) of "
+        f"{format_bytes(rank_bytes)}), and {format_bytes(HOST_SHARE * available)} may be taken: {HOST_SHARE:.0%} of "
+        f"the {format_bytes(available)} that are available",
+        hint="Use a machine with more memory, more machines, or checkpointing=full with a smaller micro_batch.",
+    )

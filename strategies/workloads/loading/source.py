@@ -1,0 +1,290 @@
+"""The dataset that was handed in as `loader=`: how it reaches another process, and what makes its DataLoader.
+
+In: a dataset, a DataLoader, a function that gives one of them, or a text: `file.py:function` or a file of tokens.
+Out: a `LoaderSpec`; and from that, in a rank, a `LoaderSource`. `spec_of_text` loads no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.digests import Describer, digest
+from autoplan.strategies.workloads.function_file import check_function, command_line, import_function, local_sources
+from autoplan.strategies.workloads.loading.settings import LoaderSetting, LoaderSpec
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+TOKEN_SUFFIXES = (".bin", ".npy")
+
+WHAT_IT_IS = (
+    "It is a dataset (len() and [], or one that streams), a torch DataLoader, a function that gives one of them, "
+    "file.py:function, or a file of tokens (.bin, .npy)."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSource:
+    """A dataset, and how its DataLoader was made.
+
+    Attributes:
+        dataset: Map-style, or one that streams.
+        collate_fn: None: torch's own.
+        sampler: The order of samples, where it is the user's own.
+        shuffled: Whether a plain order is shuffled.
+        worker_init_fn, context: As in a DataLoader (context: multiprocessing_context).
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Any = None
+    shuffled: bool = True
+    worker_init_fn: Callable[[int], None] | None = None
+    context: str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether it gives samples in its own order alone."""
+        from torch.utils.data import IterableDataset
+
+        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+
+# For another process.
+
+
+def spec_of_text(
+    text: str, *, sequence_length: int | None = None, vocabulary: int | None = None, arguments: Sequence[str] = ()
+) -> LoaderSpec:
+    """The spec of `file.py:function` or of a file of tokens. Loads no torch.
+
+    Args:
+        text: As `--loader` takes it.
+        sequence_length: Of the model; a file of tokens needs it.
+        vocabulary: Of the model, where it is known.
+        arguments: What sys.argv has after the file's name while the function runs.
+
+    Raises:
+        WorkloadError: no such file or function; a file that has no ids, or not one window of them.
+    """
+    if ".py:" in text:
+        path, function = check_function(text)
+        files = local_sources(path)
+        identity = digest([files, function, list(arguments)])
+        reference = f"{path}:{function}"
+        return LoaderSpec(kind="function", reference=reference, arguments=tuple(arguments), identity=identity)
+    path = Path(text).expanduser().resolve()
+    if path.suffix not in TOKEN_SUFFIXES:
+        raise WorkloadError(f"the loader is {text!r}", hint=WHAT_IT_IS)
+    if not path.is_file():
+        raise WorkloadError(f"the loader is {text!r}, and there is no such file", hint=WHAT_IT_IS)
+    if sequence_length is None:
+        raise WorkloadError(
+            f"the loader is a file of tokens ({path.name}), and the workload has no sequence length",
+            hint="Give --seq-len, or a function: --loader file.py:make_dataset.",
+        )
+    from autoplan.strategies.workloads.loading.token_ids import check_windows, dtype_of, map_ids
+
+    check_windows(path, len(map_ids(path, dtype_of(path, None))), sequence_length)
+    status = path.stat()
+    identity = digest([str(path), status.st_size, status.st_mtime_ns, sequence_length])
+    return LoaderSpec(
+        kind="tokens", reference=str(path), sequence_length=sequence_length, vocabulary=vocabulary, identity=identity
+    )
+
+
+def spec_of_object(value: Any) -> LoaderSpec:
+    """The spec of a dataset, a DataLoader or a function, which travels by cloudpickle.
+
+    Raises:
+        WorkloadError: it is none of them, or cannot be pickled.
+    """
+    from autoplan.strategies.workloads.objects import pack_objects
+
+    if _is_function(value):
+        packed, name = value, str(getattr(value, "__qualname__", type(value).__name__))
+    else:
+        packed = source_of(value)
+        name = type(packed.dataset).__name__
+    hint = (
+        "Give a function that makes it, loader=make_dataset, or open files, locks and connections in the first "
+        "__getitem__ of a worker."
+    )
+    describer = Describer(local_sources, stamps=True)
+    described = describer.describe(packed if _is_function(packed) else vars(packed))
+    identity = digest([name, described])
+    payload = pack_objects(packed, f"loader-{identity}", what=f"the dataset {name} and its collate_fn", hint=hint)
+    return LoaderSpec(kind="object", reference=name, payload=payload, identity=identity)
+
+
+def source_of(value: Any) -> LoaderSource:
+    """What a dataset or a DataLoader says of the loader of a training.
+
+    Raises:
+        WorkloadError: it is none; or a DataLoader without a batch size, whose dataset makes the batches.
+    """
+    from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+    from autoplan.strategies.workloads.loading.samplers import sampler_of
+
+    value = getattr(value, "base_dataloader", value)  # what accelerator.prepare makes of a DataLoader
+    if not isinstance(value, DataLoader):
+        if isinstance(value, Iterator) or not (
+            (hasattr(value, "__getitem__") and hasattr(value, "__len__")) or hasattr(value, "__iter__")
+        ):
+            raise WorkloadError(f"the loader is {type(value).__name__}", hint=WHAT_IT_IS)
+        return LoaderSource(dataset=value)
+    context = value.multiprocessing_context
+    common: dict[str, Any] = {
+        "dataset": value.dataset,
+        "collate_fn": value.collate_fn,
+        "worker_init_fn": value.worker_init_fn,
+        "context": None if context is None else context.get_start_method(),
+    }
+    if LoaderSource(dataset=value.dataset).streams:
+        return LoaderSource(**common)
+    if value.batch_sampler is None:
+        raise WorkloadError(
+            "the loader has batch_size=None, so its dataset makes the batches, and their size cannot be a plan's",
+            hint="Give the DataLoader a batch_size, and a dataset whose items are single samples.",
+        )
+    sampler = sampler_of(value)
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        return LoaderSource(**common, shuffled=type(sampler) is RandomSampler)
+    return LoaderSource(**common, sampler=sampler)
+
+
+def _is_function(value: Any) -> bool:
+    import functools
+    import inspect
+
+    return inspect.isroutine(value) or isinstance(value, functools.partial)
+
+
+# In a rank.
+
+
+def open_source(spec: LoaderSpec) -> LoaderSource:
+    """The dataset of a spec. A user's function runs here.
+
+    Raises:
+        WorkloadError: the function fails or gives something else; or the file is no file of tokens.
+    """
+    from autoplan.strategies.workloads.objects import unpack_objects
+    from autoplan.strategies.workloads.user_errors import user_error
+
+    if spec.kind == "tokens":
+        from autoplan.strategies.workloads.loading.token_file import TokenFile
+
+        assert spec.sequence_length is not None, "spec_of_text asks for it"
+        wide = spec.vocabulary is not None and spec.vocabulary > 1 << 16
+        bare = Path(spec.reference).suffix == ".bin"
+        return LoaderSource(
+            dataset=TokenFile(
+                spec.reference,
+                spec.sequence_length,
+                "uint32" if wide and bare else None,
+                vocab_size=spec.vocabulary,
+                form="transformers",
+            )
+        )
+    if spec.kind == "object":
+        assert spec.payload is not None, "an object travels with its spec"
+        value = unpack_objects(spec.payload, f"the dataset {spec.reference} and its collate_fn")
+    else:
+        value = import_function(spec.reference)
+    if isinstance(value, LoaderSource):
+        return value
+    try:
+        with command_line(spec.reference, spec.arguments):
+            value = value()
+    except Exception as error:
+        raise user_error(error, f"{spec.reference}()", "It takes no argument and gives a dataset.") from error
+    return source_of(value)
+
+
+def make_loader(
+    source: LoaderSource,
+    setting: LoaderSetting,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int = 0,
+    start: int = 0,
+    named: bool = False,
+    timeout_s: float = 0.0,
+) -> DataLoader[Any]:
+    """The DataLoader of one rank.
+
+    Args:
+        source: The dataset and how its loader was made.
+        setting: Workers, prefetch factor, pinned memory.
+        batch_size: Samples of a batch of this rank. A last, smaller batch is dropped.
+        rank, ranks: Which share of the samples; a stream splits itself.
+        seed: Of the order.
+        start: Samples of all ranks that were seen before.
+        named: Failures come as a batch that says the index (`named.py`).
+        timeout_s: A batch that takes a worker longer is an error; 0: never.
+
+    Raises:
+        WorkloadError: the dataset has fewer samples than one step takes.
+    """
+    from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+    from autoplan.strategies.workloads.loading.named import NamedCollate, NamedSamples, NamedStream, Stream
+    from autoplan.strategies.workloads.loading.order import SampleOrder
+
+    dataset, collate, order = source.dataset, source.collate_fn or default_collate, None
+    if not source.streams:
+        order = _share(source.sampler, rank, ranks)
+        if source.sampler is None:
+            order = SampleOrder(
+                len(dataset),
+                shuffle=source.shuffled,
+                seed=seed,
+                rank=rank,
+                ranks=ranks,
+                start=start,
+                multiple_of=batch_size * ranks,
+            )
+    if named:
+        dataset = NamedStream(dataset) if source.streams else NamedSamples(dataset)
+        collate = NamedCollate(collate)
+    elif source.streams and not isinstance(dataset, IterableDataset):
+        dataset = Stream(dataset)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=order,
+        collate_fn=collate,
+        drop_last=True,
+        worker_init_fn=source.worker_init_fn,
+        multiprocessing_context=source.context if setting.workers else None,
+        timeout=timeout_s if setting.workers else 0.0,
+        **setting.arguments,
+    )
+
+
+def _share(sampler: Any, rank: int, ranks: int) -> Any:
+    """The samples of a rank in the order of the user's own sampler, which may be split over the ranks itself."""
+    split = int(getattr(sampler, "num_replicas", 1) or 1) > 1
+    return sampler if sampler is None or ranks == 1 or split else _Share(sampler, rank, ranks)
+
+
+class _Share:
+    """Each `ranks`-th sample of a sampler."""
+
+    def __init__(self, sampler: Any, rank: int, ranks: int) -> None:
+        self.sampler, self.rank, self.ranks = sampler, rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(iter(self.sampler), self.rank, None, self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.ranks

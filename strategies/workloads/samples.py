@@ -1,0 +1,86 @@
+"""Batches that keep their samples, so that a part of one is collated by itself, as a loader would have collated it.
+
+In: samples and a collator. Out: a dict of tensors. Slicing one takes samples, not rows: a micro-batch is padded to its
+own longest sample, pairs stay together (a preference collator makes two rows of a sample), and packed samples are
+packed anew. Once moved to a device it is a plain dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+SAMPLES = "num_samples_of_batch"
+"""The field with the number of samples, in batches whose rows are not the samples."""
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class SampleBatch(dict[str, Any]):
+    """A collated batch that knows its samples.
+
+    Args:
+        samples: As the dataset gives them.
+        collate: Makes the fields of a batch from samples; the same samples give the same fields.
+        rows_are_samples: Whether the first dim of each tensor counts samples.
+    """
+
+    def __init__(self, samples: Sequence[Any], collate: Collate, *, rows_are_samples: bool) -> None:
+        super().__init__(collate(list(samples)))
+        self.samples = list(samples)
+        self._collate = collate
+        self._rows_are_samples = rows_are_samples
+        self._parts: dict[tuple[int, int], SampleBatch] = {}
+        if not rows_are_samples:
+            self[SAMPLES] = len(self.samples)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it has."""
+        return len(self.samples)
+
+    def slice_samples(self, start: int, stop: int) -> SampleBatch:
+        """The samples start to stop, collated by themselves; each part is collated once."""
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = self._of(self.samples[start:stop])
+        return self._parts[start, stop]
+
+    def repeat_samples(self, times: int) -> SampleBatch:
+        """All samples, so many times."""
+        return self._of(self.samples * times)
+
+    def pick_samples(self, order: Iterable[int]) -> SampleBatch:
+        """The samples in another order."""
+        return self._of([self.samples[index] for index in order])
+
+    def largest_first(self) -> SampleBatch:
+        """The samples by size, so that the first micro-batch is the largest that these samples can make."""
+        return self._of(sorted(self.samples, key=sample_size, reverse=True))
+
+    def _of(self, samples: Sequence[Any]) -> SampleBatch:
+        return SampleBatch(samples, self._collate, rows_are_samples=self._rows_are_samples)
+
+
+def sample_size(sample: Any) -> int:
+    """Elements in a sample: of its tensors and arrays, and of sequences of numbers."""
+    if isinstance(sample, Sequence) and not isinstance(sample, str) and sample and isinstance(sample[0], int | float):
+        return len(sample)
+    total = 0
+    for leaf in pytree.tree_leaves(sample):
+        size = leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", None)
+        total += size if isinstance(size, int) else len(leaf) if isinstance(leaf, str | bytes) else 1
+    return total
+
+
+def _parts_of(batch: SampleBatch) -> tuple[list[Any], Any]:
+    return list(batch.values()), tuple(batch)
+
+
+def _make(parts: Iterable[Any], names: Any) -> dict[str, Any]:
+    return dict(zip(names, parts, strict=True))
+
+
+pytree.register_pytree_node(SampleBatch, _parts_of, _make)

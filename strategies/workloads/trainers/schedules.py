@@ -1,0 +1,101 @@
+"""The optimizer and the schedule that a loop or a LightningModule has, made anew over other parameters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoplan.errors import WorkloadError
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Torch's optimizer, without what Accelerate puts around it.
+
+    Raises:
+        WorkloadError: it is none.
+    """
+    inner = optimizer
+    if hasattr(optimizer, "accelerator_state"):
+        inner = optimizer.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"the optimizer is {type(optimizer).__name__}; with a dataloader it is a torch.optim.Optimizer over the "
+            "model's parameters",
+            hint="Hand in the optimizer that the loop steps. A function that makes one goes with make_batch=.",
+        )
+    return inner
+
+
+def read_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A function that makes the schedule from an optimizer.
+
+    Args:
+        schedule: Such a function; a schedule over `optimizer`, also one that Accelerate wrapped; None.
+        optimizer: The loop's.
+
+    Raises:
+        WorkloadError: the optimizer has a schedule, and none was given; or it is over another optimizer.
+    """
+    if schedule is None:
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            now = ", ".join(f"{group['lr']:.4g}" for group in optimizer.param_groups[:4])
+            raise WorkloadError(
+                f"the optimizer has a learning-rate schedule (its rate is {now} now), and none was given",
+                hint="Hand it in too: schedule=scheduler, or the function that makes it from an optimizer.",
+            )
+        return None
+    inner = getattr(schedule, "scheduler", schedule) if hasattr(schedule, "split_batches") else schedule
+    owner = getattr(inner, "optimizer", None)
+    if owner is None:
+        if not callable(inner):
+            raise WorkloadError(
+                f"the schedule is {type(schedule).__name__}", hint="Give a torch schedule, or a function that makes it."
+            )
+        found: Callable[[torch.optim.Optimizer], Any] = inner
+        return found
+    if plain_optimizer(owner) is not optimizer:
+        raise WorkloadError(
+            "the schedule belongs to another optimizer than the one that was given",
+            hint="Hand in the schedule of this optimizer, or a function that makes it from an optimizer.",
+        )
+    if type(inner).__name__ == "ReduceLROnPlateau":
+        raise WorkloadError(
+            "the schedule is ReduceLROnPlateau, which takes a metric at each step; trials have none",
+            hint="Search without it: hand in an optimizer that has no schedule, and step it yourself in training.",
+        )
+    without = {id(owner): None, id(optimizer): None}  # the optimizer holds the model, and is made anew
+    rates = [(group.get("initial_lr", group["lr"]), group["lr"]) for group in optimizer.param_groups]
+    return functools.partial(schedule_over, copy.deepcopy(inner, without), rates)
+
+
+def at_the_start(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with the learning rates that it had before a schedule was made over it; its state is the same."""
+    plain = copy.copy(optimizer)
+    plain.param_groups = [
+        {key: value for key, value in group.items() if key != "initial_lr"}
+        | {"lr": group.get("initial_lr", group["lr"])}
+        for group in optimizer.param_groups
+    ]
+    return plain
+
+
+def schedule_over(detached: Any, rates: list[tuple[Any, Any]], optimizer: torch.optim.Optimizer) -> Any:
+    """A schedule like another one, as far as that one has come, over an optimizer.
+
+    Args:
+        detached: The other one, without its optimizer.
+        rates: By group, the learning rate before the schedule, and the one that it has set.
+        optimizer: With as many groups.
+    """
+    made = copy.deepcopy(detached)
+    for one in (made, *vars(made).get("_schedulers", ())):
+        one.optimizer = optimizer
+        if hasattr(one, "_step_count"):
+            one._step_count += 1  # torch warns at a first step whose optimizer it has not patched itself
+    for group, (initial, rate) in zip(optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = initial, rate
+    return made

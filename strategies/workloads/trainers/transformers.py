@@ -1,0 +1,274 @@
+"""From a `transformers.Trainer` (and its subclasses: Seq2SeqTrainer, TRL's SFTTrainer and DPOTrainer) to a Workload.
+
+In: a Trainer that has not trained yet. Out: its model, batches, loss, optimizer, schedule, clipping and global batch as
+a Workload, and sentences for the user. The Trainer is left as it was; its callbacks, evaluation and checkpoints do not
+run in trials, which get parts of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.trainers import TrainingSource
+from autoplan.strategies.workloads.trainers.copies import copy_model
+from autoplan.strategies.workloads.trainers.trainer_data import read_batches, steps_of_training
+from autoplan.strategies.workloads.trainers.trainer_loss import SameSchedule, TrainerLoss, TrainerSchedule
+from autoplan.strategies.workloads.trainers.trainer_parts import make_parts
+from autoplan.strategies.workloads.workload import Workload
+
+KNOWN_OVERRIDES = {
+    "training_step": ("transformers.", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"),
+    "_prepare_inputs": ("transformers.",),
+    "get_batch_samples": ("transformers.",),
+    "_inner_training_loop": ("transformers.",),
+}
+"""Methods around the loss, and the modules whose own form of them changes nothing that trials leave out."""
+
+STEPPED_BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
+
+
+def read_trainer(trainer: Any) -> TrainingSource:
+    """The training of a Trainer.
+
+    Args:
+        trainer: A Trainer that has not trained yet. It is not changed, but for the notes that accelerate keeps.
+
+    Raises:
+        WorkloadError: it trains already, runs on several processes, lacks a dataset, or is of a kind that makes its
+            samples while it trains.
+    """
+    refuse_begun(trainer)
+    _refuse_ranks(trainer)
+    _refuse_unknown_loops(trainer)
+    args = trainer.args
+    model = trainer.model
+    _refuse_uncopyable(model)
+    global_batch = _global_batch(trainer)
+    batches, notes = read_batches(trainer, global_batch, int(args.seed))
+    parts = make_parts(trainer)
+    micro_batch = int(trainer._train_batch_size)
+    loss = TrainerLoss(parts, micro_batches=max(1, global_batch // micro_batch), micro_batch=micro_batch)
+    optimizer = make_optimizer(trainer)
+    schedule, said = _schedule(trainer, parts, steps_of_training(trainer))
+    workload = Workload(
+        name=f"{type(trainer).__name__} of {_model_name(model)}",
+        build_model=functools.partial(copy_model, model),
+        make_batch=batches,
+        loss=loss,
+        build_optimizer=_remade(optimizer, model),
+        global_batch=global_batch,
+        max_grad_norm=float(args.max_grad_norm) if args.max_grad_norm and args.max_grad_norm > 0 else None,
+        build_schedule=schedule,
+        count=loss.count if batches.rows_are_samples else None,
+        seed=int(args.seed),
+    )
+    return TrainingSource(workload=workload, notes=(*_what_does_not_run(trainer), *said, *notes, *_overridden(trainer)))
+
+
+def refuse_begun(trainer: Any) -> None:
+    """Refuses a Trainer that trains or has trained.
+
+    Raises:
+        WorkloadError: train() began.
+    """
+    steps = int(getattr(trainer.state, "global_step", 0) or 0)
+    prepared = type(trainer.optimizer).__name__ == "AcceleratedOptimizer"
+    stepped = bool(getattr(trainer.optimizer, "state", None))
+    if steps or prepared or stepped or getattr(trainer, "is_in_train", False):
+        raise WorkloadError(
+            f"train() of this {type(trainer).__name__} has begun"
+            + (f": it is at step {steps}" if steps else "")
+            + "; a plan is for a training from its start",
+            hint="Make the Trainer anew, search, apply the plan, and then train.",
+        )
+
+
+def make_optimizer(trainer: Any) -> torch.optim.Optimizer:
+    """The optimizer that the Trainer would train with, over its own parameters; the Trainer does not keep it.
+
+    Raises:
+        WorkloadError: it cannot be made, or is no optimizer over the parameters.
+    """
+    twin = copy.copy(trainer)
+    if twin.optimizer is not None:
+        return _as_at_the_start(twin.optimizer)
+    try:
+        made = twin.create_optimizer()
+    except Exception as error:
+        raise WorkloadError(
+            f"the optimizer {trainer.args.optim} of the {type(trainer).__name__} cannot be made: "
+            f"{type(error).__name__}: {error}",
+            hint="Does trainer.create_optimizer() work by itself?",
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"create_optimizer() gave {type(made).__name__}, which is no torch.optim.Optimizer",
+            hint="Search with optim='adamw_torch' or another optimizer of torch.",
+        )
+    return made
+
+
+def _as_at_the_start(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's optimizer with the learning rates that it had before a schedule was made over it."""
+    plain = copy.copy(optimizer)
+    plain.param_groups = [
+        {key: value for key, value in group.items() if key != "initial_lr"}
+        | {"lr": group.get("initial_lr", group.get("lr"))}
+        for group in optimizer.param_groups
+    ]
+    return plain
+
+
+def _remade(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
+    """A function that makes the optimizer over the parameters of a copy of the model."""
+    make = rebuild_over(optimizer, trainable(model))
+    try:
+        make(torch.nn.Parameter(torch.zeros(2, 2)) for _ in trainable(model))
+    except Exception as error:
+        raise WorkloadError(
+            f"the optimizer {type(optimizer).__name__} cannot be made over other parameters: "
+            f"{type(error).__name__}: {error}",
+            hint="Trials train copies of the model. Search with optim='adamw_torch'; its memory and time differ.",
+        ) from error
+    return make
+
+
+def _schedule(trainer: Any, parts: Any, steps: int) -> tuple[Any, list[str]]:
+    """A function that makes the schedule (None: the rate is constant), and sentences for the user."""
+    given = trainer.lr_scheduler
+    kind = str(getattr(trainer.args.lr_scheduler_type, "value", trainer.args.lr_scheduler_type))
+    by_metric = (
+        kind in ("reduce_lr_on_plateau", "greedy") if given is None else type(given).__name__ in STEPPED_BY_METRIC
+    )
+    if by_metric:
+        return None, ["the schedule is stepped after evaluations, which trials do not run: their rate is constant"]
+    if given is not None:
+        return SameSchedule(given), []
+    return TrainerSchedule(parts, steps), [
+        f"learning-rate schedule {kind} over {steps} steps, as its arguments make it"
+    ]
+
+
+def _global_batch(trainer: Any) -> int:
+    return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size)
+
+
+def _model_name(model: nn.Module) -> str:
+    inner: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    return type(inner).__name__ + (" with adapters" if inner is not model else "")
+
+
+def _refuse_ranks(trainer: Any) -> None:
+    ranks = int(trainer.args.world_size)
+    if ranks > 1:
+        raise WorkloadError(
+            f"this is process {trainer.args.process_index} of {ranks} that train together; a search runs in one "
+            "process and starts ranks of its own",
+            hint="Run the search without torchrun, with gradient_accumulation_steps="
+            f"{trainer.args.gradient_accumulation_steps * ranks} so that the global batch stays "
+            f"{_global_batch(trainer)}, and nproc= for the largest number of ranks. Then load the plan under "
+            "torchrun, and apply it there.",
+        )
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise WorkloadError(
+            "the model was sharded when it was loaded, so trials cannot copy it",
+            hint="Search with the model loaded whole; the plan decides how it is sharded.",
+        )
+
+
+def quantizer_of(model: nn.Module) -> str | None:
+    """How the weights of a model are quantised; None: they are not, or not by transformers."""
+    method = getattr(model, "quantization_method", None) or getattr(model, "hf_quantizer", None)
+    if method is None:
+        return None
+    return str(getattr(method, "value", type(method).__name__ if not isinstance(method, str) else method))
+
+
+def _refuse_uncopyable(model: nn.Module) -> None:
+    """Refuses a quantised model whose weights no copy can be made of: trials train copies."""
+    method = quantizer_of(model)
+    if method is None:
+        return
+    try:
+        copy_model(model)
+    except Exception as error:
+        raise WorkloadError(
+            f"the model's weights are quantised ({method}), and cannot be copied: {type(error).__name__}: {error}",
+            hint="Trials train copies. Search the same model without quantisation; memory and time will differ.",
+        ) from error
+
+
+def _refuse_unknown_loops(trainer: Any) -> None:
+    """Refuses a class that changes what happens around the loss: trials call compute_loss, and nothing around it."""
+    for name, known in KNOWN_OVERRIDES.items():
+        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+        if owner is None or owner.__module__.startswith(known):
+            continue
+        if owner.__module__.startswith("trl.") and name != "training_step":
+            why = (
+                "it makes its samples while it trains (with a model that generates), so there are no batches to measure"
+            )
+            hint = "Search with an SFTTrainer or a DPOTrainer of the same model and lengths."
+        else:
+            why = "what it does around compute_loss is not known, and trials would leave it out"
+            hint = "Move it into compute_loss, or hand the search the parts: model=, make_batch=, loss=, optimizer=."
+        raise WorkloadError(f"{owner.__name__} has a {name}() of its own: {why}", hint=hint)
+
+
+def _what_does_not_run(trainer: Any) -> list[str]:
+    """What the Trainer does and trials do not."""
+    from transformers import TrainerCallback
+
+    handled = trainer.callback_handler.callbacks
+    own = [
+        type(callback).__name__
+        for callback in handled
+        if isinstance(callback, TrainerCallback) and not type(callback).__module__.startswith("transformers.")
+    ]
+    text = f"callbacks do not run in trials ({', '.join(own)} among them)" if own else "callbacks do not run in trials"
+    notes = [f"{text}, nor evaluation, logging and checkpoints"]
+    args = trainer.args
+    if getattr(args, "neftune_noise_alpha", None):
+        notes.append("the noise of neftune_noise_alpha is not in trials")
+    if getattr(args, "use_liger_kernel", False):
+        notes.append("the kernels of use_liger_kernel are not in trials: they are put in when train() begins")
+    if getattr(trainer, "model_init", None) is not None:
+        notes.append("model_init is not called again: the model is as it is now")
+    if (method := quantizer_of(trainer.model)) is not None:
+        notes.append(f"the model's weights are quantised ({method}); trials copy them as they are")
+    return notes
+
+
+def _overridden(trainer: Any) -> list[str]:
+    """The arguments that a plan decides instead."""
+    args = trainer.args
+    named = {
+        name: getattr(args, name, None)
+        for name in (
+            "bf16",
+            "fp16",
+            "tf32",
+            "torch_compile",
+            "gradient_checkpointing",
+            "activation_checkpointing",
+            "auto_find_batch_size",
+            "deepspeed",
+            "fsdp",
+        )
+    }
+    given = [f"{name}={value}" for name, value in named.items() if value]
+    if not given:
+        return []
+    text = f"the plan decides {', '.join(given)}"
+    few = [name for name in ("deepspeed", "fsdp") if named[name]]
+    if few:
+        text += f". The global batch is that of this one process: {_global_batch(trainer)}; give global_batch= for more"
+    return [text]

@@ -1,0 +1,204 @@
+"""Datasets and DataLoaders as people have them become loaders of a plan; what fails is named with its index."""
+
+import functools
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.loading.named import Failure, first_and_last
+from autoplan.strategies.workloads.loading.order import SampleOrder
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
+from autoplan.strategies.workloads.loading.source import (
+    LoaderSource,
+    make_loader,
+    open_source,
+    source_of,
+    spec_of_object,
+    spec_of_text,
+)
+
+ALONE = LoaderSetting(workers=0)
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, length: int, *, says: int | None = None, broken: int = -1) -> None:
+        self.length, self.says, self.broken = length, says or length, broken
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.length:
+            raise IndexError(f"no row {index}")
+        if index == self.broken:
+            raise ValueError("a torn image")
+        return torch.tensor([index])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.length))
+
+
+def seen(loader: DataLoader[Any]) -> list[int]:
+    return [int(number) for batch in loader for number in batch.flatten()]
+
+
+def test_an_order_has_each_sample_once_and_the_same_ones_in_a_step_on_any_number_of_ranks():
+    alone = list(SampleOrder(103, seed=3, multiple_of=8))
+    assert len(alone) == 96
+    assert len(set(alone)) == 96
+    shares = [list(SampleOrder(103, seed=3, rank=rank, ranks=4, multiple_of=8)) for rank in range(4)]
+    for step in range(12):
+        together = {number for share in shares for number in share[2 * step : 2 * step + 2]}
+        assert together == set(alone[8 * step : 8 * step + 8])
+
+
+def test_an_order_goes_on_where_a_training_stopped_and_each_epoch_has_another():
+    whole = SampleOrder(64, seed=1, multiple_of=8)
+    first, second = list(whole), list(whole)
+    assert sorted(first) == sorted(second) == list(range(64))
+    assert first != second
+    resumed = SampleOrder(64, seed=1, start=5 * 8, multiple_of=8)
+    assert len(resumed) == 24
+    assert list(resumed) == first[40:]
+    assert list(resumed) == second
+    assert list(SampleOrder(64, seed=1, start=64 + 16, multiple_of=8)) == second[16:]
+    again = SampleOrder(64, seed=9)
+    again.load_state_dict({"seed": 1, "start": 64})
+    assert list(again) == second
+
+
+@pytest.mark.parametrize(("given", "says"), [({"rank": 2, "ranks": 2}, "no such rank"), ({"start": -1}, "start is -1")])
+def test_an_order_that_cannot_be_is_refused(given: dict[str, int], says: str):
+    with pytest.raises(WorkloadError, match=says):
+        SampleOrder(10, **given)
+    with pytest.raises(WorkloadError, match="7 samples, and a step takes 8"):
+        SampleOrder(7, multiple_of=8)
+
+
+def test_a_loader_drops_the_last_smaller_batch_and_takes_what_a_dataloader_has():
+    own = DataLoader(Numbers(21), batch_size=4, shuffle=False, collate_fn=lambda rows: torch.stack(rows) * 10)
+    loader = make_loader(source_of(own), LoaderSetting(workers=2, prefetch_factor=3), batch_size=5)
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
+    assert seen(loader) == [10 * number for number in range(20)]
+    assert not source_of(DataLoader(Numbers(4), shuffle=False)).shuffled
+    assert source_of(DataLoader(Numbers(4), shuffle=True)).shuffled
+    every_second = DataLoader(Numbers(8), batch_size=2, sampler=[0, 2, 4, 6])
+    assert seen(make_loader(source_of(every_second), ALONE, batch_size=2)) == [0, 2, 4, 6]
+    assert seen(make_loader(source_of(every_second), ALONE, batch_size=1, rank=1, ranks=2)) == [2, 6]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_and_plain_iterables_are_loaded(workers: int):
+    class Rows:
+        def __iter__(self) -> Any:
+            return iter([torch.tensor([number]) for number in range(6)])
+
+    setting = LoaderSetting(workers=workers, prefetch_factor=2 if workers else None)
+    for dataset in (Stream(6), Rows()):
+        numbers = seen(make_loader(source_of(dataset), setting, batch_size=3))
+        assert set(numbers) == set(range(6))  # each worker goes over the whole stream, as torch has it
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failing_sample_is_named_out_of_a_worker_too(workers: int):
+    setting = LoaderSetting(workers=workers, prefetch_factor=2 if workers else None)
+    source = LoaderSource(dataset=Numbers(12, broken=9), shuffled=False)
+    *good, bad = list(itertools.islice(make_loader(source, setting, batch_size=4, named=True), 3))
+    assert [batch.flatten().tolist() for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert isinstance(bad, Failure)
+    assert "ValueError: a torn image" in bad.text
+    assert "dataset[9]" in bad.text
+    assert "test_source.py, line" in bad.text
+
+
+def test_a_collate_fn_that_fails_names_its_samples_and_the_odd_one():
+    rows = [torch.zeros(3), torch.zeros(3), torch.zeros(4), torch.zeros(3)]
+    (batch,) = make_loader(LoaderSource(dataset=rows, shuffled=False), ALONE, batch_size=4, named=True)
+    assert isinstance(batch, Failure)
+    assert "collate_fn of samples 0, 1, 2, 3; sample 2 has it (4,), sample 0 it (3,)" in batch.text
+
+
+def test_a_worker_init_fn_reaches_the_dataset_through_its_worker():
+    def set_up(number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.says  # noqa: B018  # as people shard their data here
+
+    own = DataLoader(Numbers(8), batch_size=2, worker_init_fn=set_up)
+    loader = make_loader(source_of(own), LoaderSetting(workers=1, prefetch_factor=2), batch_size=4, named=True)
+    assert len(list(loader)) == 2
+
+
+def test_what_ends_early_or_is_too_small_is_said_before_anything_is_measured():
+    early = first_and_last(LoaderSource(dataset=Numbers(10, says=12)), 4)
+    assert early is not None
+    assert "IndexError: no row 11" in early.text
+    assert "the dataset ends early: its len() is 12" in early.text
+    for source in (LoaderSource(dataset=Numbers(3)), LoaderSource(dataset=Stream(3))):
+        small = first_and_last(source, 4)
+        assert small is not None
+        assert "ends after 3 samples, and a step takes 4" in small.text
+    assert first_and_last(LoaderSource(dataset=Numbers(12)), 4) is None
+    assert first_and_last(LoaderSource(dataset=Stream(12)), 4) is None
+
+
+def test_objects_travel_and_another_dataset_is_another_loader():
+    data = TensorDataset(torch.arange(12.0))
+    spec = spec_of_object(DataLoader(data, batch_size=3, shuffle=True))
+    assert spec.reference == "TensorDataset"
+    opened = open_source(spec)
+    assert opened.shuffled
+    assert len(opened.dataset) == 12
+    assert "payload" not in spec.model_dump()
+    assert spec_of_object(DataLoader(data, batch_size=4, shuffle=True)).identity == spec.identity
+    assert spec_of_object(TensorDataset(torch.arange(13.0))).identity != spec.identity
+    made = open_source(spec_of_object(functools.partial(Numbers, 7)))
+    assert len(made.dataset) == 7
+
+
+def test_what_is_no_dataset_or_does_not_travel_is_refused():
+    class Locked(Numbers):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.lock = threading.Lock()
+
+    with pytest.raises(WorkloadError, match=r"Locked and its collate_fn cannot be sent") as refused:
+        spec_of_object(Locked())
+    assert "loader=make_dataset" in str(refused.value.hint)
+    with pytest.raises(WorkloadError, match="the loader is int"):
+        source_of(3)
+    with pytest.raises(WorkloadError, match="batch_size=None"):
+        source_of(DataLoader(Numbers(4), batch_size=None))
+    with pytest.raises(WorkloadError, match="no such file"):
+        spec_of_text("missing.bin", sequence_length=8)
+
+
+def test_a_file_of_tokens_is_looked_at_before_a_search_begins(tmp_path: Path):
+    (tmp_path / "odd.bin").write_bytes(bytes(1001))
+    (tmp_path / "short.bin").write_bytes(bytes(16))
+    with pytest.raises(WorkloadError, match="no multiple of the 2 bytes") as refused:
+        spec_of_text(str(tmp_path / "odd.bin"), sequence_length=8)
+    assert "--loader file.py:make_dataset" in str(refused.value.flag_hint)
+    with pytest.raises(WorkloadError, match="has 8 tokens, and a window takes 9"):
+        spec_of_text(str(tmp_path / "short.bin"), sequence_length=8)
+
+
+def test_a_function_of_a_file_gives_the_dataset(tmp_path: Path):
+    file = tmp_path / "rows.py"
+    file.write_text("def make():\n    return [1, 2, 3]\n\ndef broken():\n    raise OSError('no such share')\n")
+    assert open_source(spec_of_text(f"{file}:make")).dataset == [1, 2, 3]
+    with pytest.raises(WorkloadError, match=r"OSError: no such share"):
+        open_source(spec_of_text(f"{file}:broken"))
+    with pytest.raises(WorkloadError, match="has no function 'mak'"):
+        spec_of_text(f"{file}:mak")

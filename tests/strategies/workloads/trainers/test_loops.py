@@ -1,0 +1,257 @@
+"""Loops as strangers write them are read so that a TrainingRun trains what they train."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from autoplan.errors import WorkloadError
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.workloads.trainers.accelerate import read_loop
+from autoplan.strategies.workloads.trainers.loader import resized
+from autoplan.strategies.workloads.workload import LossSum
+from tests.strategies.loops import (
+    Points,
+    Regressor,
+    Sentences,
+    groups,
+    loader_of,
+    pad,
+    parameters_of,
+    tiny_gpt2,
+    worst_difference,
+)
+
+STEPS = 4
+CLIP = 0.05
+FP32 = 2e-5
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+
+
+def run_plan(source: Any, micro_batch: int, steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Some steps of a TrainingRun, on the workload's own batches: parameters and losses."""
+    run = prepare(source.workload, TrainingConfig(micro_batch=micro_batch))
+    size = source.workload.global_batch
+    order = [0, *range(2, steps + 1)] if source.workload.make_batch.largest else range(steps)  # batch 1 is the largest
+    results = [run.step(source.workload.make_batch(size, index)) for index in order]
+    assert all(float(result.grad_norm) > CLIP for result in results if result.grad_norm is not None)
+    return parameters_of(run.model), [float(result.loss) for result in results]
+
+
+def accelerate_loop(model: nn.Module, loss: Any, loader: DataLoader[Any], accumulation: int) -> Any:
+    """A stranger's loop: accelerator.accumulate, clipping, a schedule. Gives the parts, its parameters and losses."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
+    schedule = warm_up(optimizer)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    return accelerator, model, optimizer, loader, schedule
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any, loss: Any) -> list[float]:
+    losses: list[float] = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            value = loss(model, batch)
+            accelerator.backward(value)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                assert float(norm) > CLIP
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(value.detach()))
+        if len(losses) == STEPS * accelerator.gradient_accumulation_steps:
+            break
+    return losses
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_an_accelerate_loop_with_accumulation_trains_the_same() -> None:
+    torch.manual_seed(0)
+    accumulation = 2
+    parts = accelerate_loop(Regressor(), cross_entropy, loader_of(Points(), 8), accumulation)
+    accelerator, model, optimizer, loader, schedule = parts
+    source = read_loop(model, optimizer, loader, cross_entropy, schedule=schedule, max_grad_norm=CLIP)
+    assert source.workload.global_batch == 16
+    assert any("8 x 2 of accumulation" in note for note in source.notes)
+    built = source.workload.build_optimizer(source.workload.build_model().parameters())
+    assert [group["lr"] for group in built.param_groups] == [3e-3, 3e-3], "before the schedule"
+    source.workload.build_schedule(built)
+    assert [group["lr"] for group in built.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    got = {micro: run_plan(source, micro) for micro in (16, 8, 4)}
+    losses = train(accelerator, model, optimizer, loader, schedule, cross_entropy)
+    wanted = parameters_of(accelerator.unwrap_model(model))
+    for micro, (parameters, own) in got.items():
+        assert worst_difference(parameters, wanted) < FP32, micro
+        assert own == pytest.approx([(losses[i] + losses[i + 1]) / 2 for i in range(0, len(losses), 2)], rel=1e-5)
+
+
+def test_a_mean_over_tokens_of_padded_batches_is_found_and_trains_the_same() -> None:
+    model = tiny_gpt2()
+    parts = accelerate_loop(model, None, loader_of(Sentences(), 8, collate_fn=pad), 1)
+    accelerator, prepared, optimizer, loader, schedule = parts
+    source = read_loop(prepared, optimizer, loader, schedule=schedule, max_grad_norm=CLIP)
+    assert source.workload.global_batch == 8
+    assert source.workload.head is not None, "the model's own loss is the causal one"
+    assert any("labels that are not -100, without the first" in note for note in source.notes)
+    got = {micro: run_plan(source, micro)[0] for micro in (8, 2)}
+    train(accelerator, prepared, optimizer, loader, schedule, lambda net, batch: net(**batch).loss)
+    wanted = parameters_of(accelerator.unwrap_model(prepared))
+    for micro, parameters in got.items():
+        assert worst_difference(parameters, wanted) < 5e-4, micro  # Adam's first steps are nearly signs
+
+
+def test_batches_of_equal_weight_are_what_accumulation_of_means_trains() -> None:
+    """accelerator.backward divides by the accumulation, so batches with few tokens weigh as much as others."""
+    own = lambda net, batch: net(**batch).loss  # noqa: E731
+    accelerator, model, optimizer, loader, schedule = accelerate_loop(
+        tiny_gpt2(), None, loader_of(Sentences(), 4, collate_fn=pad), 2
+    )
+    tokens = read_loop(model, optimizer, loader, own, schedule=schedule, max_grad_norm=CLIP)
+    assert any('loss_mean="batches"' in note for note in tokens.notes)
+    exact = read_loop(model, optimizer, loader, own, schedule=schedule, max_grad_norm=CLIP, loss_mean="batches")
+    assert exact.workload.fixed_micro_batch == 4
+    got = run_plan(exact, 4)[0]
+    other = run_plan(tokens, 4)[0]
+    train(accelerator, model, optimizer, loader, schedule, own)
+    wanted = parameters_of(accelerator.unwrap_model(model))
+    assert worst_difference(got, wanted) < 5e-4
+    assert worst_difference(other, wanted) > 10 * worst_difference(got, wanted)
+
+
+def test_batch_norm_keeps_the_loops_own_batches() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    parts = accelerate_loop(model, None, loader_of(Points(), 8), 2)
+    accelerator, prepared, optimizer, loader, schedule = parts
+    source = read_loop(prepared, optimizer, loader, cross_entropy, schedule=schedule, max_grad_norm=CLIP)
+    assert source.workload.global_batch == 16 and source.workload.fixed_micro_batch == 8
+    run = prepare(source.workload, TrainingConfig(micro_batch=8))
+    for index in range(STEPS):
+        run.step(source.workload.make_batch(16, index))
+    train(*parts[:2], optimizer, loader, schedule, cross_entropy)
+    own = accelerator.unwrap_model(prepared)
+    assert worst_difference(parameters_of(run.model), parameters_of(own)) < FP32
+    buffers = [dict(net.named_buffers()) for net in (run.model, own)]
+    assert all(torch.allclose(buffers[0][name].float(), value.float()) for name, value in buffers[1].items())
+    assert int(buffers[1]["1.num_batches_tracked"]) == 2 * STEPS
+
+
+def test_the_order_is_that_of_the_loaders_own_sampler() -> None:
+    class Numbers(Points):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([float(index)]), torch.tensor(0)
+
+    def numbers(loader: DataLoader[Any]) -> list[int]:
+        return [int(x) for batch in loader for x in batch[0]]
+
+    model = nn.Linear(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for loader in (
+        loader_of(Numbers(), 8),
+        DataLoader(Numbers(), batch_size=8),
+        DataLoader(Numbers(), batch_sampler=BatchSampler(SequentialSampler(range(96)), 8, drop_last=False)),
+    ):
+        source = read_loop(model, optimizer, loader, cross_entropy)
+        got = [int(x) for index in range(12) for x in source.workload.make_batch(8, index)[0]]
+        again = [int(x) for index in range(6) for x in source.workload.make_batch(16, index)[0]]
+        larger = resized(loader, 16)
+        state = None if loader.generator is None else loader.generator.get_state()
+        assert got == again == numbers(loader)
+        if state is not None:
+            loader.generator.set_state(state)
+        assert numbers(larger) == got
+    torch.manual_seed(3)  # a sampler without a generator: the order of a loop that sets the seed before it begins
+    shuffled = DataLoader(Numbers(), batch_size=8, shuffle=True)
+    source = read_loop(model, optimizer, shuffled, cross_entropy, seed=3)
+    got = [int(x) for index in range(12) for x in source.workload.make_batch(8, index)[0]]
+    torch.manual_seed(3)
+    assert numbers(shuffled) == got
+
+
+def test_what_a_mean_is_over_is_measured() -> None:
+    points, model = Points(), Regressor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def read(loss: Any, **options: Any) -> Any:
+        return read_loop(model, optimizer, loader_of(points, 8), loss, **options).workload
+
+    assert float(read(nn.CrossEntropyLoss()).loss(model, points[:4]).count) == 4
+    own = read(lambda net, batch: LossSum(F.cross_entropy(net(batch[0]), batch[1], reduction="sum"), len(batch[1])))
+    assert own.count is None
+    with pytest.raises(WorkloadError, match="sum over samples"):
+        read(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1], reduction="sum"))
+    with pytest.raises(WorkloadError, match="depends on the micro-batch"):
+        read(lambda net, batch: net(batch[0]).std())
+    with pytest.raises(WorkloadError, match="another one with each random seed"):
+        read(lambda net, batch: cross_entropy(net, batch) * torch.rand(()))
+    with pytest.raises(WorkloadError, match="tensor of shape"):
+        read(lambda net, batch: net(batch[0]))
+    with pytest.raises(WorkloadError, match=r"ZeroDivisionError.*\n.*loss\(model, batch\)"):
+        read(lambda net, batch: 1 / 0)
+    fixed = read(lambda net, batch: net(batch[0]).std(), loss_mean="batches")
+    assert fixed.fixed_micro_batch == 8
+    before = copy.deepcopy(model.state_dict())
+    assert model.training and all(bool((before[name] == value).all()) for name, value in model.state_dict().items())
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.randn(12), 0)] * 8)
+
+
+class Uneven:
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2, 3, 4], [5], [6, 7, 8, 9]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "words"),
+    [
+        (DataLoader(Stream(), batch_size=4), {}, "streams"),
+        (DataLoader(Points(), batch_size=None), {}, "batch_size=None"),
+        (DataLoader(Points(10), batch_size=4), {"global_batch": 32}, "10 samples.*global batch takes 32"),
+        (DataLoader(Points(), batch_sampler=Uneven()), {}, "batches of 1 to 4 samples"),
+        (iter(DataLoader(Points(), batch_size=4)), {}, "an iterator"),
+        ([1, 2], {}, "it is a torch.utils.data.DataLoader"),
+        (DataLoader(Points(), batch_size=4, collate_fn=lambda samples: torch.randn(7, 12)), {}, "makes 7 rows of 2"),
+        (DataLoader(Points(), batch_size=4, collate_fn=lambda samples: 1 / 0), {}, "ZeroDivisionError"),
+        (DataLoader(Points(), batch_sampler=[]), {}, "gives no batch"),
+    ],
+)
+def test_loaders_that_no_plan_can_keep_are_refused(loader: Any, options: dict[str, Any], words: str) -> None:
+    model = Regressor()
+    with pytest.raises(WorkloadError, match=f"(?s){words}"):
+        read_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, cross_entropy, **options)
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    model, other = Regressor(), Regressor()
+    loader = loader_of(Points(), 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(WorkloadError, match="not the model's"):
+        read_loop(other, optimizer, loader, cross_entropy)
+    with pytest.raises(WorkloadError, match="the loop lacks optimizer"):
+        read_loop(model, None, loader, cross_entropy)
+    schedule = warm_up(optimizer)
+    with pytest.raises(WorkloadError, match="has a learning-rate schedule"):
+        read_loop(model, optimizer, loader, cross_entropy)
+    with pytest.raises(WorkloadError, match="another optimizer"):
+        read_loop(other, torch.optim.SGD(other.parameters(), lr=0.1), loader, cross_entropy, schedule=schedule)
