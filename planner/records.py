@@ -209,6 +209,16 @@ class Claim(Record):
     trials: tuple[int, ...] = Field(default=(), description="numbers of the plan's and the baseline's runs")
 
 
+class Untried(Record):
+    """The configuration without a trial that has the best chance to be faster than the plan; a prediction."""
+
+    config: TrainingConfig
+    candidates: int = Field(description="configurations that were never measured and could run")
+    speed_ratio: Interval = Field(description="predicted tokens/s over the plan's; low and high bound 90 %")
+    probability: float = Field(description="that it runs, fits and is faster than the plan")
+    trial_s: float = Field(description="expected seconds of a trial of it")
+
+
 class Prediction(Record):
     """What the cost model said of a configuration before it ran; low and high bound an interval of 90 %."""
 
@@ -221,6 +231,7 @@ class Prediction(Record):
     verdict: Literal["fits", "too_close", "does_not_fit"]
     bound: str = Field(description="what binds: compute, memory_bandwidth, launch, communication, input, bubble")
     memory_parts_bytes: dict[str, float] = Field(default_factory=dict)
+    host_memory_bytes: float = Field(default=0.0, description="what a rank keeps in the host's memory by offload")
     time_parts_s: dict[str, float] = Field(
         default_factory=dict,
         description="seconds of a step by kind of work; input comes beside the step: one process making its batch",
@@ -259,6 +270,57 @@ class Parity(Record):
     failures: tuple[str, ...] = Field(default=(), description="what failed, in sentences")
     not_checked: tuple[str, ...] = Field(default=(), description="what was not compared this time, and why")
     finished: bool = Field(default=True, description="False: a limit ended the check, or it failed; the note says why")
+
+
+DEFAULT_FLOOR = 0.9
+"""Where little memory is looked for: the share of the best throughput that a plan must reach, unless one is given."""
+
+
+class Objective(Record):
+    """What a search looks for."""
+
+    name: Literal["throughput", "memory", "cost"] = "throughput"
+    min_throughput: float | None = Field(
+        default=None, gt=0, le=1, description="memory: the share of the best throughput that a plan must reach"
+    )
+    price_per_hour: float | None = Field(default=None, gt=0, description="of one device, in any currency")
+
+    @property
+    def floor(self) -> float:
+        """The share of the best throughput that a plan must reach."""
+        return self.min_throughput or DEFAULT_FLOOR
+
+    def describe(self) -> str:
+        """What is looked for, in words."""
+        match self.name:
+            case "throughput":
+                return "the highest throughput"
+            case "memory":
+                return f"the least memory at {self.floor:.0%} of the best throughput"
+            case "cost":
+                return "the least cost: the time of all ranks together"
+
+    def cost_per_million(self, items_per_s: float, ranks: int) -> float | None:
+        """What a million tokens (or samples) cost; None without a price."""
+        return None if self.price_per_hour is None else 1e6 / items_per_s / 3600 * ranks * self.price_per_hour
+
+
+class Recheck(Record):
+    """What the plan of a finished search does here and now, by one short trial."""
+
+    verdict: str = Field(description="holds, faster, slower, does_not_fit, does_not_run or did_not_run")
+    text: str = Field(description="the verdict as a sentence")
+    speed_ratio: Interval | None = Field(description="tokens/s here over the plan's; None where it did not run")
+    spread: str = Field(description="between runs of one configuration, and how that is known")
+    causes: tuple[str, ...] = Field(default=(), description="of a slower speed, the likeliest first")
+    trial: Trial
+    exit_code: int = Field(description="as `autoplan verify` ends with")
+
+    def describe(self) -> str:
+        """The verdict, and what to do."""
+        causes = "".join(f"; likely cause: {text}" for text in self.causes)
+        again = "; --fresh searches again" if self.exit_code == 3 else ""
+        return f"checked again: {self.text}; {self.spread}{causes}{again}"
 
 
 class LeftOutFamily(Record):

@@ -95,7 +95,7 @@ def run_probes(
     profile = read_host_profile()
     kind = pick_device(profile, device)
     if budget_s is None:
-        budget_s = CUDA_BUDGET_S if kind == "cuda" else DEFAULT_BUDGET_S
+        budget_s = default_budget_s(kind)
     path = cache_path(profile.fingerprint, kind, cache_dir)
     ranks = collective_ranks or default_ranks(profile, kind)
     if not fresh:
@@ -138,6 +138,11 @@ def _from_cache(
         kept = with_collectives(running, kept, kind, ranks, on_progress)
     save_cached(path, cached.model_copy(update={"profile": kept}))
     return kept
+
+
+def default_budget_s(kind: str) -> float:
+    """Seconds that the probes of a device take where nobody says otherwise."""
+    return CUDA_BUDGET_S if kind == "cuda" else DEFAULT_BUDGET_S
 
 
 def default_ranks(profile: HardwareProfile, kind: str) -> int:

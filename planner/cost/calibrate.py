@@ -46,11 +46,15 @@ WORST_SURPRISE = 8.0
 
 
 def gauss_newton(
-    predict: Callable[[Floats], tuple[Floats, Floats]], seen: Floats, weights: Floats, prior_sd: Floats
+    predict: Callable[[Floats], tuple[Floats, Floats]],
+    seen: Floats,
+    weights: Floats,
+    prior_sd: Floats,
+    prior_mean: Floats | None = None,
 ) -> tuple[Floats, Floats]:
-    """The most probable logarithms of factors, given measured times and a normal prior around 0.
+    """The most probable logarithms of factors, given measured times and a normal prior.
 
-    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and (theta / prior_sd)^2.
+    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and ((theta - prior_mean) / prior_sd)^2.
 
     Args:
         predict: From theta of shape (factors,) to the logarithms of the predicted times, of shape (times,), and their
@@ -58,16 +62,18 @@ def gauss_newton(
         seen: Logarithms of the measured times.
         weights: 1 / variance of each of them.
         prior_sd: Standard deviations of the prior.
+        prior_mean: Its means; None: 0.
 
     Returns:
         theta, and its covariance.
     """
     precision = np.diag(1 / np.square(prior_sd))
-    theta = np.zeros(len(prior_sd))
+    mean = np.zeros(len(prior_sd)) if prior_mean is None else prior_mean
+    theta = mean.copy()
     for _ in range(MOST_STEPS):
         expected, slope = predict(theta)
         hessian = slope.T @ (weights[:, None] * slope) + precision
-        step = np.linalg.solve(hessian, slope.T @ (weights * (seen - expected)) - precision @ theta)
+        step = np.linalg.solve(hessian, slope.T @ (weights * (seen - expected)) - precision @ (theta - mean))
         theta = theta + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
         if np.abs(step).max() < SHORTEST_STEP:
             break
@@ -79,7 +85,7 @@ class Calibration(Record):
 
     factors: dict[str, float] = Field(description="natural logarithms of the factors")
     covariance: tuple[tuple[float, ...], ...]
-    memory_base_bytes: float
+    memory_base_bytes: float = Field(description="0: the memory is not known, and is assumed as without a calibration")
     memory_slack: float
     memory_sd: float
     trials: int
@@ -87,8 +93,10 @@ class Calibration(Record):
 
 @dataclass(slots=True)
 class TimeFit:
-    """The factors of the time, from a prior and observations."""
+    """The factors of the time, from a prior and observations. The prior is PRIOR_SD around 1, or what is known here."""
 
+    prior_mean: Floats = field(default_factory=lambda: np.zeros(len(FACTORS)))
+    prior_sd: Floats = field(default_factory=lambda: np.array(list(PRIOR_SD.values())))
     theta: Floats = field(default_factory=lambda: np.zeros(len(FACTORS)))
     covariance: Floats = field(default_factory=lambda: np.diag(np.square(list(PRIOR_SD.values()))))
     rows: list[Floats] = field(default_factory=list)
@@ -115,8 +123,22 @@ class TimeFit:
             predicted = scaled.sum(axis=1)
             return np.log(predicted), scaled / predicted[:, None]
 
-        prior_sd = np.array(list(PRIOR_SD.values()))
-        self.theta, self.covariance = gauss_newton(predict, np.log(self.seen), np.array(self.weights), prior_sd)
+        self.theta, self.covariance = gauss_newton(
+            predict, np.log(self.seen), np.array(self.weights), self.prior_sd, self.prior_mean
+        )
+
+    @classmethod
+    def starting_from(cls, theta: Floats, covariance: Floats) -> TimeFit:
+        """A fit whose prior is what earlier trials on this device taught."""
+        sd = np.sqrt(np.diag(covariance))
+        return cls(theta=theta, covariance=covariance, prior_mean=theta.copy(), prior_sd=sd)
+
+    def by_itself(self) -> TimeFit:
+        """What these observations say without any earlier ones."""
+        alone = TimeFit(rows=self.rows, seen=self.seen, weights=self.weights, surprises=self.surprises)
+        if self.rows:
+            alone._fit()
+        return alone
 
     def predict(self, parts: Floats) -> tuple[Floats, Floats]:
         """Seconds and the standard deviation of their logarithm, for parts of shape (factors, candidates)."""

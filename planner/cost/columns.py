@@ -32,8 +32,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 OPTIMIZERS = ("for_loop", "foreach", "fused")
 COMPILES = ("off", "block", "model")
 # What a rank keeps per parameter. fp32: parameters, gradients and optimizer states in fp32, autocast computes in 16
-# bits (what autoplan runs). megatron: 16-bit parameters, fp32 gradients, fp32 master copies (Megatron-LM). master:
-# 16-bit parameters and gradients, fp32 master copies. 16bit: everything in 16 bits.
+# bits (what autoplan runs, unless `parameters` says otherwise). megatron: 16-bit parameters, fp32 gradients, fp32
+# master copies (Megatron-LM). master: 16-bit parameters and gradients, fp32 master copies (parameters=bf16). 16bit: no
+# master copies (parameters=bf16_stochastic); elsewhere the states are in 16 bits too.
 STATES = ("fp32", "megatron", "master", "16bit")
 
 KNOBS_READ: tuple[str, ...] = (
@@ -43,10 +44,14 @@ KNOBS_READ: tuple[str, ...] = (
     "compile",
     "compile_mode",
     "attention",
+    "kernels",
     "loss",
     "optimizer_step",
+    "parameters",
+    "optimizer_state",
     "threads",
     "allocator",
+    "offload",
     "dp_replicate",
     "dp_shard",
     "reshard_after_forward",
@@ -67,6 +72,8 @@ KNOBS_LEFT_OUT: dict[str, str] = {
     "ddp_static_graph": "a promise to DDP that saves host time which was never measured apart",
 }
 """The knobs that the cost model does not read, each with the reason. A search varies them only on request."""
+
+_STATES_OF = {"own": "fp32", "bf16": "master", "bf16_stochastic": "16bit"}
 
 # Of every so many blocks one is checkpointed whole, the first of each stack among them: techniques/checkpointing.py.
 _EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
@@ -209,5 +216,5 @@ def config_columns(
         "checkpointed": np.array([checkpointed_share(config.checkpointing, num_blocks) for config in configs]),
         "compiled": codes([config.compile for config in configs], COMPILES),
         "optimizer_step": codes(forms, OPTIMIZERS),
-        "states": np.full(len(configs), STATES.index("fp32")),
+        "states": codes([_STATES_OF[config.parameters] for config in configs], STATES),
     }

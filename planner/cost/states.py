@@ -77,7 +77,13 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateWidths:
-    """Bytes per parameter of each state."""
+    """Bytes per parameter of each state.
+
+    Attributes:
+        piece: Elements that the optimizer steps at once; None: all.
+        widened: What a step puts into fp32 for a while, of each element that it steps at once; with no `piece` the fp32
+            gradients of states=master.
+    """
 
     parameter: Floats
     gradient: Floats
@@ -86,6 +92,8 @@ class StateWidths:
     gathered: Floats
     reduced: Floats
     temporary: float | Floats
+    piece: Floats | None = None
+    widened: float | Floats = 0.0
 
 
 def state_widths(
@@ -170,6 +178,8 @@ def _gathered_bytes(columns: Columns, size: ModelSize, widths: StateWidths) -> F
 def _temporary_bytes(columns: Columns, size: ModelSize, widths: StateWidths, stepped: Floats) -> Floats:
     """The optimizer step's own: a foreach Adam has one temporary of the size of what it steps, a for-loop those of one
     tensor, a fused one none; an optimizer with 16-bit gradients and fp32 master copies makes fp32 gradients."""
+    if widths.piece is not None:
+        stepped = np.minimum(stepped, widths.piece)
     tensor = np.minimum(stepped, size.largest_parameter / columns.tp / columns.shards)
     loop = np.where(np.asarray(widths.temporary) > 0, FOR_LOOP_TEMPORARY_BYTES, 0.0) * tensor
     form = columns.optimizer_step
@@ -178,4 +188,6 @@ def _temporary_bytes(columns: Columns, size: ModelSize, widths: StateWidths, ste
         widths.temporary * stepped,
         np.where(form == OPTIMIZERS.index("for_loop"), loop, 0.0),
     )
+    if widths.piece is not None:
+        return np.asarray(own + widths.widened * stepped)
     return np.asarray(own + np.where(columns.states == STATES.index("master"), 4.0, 0.0) * stepped)

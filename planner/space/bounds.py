@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import ConfigError
-from autoplan.strategies.config import check_knob, knob_values
+from autoplan.strategies.config import knob_values
+from autoplan.strategies.knob_input import check_knob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

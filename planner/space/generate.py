@@ -23,11 +23,11 @@ from autoplan.strategies.config import (
     KNOBS,
     PLAIN,
     TrainingConfig,
-    check_knob,
     knob_values,
     knobs,
     micro_batches,
 )
+from autoplan.strategies.knob_input import check_knob
 from autoplan.strategies.techniques.degrees import with_exchange_knobs
 from autoplan.strategies.techniques.rules import Combinations, incompatible
 

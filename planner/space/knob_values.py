@@ -13,12 +13,15 @@ from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.facts import Choices, LeftOut
-from autoplan.strategies.config import check_knob, micro_batches
+from autoplan.strategies.config import LOSSY, micro_batches
+from autoplan.strategies.knob_input import check_knob
 
 LOSING_RATE_SHARE = 0.6
 """A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
 everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
 bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
+
+LOSSY_REASON = "it keeps fewer bits between steps, and is tried by your word alone: --numerics lossy"
 
 PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
 
@@ -41,6 +44,20 @@ def offered_values(
         values[choice.knob] = list(choice.values)
         dropped += choice.left_out
     return values, dropped
+
+
+def without_lossy(choices: Sequence[Choices]) -> list[Choices]:
+    """The choices without the values that keep fewer bits between steps, which are left out with the way to get them.
+
+    What a technique leaves out by itself keeps its own reason.
+    """
+    kept = []
+    for choice in choices:
+        dropped = [value for value in choice.values if value in LOSSY.get(choice.knob, ())]
+        reasons = (LeftOut(knob=choice.knob, value=value, reason=LOSSY_REASON) for value in dropped)
+        values = tuple(value for value in choice.values if value not in dropped)
+        kept.append(Choices(knob=choice.knob, values=values, left_out=(*choice.left_out, *reasons)))
+    return kept
 
 
 def drop_losing_precisions(

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MAX_CANDIDATES = 20_000
 
+HOST_LIMIT = "the host's memory"
+"""The limit of a family that is offloaded and does not fit the host begins so."""
+
 
 def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device: str) -> float:
     """What one rank may take: on CPU the limit is for all ranks together, on CUDA for each device."""
@@ -25,18 +28,37 @@ def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device
 
 
 def keep_what_may_win(
-    candidates: Sequence[TrainingConfig], table: CostTable, memory_limit_bytes: int, device: str
+    candidates: Sequence[TrainingConfig],
+    table: CostTable,
+    memory_limit_bytes: int,
+    device: str,
+    *,
+    spares_memory: bool = True,
+    host_limit_bytes: int | None = None,
 ) -> tuple[list[int], list[LeftOutFamily]]:
     """Indices of the candidates worth a trial, in their order, and the families that are not, with by how much.
 
-    Left out is what cannot fit (even the low end of its predicted peak is above the limit), what saves memory that is
-    not needed, and, beyond MAX_CANDIDATES, what is predicted to be slowest.
+    Left out is what cannot fit (even the low end of its predicted peak is above the limit), what is offloaded and does
+    not fit the host, what saves memory that is not needed, and, beyond MAX_CANDIDATES, what is predicted to be slowest.
+
+    Args:
+        candidates: The legal configurations.
+        table: Their predictions.
+        memory_limit_bytes: What a trial may take on its device.
+        device: cpu or cuda.
+        spares_memory: Leave out what saves memory that is not needed; False where little memory is looked for.
+        host_limit_bytes: What the ranks of a trial may take of the host's memory together; None: no limit.
     """
     shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
     too_big = table.peak_memory_low_bytes > shares
-    left_out = _memory_families(candidates, table, shares, np.flatnonzero(too_big).tolist())
+    left_out = _memory_families(candidates, table, shares, np.flatnonzero(too_big).tolist(), device)
     worth = ~too_big
-    for knob in MEMORY_ONLY:
+    if host_limit_bytes is not None:
+        on_host = table.host_bytes * np.array([config.world_size for config in candidates])
+        beyond = worth & (on_host > host_limit_bytes)
+        left_out += _host_families(candidates, on_host, host_limit_bytes, np.flatnonzero(beyond).tolist())
+        worth &= ~beyond
+    for knob in _memory_only(device) if spares_memory else ():
         needless = _needless(knob, candidates, table, shares)
         worth[list(needless)] = False
         left_out += _needless_families(knob, candidates, table, needless)
@@ -58,12 +80,16 @@ def keep_what_may_win(
 
 
 def _memory_families(
-    candidates: Sequence[TrainingConfig], table: CostTable, shares: NDArray[np.float64], too_big: Sequence[int]
+    candidates: Sequence[TrainingConfig],
+    table: CostTable,
+    shares: NDArray[np.float64],
+    too_big: Sequence[int],
+    device: str,
 ) -> list[LeftOutFamily]:
     """What cannot fit, by the knobs that decide memory; of each family the one that comes nearest to fitting."""
     families: dict[str, list[int]] = {}
     for index in too_big:
-        families.setdefault(_memory_family(candidates[index]), []).append(index)
+        families.setdefault(_memory_family(candidates[index], device), []).append(index)
     left_out = []
     for family, members in families.items():
         nearest = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
@@ -84,9 +110,35 @@ def _memory_families(
     return left_out
 
 
-def _memory_family(config: TrainingConfig) -> str:
+def _host_families(
+    candidates: Sequence[TrainingConfig], on_host: NDArray[np.float64], limit_bytes: int, beyond: Sequence[int]
+) -> list[LeftOutFamily]:
+    """What the host cannot hold, by what is offloaded over how many ranks; of each family the least."""
+    families: dict[tuple[str, int], list[int]] = {}
+    for index in beyond:
+        families.setdefault((candidates[index].offload, candidates[index].world_size), []).append(index)
+    return [
+        LeftOutFamily(
+            family=f"offload={value}" + (f" on {ranks} ranks" if ranks > 1 else ""),
+            limit=f"{HOST_LIMIT}: {format_bytes(limit_bytes)} for all ranks",
+            by=f"at the least predicted {format_bytes(float(min(on_host[members])))}, "
+            f"{format_bytes(float(min(on_host[members])) - limit_bytes)} too much",
+            configurations=len(members),
+        )
+        for (value, ranks), members in families.items()
+    ]
+
+
+def _memory_only(device: str) -> list[str]:
+    """The knobs whose other values only save memory on this device."""
+    return [knob for knob in MEMORY_ONLY if knobs()[knob].memory_only_on in (None, device)]
+
+
+def _memory_family(config: TrainingConfig, device: str) -> str:
     names = [f"micro_batch={config.micro_batch}", f"checkpointing={config.checkpointing}", f"loss={config.loss}"]
-    off_plain = (knob for knob in (*RANK_COUNTS, *MEMORY_ONLY) if getattr(config, knob) != getattr(PLAIN, knob))
+    off_plain = (
+        knob for knob in (*RANK_COUNTS, *_memory_only(device)) if getattr(config, knob) != getattr(PLAIN, knob)
+    )
     return " ".join([*names, *(f"{knob}={getattr(config, knob)}" for knob in off_plain)])
 
 

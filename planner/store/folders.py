@@ -16,7 +16,18 @@ from autoplan.files import PRIVATE_FOLDER
 from autoplan.planner.store.journal import store_error
 
 RECORD = "record.jsonl"
-OWN_FILES = (RECORD, "clock.json", "owner.json", "hardware.json", "plan.json", "best.json", "trials", "parity", "lock")
+OWN_FILES = (
+    RECORD,
+    "clock.json",
+    "owner.json",
+    "hardware.json",
+    "learned.json",
+    "plan.json",
+    "best.json",
+    "trials",
+    "parity",
+    "lock",
+)
 """What a study's folder contains, beside the SQLite study (`study.sqlite3*`)."""
 
 

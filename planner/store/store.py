@@ -49,6 +49,8 @@ def study_identity(
     bound: Mapping[str, Bound],
     nproc: int,
     memory_limit_bytes: int | None,
+    objective: Mapping[str, Any] | None = None,
+    numerics: str = "kept",
 ) -> str:
     """16 hex digits over what is trained, on what, and the options that change the space.
 
@@ -64,6 +66,9 @@ def study_identity(
         "nproc": nproc,
         "memory_limit_bytes": memory_limit_bytes,
     }
+    parts |= {"objective": dict(objective)} if objective else {}  # so that identities of earlier versions stay
+    if numerics != "kept":  # earlier studies have no such key
+        parts["numerics"] = numerics
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -84,11 +84,13 @@ class VariantKey(Record):
     checkpointing: Literal["none", "selective", "full"] = "none"
     loss: Literal["full", "fused"] = "full"
     compiled: bool = False
+    parameters: Literal["own", "bf16"] = "own"
 
     def text(self) -> str:
         """One line, the key of `ModelProfile.variants`."""
         form = "compiled" if self.compiled else "eager"
-        return f"{self.precision}/{self.attention}/{self.checkpointing}/{self.loss}/{form}"
+        stored = "" if self.parameters == "own" else f"/{self.parameters}"
+        return f"{self.precision}/{self.attention}/{self.checkpointing}/{self.loss}/{form}{stored}"
 
 
 class VariantProfile(Record):

@@ -33,6 +33,7 @@ def config_of(key: VariantKey, workload: Workload) -> TrainingConfig:
             "attention": key.attention,
             "checkpointing": key.checkpointing,
             "loss": key.loss,
+            "parameters": key.parameters,
         }
     )
 
@@ -82,6 +83,7 @@ def record_step(
         blocks = [block for _, block in find_structure(model).blocks]
         # The model is on its device already, and torch cannot move fake parameters that something refers to.
         model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
+        stored = [(parameter, parameter.data) for parameter in model.parameters()]  # which copies of a model share
         run = prepare(workload, config_of(key, workload), device=device, model=model)
         batch = make_batch(workload, micro_batches.run, mode)
         recorder = OpRecorder(micro_batches)
@@ -98,6 +100,9 @@ def record_step(
                 hook.remove()
             for parameter in run.parameters:
                 parameter.grad = None
+            for parameter, data in stored:
+                if parameter.dtype is not data.dtype:
+                    parameter.data = data
     for recording, before in zip(recorder.recordings, bytes_before, strict=True):
         recording.peaks = {part: (a - before, b - before) for part, (a, b) in recording.peaks.items()}
         recording.saved_after_forward_bytes -= before

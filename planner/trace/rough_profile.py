@@ -90,6 +90,8 @@ def _nearest(key: VariantKey) -> list[VariantKey]:
         {"precision": "fp32", "loss": "full", "attention": "own"},
     )
     found += [key.model_copy(update=change) for change in changes]
+    if key.parameters != "own":
+        found += [near.model_copy(update={"parameters": "own"}) for near in found]
     return [*found, PLAIN]
 
 
@@ -186,3 +188,33 @@ def rough_profile(facts: WorkloadFacts, device: str, why: str) -> ModelProfile:
         rough_variants=(PLAIN.text(),),
         notes=(why,),
     )
+
+
+def step_profile(facts: WorkloadFacts, device: str) -> ModelProfile:
+    """The profile of steps that are a program of their own: one operation, as long as a step took in the inspection.
+
+    Nothing is known of what a step computes, so every configuration is predicted alike until trials correct it.
+
+    Args:
+        facts: The workload's, with `step_s`.
+        device: cpu or cuda.
+    """
+    assert facts.step_s is not None, "only a step of its own was timed"
+    whole = rough_profile(
+        facts, device, "the step is not traced: predictions are those of one plain step, then of trials"
+    )
+    one = OperationGroup(
+        name="the step",
+        kind="memory",
+        segment="rest",
+        phase="forward",
+        dtype="float32",
+        count=1.0,
+        bytes_moved=LinearFit(fixed=1.0),
+        measured_s=facts.step_s,
+        measured_samples=float(facts.spec.global_batch),
+    )
+    plain = whole.variants[PLAIN.text()].model_copy(update={"groups": (one,), "kernels": 1.0})
+    keys = (PLAIN, PLAIN.model_copy(update={"precision": "half"}))
+    variants = {key.text(): plain.model_copy(update={"key": key}) for key in keys}
+    return whole.model_copy(update={"variants": variants, "rough_variants": ()})

@@ -168,7 +168,7 @@ class VariantTracer:
         Raises:
             ConfigError: the variant does not apply to the workload.
         """
-        plain = VariantKey(precision=key.precision)
+        plain = VariantKey(precision=key.precision, parameters=key.parameters)
         if key.loss == "fused" and (key.attention, key.checkpointing) != (plain.attention, plain.checkpointing):
             full_loss = key.model_copy(update={"loss": "full"})
             plain_fused = plain.model_copy(update={"loss": "fused"})
@@ -209,7 +209,7 @@ class VariantTracer:
         # Under autocast a checkpointed block keeps its cast weights up to the end of the forward, and no longer.
         kept_later = block_saved if key.checkpointing == "none" else LinearFit(per_sample=block_saved.per_sample)
         peaks = {
-            part: self._deepen_peak(part, peak, block_saved if part == "forward" else kept_later, more_blocks)
+            part: self._deepen_peak(key, part, peak, block_saved if part == "forward" else kept_later, more_blocks)
             for part, peak in shallow.peaks.items()
         }
         saved = add_blocks(shallow.saved_bytes, block_saved, more_blocks)
@@ -234,7 +234,7 @@ class VariantTracer:
             None if the variant shares neither part, or the recording at depth two shows that it does not.
         """
         whole = self._fit(key, DEPTHS[0]).groups
-        plain = VariantKey(precision=key.precision, attention=key.attention)
+        plain = VariantKey(precision=key.precision, attention=key.attention, parameters=key.parameters)
         if key.loss == "fused":
             block, _ = self._split(plain)
             return split_by_block(whole, block, DEPTHS[0])
@@ -247,12 +247,17 @@ class VariantTracer:
         return None
 
     def _deepen_peak(
-        self, part: str, peak: tuple[LinearFit, LinearFit], kept_by_block: LinearFit, more_blocks: int
+        self,
+        key: VariantKey,
+        part: str,
+        peak: tuple[LinearFit, LinearFit],
+        kept_by_block: LinearFit,
+        more_blocks: int,
     ) -> tuple[LinearFit, LinearFit]:
         """The peak of a model with more blocks: each adds what it keeps, or its gradients in the last part."""
         first, later = peak
         if part == "tail":
-            gradients = more_blocks * self.block_gradient_bytes
+            gradients = more_blocks * self.block_gradient_bytes * (1.0 if key.parameters == "own" else 0.5)
             return LinearFit(fixed=first.fixed + gradients, per_sample=first.per_sample), later
         return add_blocks(first, kept_by_block, more_blocks), add_blocks(later, kept_by_block, more_blocks)
 

@@ -26,6 +26,7 @@ def variants_of(config: TrainingConfig) -> tuple[VariantKey, VariantKey]:
         checkpointing="selective" if config.checkpointing == "selective" else "none",
         loss=config.loss,
         compiled=config.compile != "off",
+        parameters="own" if config.parameters == "own" else "bf16",
     )
     whole = config.checkpointing not in ("none", "selective")
     return base, base.model_copy(update={"checkpointing": "full"}) if whole else base
@@ -42,13 +43,17 @@ def variants_to_trace(configs: Iterable[TrainingConfig], *, has_blocks: bool = F
         has_blocks: The model has repeated blocks, so that selective checkpointing applies.
     """
     keys = {PLAIN}
-    for place in {(c.precision, c.attention, c.checkpointing, c.loss, c.compile != "off"): c for c in configs}.values():
+    for place in {_variant_knobs(config): config for config in configs}.values():
         for key in variants_of(place):
             keys.add(key.model_copy(update={"compiled": False}))
             keys.add(key.model_copy(update={"compiled": False, "checkpointing": "none"}))
             if key.compiled and has_blocks:
                 keys.add(key.model_copy(update={"compiled": False, "checkpointing": "selective"}))
     return tuple(sorted(keys, key=lambda key: (_techniques(key), key.text())))
+
+
+def _variant_knobs(c: TrainingConfig) -> tuple[object, ...]:
+    return c.precision, c.attention, c.checkpointing, c.loss, c.compile != "off", c.parameters != "own"
 
 
 def _techniques(key: VariantKey) -> int:

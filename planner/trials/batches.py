@@ -14,6 +14,7 @@ from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.strategies.workloads.batch import slice_batch
 from autoplan.strategies.workloads.counting import batch_elements, count_items, find_counted
 from autoplan.strategies.workloads.randomness import with_seeded_batches
+from autoplan.strategies.workloads.samples import SampleBatch
 
 if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
@@ -65,7 +66,7 @@ class TrialBatches:
         return batch
 
     def _largest(self) -> Batch:
-        """The largest batch that was seen.
+        """The largest batch that was seen; of one that knows its samples, the largest of them first.
 
         A make_batch that goes on by itself gives another batch each time: then the largest of as many batches as were
         looked at, or the first one that is as large.
@@ -77,7 +78,7 @@ class TrialBatches:
                 found, elements = batch, batch_elements(batch)
             if elements >= self.sizes.elements.max:
                 break
-        return found
+        return found.largest_first() if isinstance(found, SampleBatch) else found
 
     def items_per_step(self, ranks: RankSync) -> int:
         """Tokens, or samples, of a whole step over all ranks: the mean over the batches that stand for the others."""

@@ -55,7 +55,7 @@ class MemoryMonitor:
                 driver_bytes=max(reserved, total - free - self._used_before),
                 limit_bytes=self.limit_bytes,
             )
-        return PeakMemory(resident_bytes=_resident_peak_bytes(), limit_bytes=self.limit_bytes)
+        return PeakMemory(resident_bytes=resident_peak_bytes(), limit_bytes=self.limit_bytes)
 
     def forget_retries(self) -> None:
         """Counts from now on: in the first steps the allocator's cache holds blocks of sizes that come but once."""
@@ -91,7 +91,8 @@ def _reset_resident_peak() -> None:
         pass  # not permitted in some sandboxes: the peak then is that of the whole life of the process
 
 
-def _resident_peak_bytes() -> int | None:
+def resident_peak_bytes() -> int | None:
+    """The peak resident set of this process, since it began or since the peak was reset; None where it is not known."""
     try:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:

@@ -28,7 +28,8 @@ from autoplan.planner.cost.analytical.inputs import (
 from autoplan.planner.cost.analytical.legality import Degrees, contradiction
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
 from autoplan.planner.cost.columns import CHECKPOINTING, SCHEDULES, SHARDINGS, Floats, checkpointed_share
-from autoplan.strategies.config import KNOBS, check_knob
+from autoplan.strategies.config import KNOBS
+from autoplan.strategies.knob_input import check_knob
 
 DIMENSIONS = (
     "layers",

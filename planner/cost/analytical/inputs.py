@@ -22,7 +22,8 @@ from autoplan.planner.cost.analytical.layouts import (
 )
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import COMPILES, KNOBS_LEFT_OUT, OPTIMIZERS, PRECISIONS, SHARDINGS, STATES
-from autoplan.strategies.config import KNOBS, check_knob
+from autoplan.strategies.config import KNOBS
+from autoplan.strategies.knob_input import check_knob
 
 OTHER_INPUTS = {
     "sharding": "ddp, zero1, zero2, shard_grad_op or zero3. zero1 and zero2 are other trainers'; the others are said "
@@ -41,7 +42,11 @@ OTHER_INPUTS = {
 IGNORED_KNOBS = KNOBS_LEFT_OUT | {
     "compile_mode": "what CUDA graphs save is not in the closed form",
     "threads": "a knob of CPUs",
-    "allocator": "a knob of CPUs",
+    "allocator": "how freed memory is kept",
+    "parameters": "say states=master (bf16 with fp32 copies) or states=16bit instead",
+    "optimizer_state": "say optimizer=adamw_8bit instead",
+    "kernels": "the closed form counts the passes of fused norms and gates, whoever wrote them",
+    "offload": "the closed form knows no link to the host: a search prices it from the probe of the link",
 }
 """Knobs that are accepted and change nothing in an estimate, each with the reason."""
 

@@ -28,7 +28,7 @@ from autoplan.planner.cost.analytical.legality import Degrees, contradiction
 from autoplan.planner.cost.analytical.step_time import EstimateTable, Factors, estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import CHECKPOINTING, SCHEDULES, SHARDINGS, checkpointed_share
-from autoplan.strategies.config import check_knob
+from autoplan.strategies.knob_input import check_knob
 from autoplan.strategies.techniques.degrees import VIRTUAL_STAGES
 
 LARGEST_MICRO_BATCH = 16

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, config_columns
+from autoplan.planner.cost.offload import OFFLOADS
 from autoplan.planner.trace.model_profile import VariantKey
 from autoplan.planner.trace.variants import variants_of
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
+
+MOMENTS = ("own", "bf16", "8bit")
+MOMENT_SHARES = np.array([1.0, 0.5, (1 + 4 / 256) / 4])
+"""Of their fp32 bytes, what moments take between steps: 8 bits, and an fp32 scale for each 256."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,16 +27,24 @@ class Candidates(Columns):
         variant: For each candidate its variant without whole-block checkpointing (none or selective).
         full_variant: The same with full checkpointing, for shares between none and full.
         graphs: CUDA graphs launch the operations of compiled code.
+        offload: What lies on the host, as a place in `planner.cost.offload.OFFLOADS`.
+        liger: Norms, rotary embeddings and gated MLPs run on Liger's kernels.
         keeps_memory: The C library keeps freed memory (allocator=keep).
         threads: CPU threads per rank; 0: all.
+        by_chance: Parameters in bf16 without master copies (parameters=bf16_stochastic).
+        moments: How Adam's moments are kept: the code is the place in MOMENTS.
     """
 
     variants: tuple[VariantKey, ...]
     variant: Ints
     full_variant: Ints
     graphs: Bools
+    offload: Ints
+    liger: Bools
     keeps_memory: Bools
     threads: Floats
+    by_chance: Bools
+    moments: Ints
 
 
 def from_configs(
@@ -53,9 +66,17 @@ def from_configs(
         variant=codes[:, 0],
         full_variant=codes[:, 1],
         graphs=np.array([config.compile_mode in CUDAGRAPH_MODES for config in configs], dtype=bool),
+        offload=np.array([OFFLOADS.index(config.offload) for config in configs], dtype=np.int64),
+        liger=np.array([config.kernels == "liger" for config in configs], dtype=bool),
         keeps_memory=np.array([config.allocator == "keep" for config in configs], dtype=bool),
+        by_chance=np.array([config.parameters == "bf16_stochastic" for config in configs], dtype=bool),
+        moments=np.array([MOMENTS.index(config.optimizer_state) for config in configs], dtype=np.int64),
         threads=np.array([config.threads or 0 for config in configs], dtype=np.float64),
     )
+
+
+def _products(config: TrainingConfig) -> tuple[str, ...]:
+    return config.precision, config.attention, config.checkpointing, config.loss
 
 
 def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int]) -> Ints:
@@ -66,7 +87,7 @@ def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int
     known: dict[tuple[str, ...], tuple[int, int]] = {}
     out = []
     for config in configs:
-        knobs = (config.precision, config.attention, config.checkpointing, config.loss, config.compile)
+        knobs = (*_products(config), config.compile, config.parameters)
         if knobs not in known:
             plain, full = variants_of(config)
             known[knobs] = keys.setdefault(plain, len(keys)), keys.setdefault(full, len(keys))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.columns import COMPILES, DTYPES, Floats
+from autoplan.planner.cost.columns import COMPILES, DTYPES, STATES, Floats
 from autoplan.planner.cost.traced.candidates import Candidates
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
@@ -26,11 +26,25 @@ FUSED_BYTES = np.array([1.0, 0.45, 0.42])
 FUSED_WORK = np.array([1.0, 0.8, 0.75])
 FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
 
+# What Liger's kernels leave of the memory traffic and of the launches of a block's element-wise operations: a norm of
+# some eight passes and a gate of three become two each, a rotary embedding of six becomes two; residual sums and the
+# casts of autocast stay. Assumed; no GPU has measured it.
+LIGER_LEAVES = 0.6
+
 # Passes over fp32 parameters that an Adam step makes in each form (by OPTIMIZERS), reads and writes, counted: the fused
 # one reads parameter, gradient and two moments and writes three; the others also read and write every intermediate.
 OPTIMIZER_PASSES = np.array([20.0, 20.0, 7.0])
 # Operations that a step launches per parameter tensor, counted; foreach and fused forms take many tensors at once.
 OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
+# What a step over rounded parameters and moments takes besides, in passes over fp32 numbers (4 bytes): with master
+# copies, by chance without them, and by how moments are kept. CPU: measured, 8.4 million parameters on one core, where
+# random numbers and the search of torchao's table cost more than what they move. CUDA: what is moved, counted in
+# techniques/rounded_steps.py and torchao's quantize_8bit_with_qmap; not measured. And operations per tensor.
+MASTER_PASSES = {"cpu": 11.0, "cuda": 3.0}
+CHANCE_PASSES = {"cpu": 46.0, "cuda": 12.0}
+MOMENT_PASSES = {"cpu": np.array([0.0, 118.0, 1140.0]), "cuda": np.array([0.0, 21.0, 210.0])}
+MASTER_LAUNCHES, CHANCE_LAUNCHES = 2.0, 10.0
+MOMENT_LAUNCHES = np.array([0.0, 18.0, 130.0])
 # Clipping by the norm reads the gradients, reads them again and writes them: counted.
 CLIP_PASSES = 3.0
 
@@ -90,6 +104,8 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates)
             else:
                 left = _moved_seconds(group, rates, candidates) * group.count * FUSED_BYTES[candidates.compiled]
             seconds = np.where(fused, left, seconds)
+            if group.segment == "block":
+                seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
         else:
             row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
             seconds = seconds * slow
@@ -98,7 +114,8 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates)
         asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
         dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
         if group.kind == "memory":
-            dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], 1.0)
+            eager = np.where(candidates.liger & (group.segment == "block"), LIGER_LEAVES, 1.0)
+            dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], eager)
         target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
     return times
 
@@ -223,9 +240,18 @@ def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidate
     passes = (
         OPTIMIZER_PASSES[candidates.optimizer_step] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
     )
-    clip = CLIP_PASSES if profile.clips_gradients else 0.0
-    moved = 4.0 * profile.trainable * share * (passes + clip)
-    launches = OPTIMIZER_LAUNCHES[candidates.optimizer_step] * profile.parameter_tensors
+    c = candidates
+    in_bf16 = c.states != STATES.index("fp32")
+    clip = np.where(in_bf16, 0.5, 1.0) * (CLIP_PASSES if profile.clips_gradients else 0.0)
+    rounding = (
+        np.where(in_bf16, np.where(c.by_chance, CHANCE_PASSES[rates.device], MASTER_PASSES[rates.device]), 0.0)
+        + MOMENT_PASSES[rates.device][c.moments]
+    )
+    moved = 4.0 * profile.trainable * share * (passes + clip + rounding)
+    launches = OPTIMIZER_LAUNCHES[c.optimizer_step] + MOMENT_LAUNCHES[c.moments]
+    launches = (launches + np.where(in_bf16, np.where(c.by_chance, CHANCE_LAUNCHES, MASTER_LAUNCHES), 0.0)) * (
+        profile.parameter_tensors
+    )
     work = moved / rates.memory_bytes_per_s
     dispatch = launches * rates.dispatch_s
     if rates.device == "cuda":

@@ -12,10 +12,11 @@ from autoplan.errors import WorkloadError
 from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, Calibration, MemoryFit, TimeFit
 from autoplan.planner.cost.columns import Floats, Ints
 from autoplan.planner.cost.communication import links_of
+from autoplan.planner.cost.offload import host_link
 from autoplan.planner.cost.prediction import Verdict, bound_of, spread, verdicts
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
 from autoplan.planner.cost.traced.compute import FAULTS_APART, GIVEN_BACK, discard_outlier_timings, first_touches
-from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory
+from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory, traced_offload
 from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.cost.traced.step_time import Machine, launch_over_work, model_flops, step_parts
 from autoplan.planner.records import Outcome, Prediction, Trial
@@ -43,8 +44,8 @@ MEMORY_PARTS = ("parameters", "optimizer", "gradients", "activations", "gathered
 class CostTable:
     """Predictions as columns. `parts_s` has a row per calibration factor, uncalibrated.
 
-    `input_s` is no part of the step: what one process takes to make the step's batch of one data-parallel rank, zero
-    where make_batch was not timed.
+    `host_bytes` is what a rank keeps in the host's memory by offload. `input_s` is no part of the step: what one
+    process takes to make the step's batch of one data-parallel rank, zero where make_batch was not timed.
     """
 
     step_time_s: Floats
@@ -54,6 +55,7 @@ class CostTable:
     peak_memory_low_bytes: Floats
     peak_memory_high_bytes: Floats
     live_bytes: Floats
+    host_bytes: Floats
     model_flops: Floats
     hardware_flops: Floats
     parts_s: Floats
@@ -89,14 +91,21 @@ class Estimator:
         self.memory_limit_bytes = memory_limit_bytes
         self.rates = from_device(hardware.device(device))
         self.profile = discard_outlier_timings(profile, self.rates)
-        self.machine = Machine(profile=self.profile, rates=self.rates, links=links_of(hardware, device), device=device)
+        self.machine = Machine(
+            profile=self.profile,
+            rates=self.rates,
+            links=links_of(hardware, device),
+            device=device,
+            host=host_link(hardware, device),
+        )
         self.time_fit = TimeFit()
         self.memory_fit = MemoryFit(BASE_BYTES[device], SLACK[device])
         self.trials_seen = 0
         if calibration is not None:
-            self.time_fit.theta = np.array([calibration.factors.get(name, 0.0) for name in FACTORS])
-            self.time_fit.covariance = np.array(calibration.covariance)
-            self.memory_fit = MemoryFit(calibration.memory_base_bytes, calibration.memory_slack)
+            theta = np.array([calibration.factors.get(name, 0.0) for name in FACTORS])
+            self.time_fit = TimeFit.starting_from(theta, np.array(calibration.covariance))
+            if calibration.memory_base_bytes > 0:
+                self.memory_fit = MemoryFit(calibration.memory_base_bytes, calibration.memory_slack)
 
     # Predictions.
 
@@ -116,14 +125,15 @@ class Estimator:
         """Predictions of candidates as columns, variant by variant."""
         size = len(candidates)
         parts, memory = np.zeros((len(FACTORS), size)), np.zeros((len(MEMORY_PARTS), size))
-        bubble, flops = np.zeros(size), np.zeros(size)
+        bubble, flops, host = np.zeros(size), np.zeros(size), np.zeros(size)
         for here, some, plain, full in self._by_variant(candidates):
             parts[:, here], bubble[here], flops[here] = step_parts(self.machine, plain, full, some)
             parts[FACTORS.index("first_touch"), here] = self._first_touch_s(plain, full, some)
             held = traced_memory(plain, full, self.profile, some)
             memory[:, here] = [getattr(held, name) for name in MEMORY_PARTS]
+            host[here] = traced_offload(plain, full, self.profile, some).host_bytes
         kept = MemoryParts(**dict(zip(MEMORY_PARTS, memory, strict=True)))
-        return self._calibrated(candidates, parts, bubble, flops, kept)
+        return self._calibrated(candidates, parts, bubble, flops, kept, host)
 
     def launch_over_work(self, configs: Sequence[TrainingConfig]) -> Floats:
         """Seconds in which the host launches a micro-step over those in which the device works at it."""
@@ -145,7 +155,7 @@ class Estimator:
             yield here, some, plain, full
 
     def _calibrated(
-        self, candidates: Candidates, parts: Floats, bubble: Floats, flops: Floats, memory: MemoryParts
+        self, candidates: Candidates, parts: Floats, bubble: Floats, flops: Floats, memory: MemoryParts, host: Floats
     ) -> CostTable:
         """The table of what finished trials make of the parts."""
         step, sd = self.time_fit.predict(parts)
@@ -161,6 +171,7 @@ class Estimator:
             peak_memory_low_bytes=peak / memory_spread,
             peak_memory_high_bytes=peak * memory_spread,
             live_bytes=memory.live,
+            host_bytes=host,
             model_flops=np.full(len(candidates), model_flops(self.profile, self.global_batch)),
             hardware_flops=flops,
             parts_s=parts,
@@ -226,6 +237,7 @@ class Estimator:
             verdict=cast(Verdict, str(verdicts(low, high, self.memory_limit_bytes))),
             bound=bound,
             memory_parts_bytes=memory,
+            host_memory_bytes=float(table.host_bytes[i]),
             time_parts_s=shown,
             model_flops=float(table.model_flops[i]),
             hardware_flops=float(table.hardware_flops[i]),
@@ -271,8 +283,8 @@ class Estimator:
         self.time_fit.observe(parts, seconds - float(table.bubble_s[0]), noise=noise)
 
     def calibration(self) -> Calibration:
-        """What has been learnt, to be saved for this device."""
-        fit = self.time_fit
+        """What the trials have taught, without what was known before them, to be saved for this device."""
+        fit = self.time_fit.by_itself()
         return Calibration(
             factors=dict(zip(FACTORS, map(float, fit.theta), strict=True)),
             covariance=tuple(tuple(map(float, row)) for row in fit.covariance),

@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoplan.planner.cost.columns import Columns, Floats
+from autoplan.planner.cost.columns import STATES, Floats
+from autoplan.planner.cost.offload import Offloaded, device_states, left_bytes, offloaded
 from autoplan.planner.cost.pipeline import held_micro_batches
 from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, state_bytes, state_widths
-from autoplan.planner.cost.traced.candidates import Candidates
+from autoplan.planner.cost.traced.candidates import MOMENT_SHARES, Candidates
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantProfile
+
+# Elements that a step over rounded parameters or moments has in fp32 at once: techniques/rounded_steps.py, which loads
+# torch; a test compares the two.
+PIECE_ELEMENTS = float(1 << 25)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,15 +52,31 @@ def profile_size(profile: ModelProfile) -> ModelSize:
     )
 
 
-def profile_widths(profile: ModelProfile, columns: Columns) -> StateWidths:
-    """Bytes per parameter under the workload's own optimizer, on the device that the model was traced for."""
-    optimizer = profile.optimizer_state_bytes_per_parameter
-    return state_widths(
-        columns,
+def profile_widths(profile: ModelProfile, candidates: Candidates) -> StateWidths:
+    """Bytes per parameter under the workload's own optimizer, on the device that the model was traced for.
+
+    What is kept rounded is stepped in fp32, a piece at a time (techniques/rounded_steps.py): gradients in bf16 get fp32
+    copies, so do parameters without a master copy, and the moments. FSDP2 reduces bf16 gradients in fp32, and keeps
+    whole ones so until the last micro-step.
+    """
+    c, optimizer = candidates, profile.optimizer_state_bytes_per_parameter
+    in_bf16, rounded = c.states != STATES.index("fp32"), c.moments > 0
+    widths = state_widths(
+        c,
         device=profile.device,
-        optimizer_bytes=optimizer,
+        optimizer_bytes=optimizer * MOMENT_SHARES[c.moments],
         temporary_bytes=4.0 if optimizer >= 4 else 0.0,
         parameter_bytes=profile.parameter_bytes / max(profile.parameters, 1),
+    )
+    if not np.any(in_bf16 | rounded):
+        return widths
+    waits = c.keeps_whole_gradients & (c.accumulation > 1)
+    return replace(
+        widths,
+        gradient=np.where(in_bf16 & c.shards_gradients & waits, 4.0, widths.gradient),
+        reduced=np.where(c.shards_gradients, 4.0, widths.reduced),
+        piece=np.where(in_bf16 | rounded, PIECE_ELEMENTS, np.inf),
+        widened=4.0 * in_bf16 + 4.0 * c.by_chance + optimizer * rounded,
     )
 
 
@@ -70,15 +91,27 @@ def traced_memory(
         profile: The model.
         candidates: All of that variant.
     """
-    c = candidates
-    states = state_bytes(c, profile_size(profile), profile_widths(profile, c))
+    c, size = candidates, profile_size(profile)
+    moved = traced_offload(variant, full, profile, c)
+    states = device_states(state_bytes(c, size, profile_widths(profile, c)), moved, c, size)
     first, later = _stage_peaks(variant, full, profile, c)
+    left = left_bytes(moved, _blend(variant.block_saved_bytes, full.block_saved_bytes, c))
+    first, later = (np.maximum(peak - left, 0.0) for peak in (first, later))
     # one micro-step with the gradients that it makes; of several the later ones, beside all gradients
     micro_steps = np.where(c.accumulation > 1, np.maximum(first, later + states.gradients), first)
     peak = np.maximum(micro_steps, states.gradients + np.maximum(states.temporaries, _scattered_last(profile, c)))
     gradients = np.minimum(states.gradients, peak)
     batch = _at(profile.batch_bytes, c.micro_batch * c.accumulation)
     return _memory_parts(states, gradients=gradients, activations=peak - gradients + batch)
+
+
+def traced_offload(
+    variant: VariantProfile, full: VariantProfile, profile: ModelProfile, candidates: Candidates
+) -> Offloaded:
+    """What candidates of one variant keep on the host; the arguments are those of `traced_memory`."""
+    c = candidates
+    saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
+    return offloaded(c.offload, c, profile_size(profile), profile_widths(profile, c), saved)
 
 
 def _memory_parts(states: StateBytes, *, gradients: Floats, activations: Floats) -> MemoryParts:

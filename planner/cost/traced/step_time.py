@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.planner.cost.calibrate import FACTORS
-from autoplan.planner.cost.columns import Floats
+from autoplan.planner.cost.columns import STATES, Floats
 from autoplan.planner.cost.communication import Links, exchange
+from autoplan.planner.cost.offload import PARAMETERS, HostLink, transfer_s
 from autoplan.planner.cost.step import step_seconds
 from autoplan.planner.cost.traced.candidates import Candidates
 from autoplan.planner.cost.traced.compute import (
@@ -19,19 +20,23 @@ from autoplan.planner.cost.traced.compute import (
     optimizer_seconds,
     segment_times,
 )
-from autoplan.planner.cost.traced.memory import profile_size, profile_widths
+from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, VariantKey, VariantProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A traced model on a machine: what it does, how fast the device does it, what joins the ranks; cpu or cuda."""
+    """A traced model on a machine: what it does, how fast the device does it, its links to other ranks and the host.
+
+    `device` is cpu or cuda.
+    """
 
     profile: ModelProfile
     rates: Rates
     links: Links
     device: str
+    host: HostLink = HostLink()
 
 
 def step_parts(
@@ -56,7 +61,16 @@ def step_parts(
     moved = exchange(c, machine.links, profile_size(profile), profile_widths(profile, c), np.asarray(boundary))
     step = step_seconds(c, moved, stage_s=stage.sum(axis=0), all_stages_s=all_stages, device=machine.device)
     parts = _factor_rows(machine, stage * c.accumulation, c)
-    parts[FACTORS.index("communication")] = step.communication_s
+    copies = transfer_s(
+        traced_offload(plain, full, profile, c),
+        machine.host,
+        c,
+        profile_size(profile),
+        micro_step_s=stage.sum(axis=0),
+        optimizer_s=parts[FACTORS.index("optimizer")],
+        device=machine.device,
+    )
+    parts[FACTORS.index("communication")] = step.communication_s + copies
     return parts, step.bubble_s, flops * c.accumulation * c.dp
 
 
@@ -109,14 +123,22 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
         "memory": part["memory"] + _adding_gradients_s(machine, c),
         "fused_memory": part["fused_memory"],
         "dispatch": part["dispatch"],
-        "optimizer": optimizer_seconds(machine.profile, machine.rates, c, 1 / (c.tp * c.pp * c.shards)),
+        "optimizer": _optimizer_s(machine, c),
     }
     return np.stack([rows.get(name, np.zeros(len(c))) for name in FACTORS])
 
 
+def _optimizer_s(machine: Machine, c: Candidates) -> Floats:
+    """Seconds of the optimizer's step: on the device, or where the shards lie on the host in the host's memory."""
+    here = optimizer_seconds(machine.profile, machine.rates, c, 1 / (c.tp * c.pp * c.shards))
+    slower = max(machine.rates.memory_bytes_per_s / machine.host.host_bytes_per_s, 1.0)
+    return np.asarray(np.where(c.offload == PARAMETERS, slower * here, here))
+
+
 def _adding_gradients_s(machine: Machine, c: Candidates) -> Floats:
     """Seconds per step of adding the later micro-steps' gradients to the first's: two read, one written."""
-    moved = 12.0 * machine.profile.trainable / (c.tp * c.pp) * np.maximum(c.accumulation - 1, 0.0)
+    a_number = np.where(c.states == STATES.index("fp32"), 12.0, 6.0)
+    moved = a_number * machine.profile.trainable / (c.tp * c.pp) * np.maximum(c.accumulation - 1, 0.0)
     return np.asarray(moved / machine.rates.memory_bytes_per_s)
 
 

@@ -34,7 +34,8 @@ from autoplan.planner.trace.model_profile import (
 )
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.record import Reading
-from autoplan.strategies.config import KNOBS, TrainingConfig, check_knob
+from autoplan.strategies.config import KNOBS, TrainingConfig
+from autoplan.strategies.knob_input import check_knob
 
 SEQ_LEN, GLOBAL_BATCH = 4096, 1024
 CLUSTER = {"chip": "H100 SXM", "gpus_per_node": 8, "inter_gbits_per_s_per_gpu": 100}
@@ -284,8 +285,12 @@ PERTURBED: dict[str, tuple[dict[str, Any], Any]] = {
     "attention": ({}, "eager"),
     "loss": ({}, "fused"),
     "optimizer_step": ({}, "fused"),
+    "parameters": ({"precision": "bf16"}, "bf16"),
+    "optimizer_state": ({}, "bf16"),
     "threads": ({}, 1),
     "allocator": ({}, "keep"),
+    "offload": ({}, "activations"),
+    "kernels": ({}, "liger"),
     "dp_replicate": ({}, 2),
     "dp_shard": ({}, 2),
     "reshard_after_forward": ({"dp_shard": 2}, False),

@@ -1,19 +1,26 @@
 """The space: legal candidates only, and the reasons for the rest."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.cost.traced.estimator import CostTable
+from autoplan.planner.search.answer import nothing_fits
+from autoplan.planner.search.stages import needed_offload
 from autoplan.planner.space import prune as prune_module
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.planner.space.generate import Space, generate
+from autoplan.planner.space.last_resort import held_back, needless_last_resorts, without_last_resorts
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.space.twins import without_twins
 from autoplan.probes.profile import Device, OperationReading
 from autoplan.record import Reading
 from autoplan.strategies.analysis.facts import Choices, LeftOut, offer
-from autoplan.strategies.config import TrainingConfig, parse_knob
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.knob_input import parse_knob
 
 
 def device(**rates: float) -> Device:
@@ -252,6 +259,21 @@ def test_gradients_are_scattered_at_every_micro_step_only_where_memory_asks_for_
     assert fixed == ([0, 1, 2], [])
 
 
+def test_growing_segments_are_tried_on_cuda_only_where_memory_asks_for_them():
+    configs = [
+        TrainingConfig.model_validate({"micro_batch": m, "allocator": allocator})
+        for m in (1, 2, 4)
+        for allocator in ("own", "expandable")
+    ]
+    table = columns(*(g * 2**30 for g in (6, 6, 9, 9, 14, 14)), times=(1.0, 1.0, 0.9, 0.9, 0.8, 0.8))
+    kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda")
+    assert kept == [0, 2, 3], "at 2 the plain one may not fit"
+    assert any(family.family == "allocator=expandable" for family in families)
+    kept_on_cpu = [config.model_copy(update={"allocator": "keep"}) for config in configs[1::2]]
+    table = columns(*(g * 2**30 for g in (6, 6, 6)), times=(1.0, 1.0, 1.0))
+    assert keep_what_may_win([*kept_on_cpu], table, 10 * 2**30, "cpu")[0] == [0, 1, 2], "there it saves time"
+
+
 def test_on_cpu_the_ranks_share_the_memory_and_on_cuda_each_has_its_own():
     configs = [TrainingConfig(micro_batch=1), TrainingConfig(micro_batch=1, dp_replicate=2)]
     table = columns(1.9 * 2**30, 1.9 * 2**30)
@@ -344,3 +366,73 @@ def test_reading_bounds():
     ):
         with pytest.raises(ConfigError):
             parse_bound(text)
+
+
+OFFLOAD = Choices(knob="offload", values=("none", "optimizer", "activations"))
+
+
+def test_offload_is_held_back_until_nothing_else_is_sure_to_fit():
+    choices = (Choices(knob="micro_batch", values=(1, 2)), OFFLOAD)
+    held = held_back(choices, ())
+    assert held == (("offload", "optimizer"), ("offload", "activations")) and held_back(choices, ("offload",)) == ()
+    narrow = generate(without_last_resorts(choices, ()), global_batch=2, device=device())
+    assert {config.offload for config in narrow.candidates} == {"none"}
+    fixed = generate(
+        without_last_resorts(choices, {"offload"}), global_batch=2, device=device(), fixed={"offload": "optimizer"}
+    )
+    assert {config.offload for config in fixed.candidates} == {"optimizer"}
+    fits, barely = columns(6 * 2**30, 14 * 2**30), columns(9 * 2**30, 14 * 2**30)  # the high end is 1.2 times that
+    families = needless_last_resorts(held, narrow.candidates, fits, 10 * 2**30, "cuda")
+    assert families is not None and [family.family for family in families] == [
+        "offload=optimizer",
+        "offload=activations",
+    ]
+    assert "1 of 2 are predicted to fit, the smallest in 7.20 GiB of 10.0 GiB" in families[0].by
+    assert needless_last_resorts(held, narrow.candidates, barely, 10 * 2**30, "cuda") is None
+    wide = generate(choices, global_batch=2, device=device())
+    assert len(wide.candidates) == 3 * len(narrow.candidates)
+
+
+def test_what_the_host_cannot_hold_is_left_out_with_both_numbers():
+    configs = [
+        TrainingConfig.model_validate({"micro_batch": 1, "dp_shard": 2, "offload": value})
+        for value in ("none", "optimizer", "parameters")
+    ]
+    table = dataclasses.replace(columns(*[12 * 2**30] * 3), host_bytes=np.array([0.0, 20.0, 40.0]) * 2**30)
+    kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda", host_limit_bytes=48 * 2**30)
+    assert kept == [0, 1]
+    assert [family.family for family in families] == ["offload=parameters on 2 ranks"]
+    assert "48.0 GiB" in families[0].limit and "80.0 GiB, 32.0 GiB too much" in families[0].by
+    assert keep_what_may_win(configs, table, 10 * 2**30, "cuda")[0] == [0, 1, 2]
+
+
+def test_a_search_in_which_nothing_fits_says_what_the_host_lacks():
+    configs = (TrainingConfig(micro_batch=1, offload="optimizer"),)
+    table = dataclasses.replace(columns(6 * 2**30), host_bytes=np.array([20.0]) * 2**30)
+    kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda", host_limit_bytes=8 * 2**30)
+    context = SimpleNamespace(
+        left_out=families,
+        space=SimpleNamespace(candidates=configs),
+        estimator=SimpleNamespace(table=lambda _: table),
+        device="cuda",
+        memory_limit_bytes=10 * 2**30,
+        spec=SimpleNamespace(sequence_length=None),
+    )
+    _, reason, hint = nothing_fits(SimpleNamespace(finish=lambda *said: said), context)
+    assert kept == [] and "8.00 GiB for all ranks" in reason and "20.0 GiB, 12.0 GiB too much" in reason
+    assert "more of it" in hint
+
+
+def test_the_baseline_is_offloaded_only_where_nothing_else_may_fit():
+    def needed(*configs: TrainingConfig) -> str:
+        def predict(config: TrainingConfig) -> SimpleNamespace:
+            return SimpleNamespace(peak_memory_bytes={"optimizer": 4.0, "activations": 5.0}[config.offload])
+
+        return needed_offload(SimpleNamespace(context=SimpleNamespace(candidates=configs), predict=predict))
+
+    plain, states, activations, shards = (
+        TrainingConfig(micro_batch=2, offload=value) for value in ("none", "optimizer", "activations", "parameters")
+    )
+    shards = shards.model_copy(update={"dp_shard": 2})
+    assert needed(plain, states) == needed(shards) == needed(plain) == needed() == "none"
+    assert needed(activations, states, shards) == "optimizer"

@@ -1,0 +1,174 @@
+"""Offload: what lies in the host's memory, and what its way over the link shows in a step.
+
+    optimizer     states of a step in and out, side by side with the step itself: max(in, out) - step, and two pieces
+    activations   out behind the forward (a third of a micro-step's compute), in behind the backward (two thirds)
+    parameters    shards in at each gathering, gradients out at each reduction, the optimizer's passes in host memory
+
+No GPU has measured any of it: the rates of the link are the probe's, the shares that hide are those of communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.planner.cost.columns import SHARDINGS, Columns, Floats, Ints
+from autoplan.planner.cost.communication import reductions
+from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, rank_parameters
+from autoplan.planner.cost.step import BACKWARD_SHARE, OVERLAP
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.config import knob_values
+from autoplan.strategies.techniques.offload_rules import IN_FLIGHT_BYTES, PIECE_BYTES, PIECES_AT_ONCE
+
+OFFLOADS: tuple[str, ...] = knob_values("offload") or ()
+OPTIMIZER, ACTIVATIONS, PARAMETERS = (OFFLOADS.index(name) for name in ("optimizer", "activations", "parameters"))
+
+# Where no probe measured the link: PCIe 4 x16 gives some 25 of its 32 GB/s to copies from pinned memory. Assumed.
+ASSUMED_LINK_BYTES_PER_S = 25e9
+# What the threads of a host read and write together, where no probe measured it. Assumed.
+ASSUMED_HOST_BYTES_PER_S = 40e9
+# torch rounds each pinned buffer up to a power of two (CachingHostAllocator): a third more on average over sizes that
+# are spread evenly. States are pinned piece by piece, activations tensor by tensor, shards one by one.
+PINNED = 4 / 3
+# Of a micro-step's compute, the forward's share.
+FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLink:
+    """The link between a device and the host, and the host's memory, in bytes per second."""
+
+    to_device_bytes_per_s: float = ASSUMED_LINK_BYTES_PER_S
+    to_host_bytes_per_s: float = ASSUMED_LINK_BYTES_PER_S
+    host_bytes_per_s: float = ASSUMED_HOST_BYTES_PER_S
+
+
+def host_link(hardware: HardwareProfile, device: str) -> HostLink:
+    """The link as the probe measured it, from pinned memory; what it did not measure is assumed."""
+    gpu, cpu = hardware.device(device), None
+    rates = {}
+    for name, found in (
+        ("to_device_bytes_per_s", gpu.host_to_device_bytes_per_s.get("pinned")),
+        ("to_host_bytes_per_s", gpu.device_to_host_bytes_per_s.get("pinned")),
+    ):
+        if found is not None and found.value:
+            rates[name] = found.value
+    cpu = next((found.memory_bandwidth_bytes_per_s for found in hardware.devices if found.type == "cpu"), None)
+    if cpu is not None and cpu.value:
+        rates["host_bytes_per_s"] = cpu.value
+    return HostLink(**rates)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offloaded:
+    """What each configuration moves, in bytes of one rank.
+
+    Attributes:
+        offload: The knob, as a place in OFFLOADS.
+        states: Optimizer states on the host.
+        shards: Parameters and gradients on the host.
+        activations: Saved by one micro-step, on the host.
+    """
+
+    offload: Ints
+    states: Floats
+    shards: Floats
+    activations: Floats
+
+    @property
+    def host_bytes(self) -> Floats:
+        """What lies on the host, pinned, in bytes of one rank."""
+        return PINNED * (self.states + self.shards + self.activations)
+
+
+def offloaded(offload: Ints, columns: Columns, size: ModelSize, widths: StateWidths, saved_bytes: Floats) -> Offloaded:
+    """What each configuration moves.
+
+    Args:
+        offload: The knob, as a place in OFFLOADS.
+        columns: The configurations.
+        size: The model.
+        widths: Bytes per parameter of each state.
+        saved_bytes: What the blocks of a rank save for the backward of one micro-step.
+    """
+    held = rank_parameters(size, columns) / columns.shards
+    stepped = held * size.trained_share
+    with_states = (offload == OPTIMIZER) | (offload == PARAMETERS)
+    shards = held * widths.parameter + held * size.gradient_share * widths.gradient
+    return Offloaded(
+        offload=offload,
+        states=np.where(with_states, stepped * widths.optimizer, 0.0),
+        shards=np.where(offload == PARAMETERS, shards, 0.0),
+        activations=np.where(offload == ACTIVATIONS, saved_bytes, 0.0),
+    )
+
+
+def device_states(states: StateBytes, moved: Offloaded, columns: Columns, size: ModelSize) -> StateBytes:
+    """The states that are left on the device, with the pieces of a step that come and go."""
+    whole_gradients = columns.keeps_whole_gradients
+    on_host = moved.offload == PARAMETERS
+    away = on_host | (moved.offload == OPTIMIZER)
+    piece = piece_share(columns, size)
+    in_pieces = np.minimum(PIECES_AT_ONCE * piece, 1.0) * states.optimizer + piece * states.temporaries
+    temporaries = np.where(moved.offload == OPTIMIZER, in_pieces, states.temporaries)
+    return StateBytes(
+        parameters=np.where(on_host, 0.0, states.parameters),
+        gradients=np.where(on_host & ~whole_gradients, 0.0, states.gradients),
+        optimizer=np.where(away, 0.0, states.optimizer),
+        gathered=states.gathered,
+        stepped_gradients=np.where(on_host, 0.0, states.stepped_gradients),
+        temporaries=np.where(on_host, 0.0, temporaries),
+    )
+
+
+def piece_share(columns: Columns, size: ModelSize) -> Floats:
+    """Of the parameters that a rank steps, the share of one piece of a step with states on the host."""
+    stepped = rank_parameters(size, columns) * size.trained_share / columns.shards
+    largest = np.asarray(size.largest_parameter) / columns.shards
+    return np.asarray(np.minimum(np.maximum(PIECE_BYTES / 4.0, largest) / np.maximum(stepped, 1.0), 1.0))
+
+
+def left_bytes(moved: Offloaded, block_saved_bytes: Floats) -> Floats:
+    """Bytes by which a micro-step's peak shrinks: all that blocks save, but two blocks' and the copies under way."""
+    return np.asarray(np.maximum(moved.activations - 2 * block_saved_bytes - IN_FLIGHT_BYTES, 0.0))
+
+
+def transfer_s(
+    moved: Offloaded,
+    link: HostLink,
+    columns: Columns,
+    size: ModelSize,
+    *,
+    micro_step_s: Floats,
+    optimizer_s: Floats,
+    device: str,
+) -> Floats:
+    """Seconds of an optimizer step in which copies to and from the host show.
+
+    Args:
+        moved: What is moved.
+        link: Its rates.
+        columns: The configurations.
+        size: The model.
+        micro_step_s: Compute of one micro-step.
+        optimizer_s: Of the optimizer's step on the device.
+        device: cpu or cuda.
+    """
+    coming, going = moved.states / link.to_device_bytes_per_s, moved.states / link.to_host_bytes_per_s
+    step = np.maximum(np.maximum(coming, going) - optimizer_s, 0.0) + piece_share(columns, size) * (coming + going)
+    hides = OVERLAP[device] * micro_step_s
+    out = moved.activations / link.to_host_bytes_per_s - FORWARD_SHARE * hides
+    back = moved.activations / link.to_device_bytes_per_s - (1 - FORWARD_SHARE) * hides
+    micro_step = np.maximum(out, 0.0) + np.maximum(back, 0.0)
+    shards = _shards_s(moved, link, columns, hides)
+    return np.where(moved.offload == OPTIMIZER, step, columns.accumulation * micro_step + shards)
+
+
+def _shards_s(moved: Offloaded, link: HostLink, columns: Columns, hides: Floats) -> Floats:
+    """FSDP2's shards: half of `shards` are parameters, half gradients where all train."""
+    gatherings = np.where(columns.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
+    half = moved.shards / 2
+    coming = np.maximum(gatherings * half / link.to_device_bytes_per_s - hides, 0.0)
+    going = np.maximum(half / link.to_host_bytes_per_s - BACKWARD_SHARE * hides, 0.0)
+    return np.asarray(columns.accumulation * coming + reductions(columns) * going)
