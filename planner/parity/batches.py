@@ -19,14 +19,15 @@ from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
 from autoplan.strategies.analysis.structure import disable_dropout
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.batch import Batch, batch_size
+from autoplan.strategies.workloads.samples import SAMPLES, SampleBatch
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, Workload
 
 _MASKED_SHARE = 0.7  # of the last sample's labels
 
 
-def small_config(workload: Workload, config: TrainingConfig) -> TrainingConfig:
-    """The config with a small micro-batch; one that the user fixed stays as it is."""
-    if workload.fixed_micro_batch is not None:
+def small_config(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> TrainingConfig:
+    """The config with a small micro-batch; one that the user fixed stays as it is, and so does any with own shapes."""
+    if own_shapes or workload.fixed_micro_batch is not None:
         return config
     return config.model_copy(update={"micro_batch": min(config.micro_batch, CHECK_MICRO_BATCH)})
 
@@ -69,6 +70,8 @@ def interleaved(batch: Batch, ranks: int, micro_batch: int) -> Batch:
     """
     samples = batch_size(batch)
     order = torch.arange(samples).view(ranks, samples // (ranks * micro_batch), micro_batch).transpose(0, 1).reshape(-1)
+    if isinstance(batch, SampleBatch):
+        return batch.pick_samples(order.tolist())
 
     def pick(value: Any) -> Any:
         return value[order.to(value.device)] if value.dim() > 0 and value.shape[0] == samples else value
@@ -76,9 +79,11 @@ def interleaved(batch: Batch, ranks: int, micro_batch: int) -> Batch:
     return pytree.tree_map_only(torch.Tensor, pick, batch)
 
 
-def check_length(workload: Workload, parameters: int) -> int:
-    """Tokens per sequence in the steps of the check: fewer for a large model."""
+def check_length(workload: Workload, parameters: int, *, own_shapes: bool = False) -> int:
+    """Tokens per sequence in the steps of the check: fewer for a large model, all of them with own shapes."""
     longest = CHECK_SEQUENCE_LENGTH if parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
+    if own_shapes:
+        return own_length(workload, longest) or longest
     return longest if workload.sequence_length is None else min(longest, workload.sequence_length)
 
 
@@ -96,7 +101,7 @@ def own_length(workload: Workload, length: int) -> int | None:
 
 def labels_of(batch: Batch) -> torch.Tensor | None:
     """The labels of a batch: whole numbers under `labels`, with the samples as their first dim; None: it has none."""
-    labels = batch.get("labels") if isinstance(batch, dict) else None
+    labels = batch.get("labels") if isinstance(batch, dict) and SAMPLES not in batch else None
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
         return None
     is_class = labels.dtype in (torch.int64, torch.int32, torch.int16)

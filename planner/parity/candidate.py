@@ -57,6 +57,8 @@ def run_candidate(
     recorder: Recorder,
     phase: Callable[[str], None],
     limit: TimeLimit,
+    *,
+    own_shapes: bool = False,
 ) -> ParityMeasurement:
     """All parts of the candidate, as far as the reference has them.
 
@@ -68,8 +70,9 @@ def run_candidate(
         recorder: Keeps what is seen.
         phase: Is told what begins.
         limit: What is not needed for a verdict is left out where it is late.
+        own_shapes: With its own micro-batch and sequence length, as the reference.
     """
-    config = small_config(workload, config)
+    config = small_config(workload, config, own_shapes=own_shapes)
     measurement, seconds = _steps_and_own_length(workload, config, reference, device, recorder, phase, limit)
     if not reference.dropout:
         return measurement
@@ -108,6 +111,7 @@ def _steps_and_own_length(
     run = watched.run
     if reference.deterministic is False:
         watched.seed_micro_steps()
+    recorder.watch_rounding(run.optimizer)
     recorder.begin(run.model, keep=reference.own_length is not None)
     phase("steps")
     seconds = []

@@ -22,12 +22,18 @@ from autoplan.errors import DidNotRunError
 from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
 from autoplan.planner.parity.judge import Judgement, judge
-from autoplan.planner.parity.records import ParityMeasurement, ParityRequest, check_accumulation, dropout_accumulation
+from autoplan.planner.parity.records import (
+    CHECK_MICRO_BATCH,
+    ParityMeasurement,
+    ParityRequest,
+    check_accumulation,
+    dropout_accumulation,
+)
 from autoplan.planner.parity.text import LIMITS, describe_check, describe_failures, not_checked
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
 from autoplan.planner.records import Parity
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import TrainingConfig, knobs
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 MEASUREMENTS = "measurements.json"
@@ -64,6 +70,7 @@ def run_parity(
     ranks: int | None = None,
     memory_limit_bytes: int | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
+    own_shapes: bool = False,
 ) -> Parity:
     """Checks a configuration against one plain process, on fewer and shorter samples.
 
@@ -78,6 +85,8 @@ def run_parity(
         ranks: Of the candidate; None: its world size.
         memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
         on_attempt: Is told of each run that something outside ended; it is then made again.
+        own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
+            that does not come to its end (its copies of the parameters may not fit beside them), small ones are taken.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
@@ -90,22 +99,25 @@ def run_parity(
         memory_limit_bytes=memory_limit_bytes,
         on_attempt=on_attempt,
     )
-    reference = _reference(launch, spec, config, device, cache_dir or directory)
-    if isinstance(reference, str):
-        return unfinished(config, reference)
-    left_s = max(1.0, launch.left_s())
-    folder = directory / "candidate"
-    request = ParityRequest(
-        spec=spec,
-        config=config,
-        device=device,
-        reference=reference.measurement,
-        time_s=CANDIDATE_SHARE * left_s,
-    )
-    report, candidates = _run(launch, request, folder, ranks or config.world_size, left_s)
-    if not candidates:
-        return unfinished(config, why_unfinished(report, "the candidate"))
-    return compare(reference, candidates, config)
+    for own in (True, False) if own_shapes else (False,):
+        reference = _reference(launch, spec, config, device, cache_dir or directory, own)
+        if isinstance(reference, str):
+            verdict = unfinished(config, reference)
+            continue
+        left_s = max(1.0, launch.left_s())
+        request = ParityRequest(
+            spec=spec,
+            config=config,
+            device=device,
+            reference=reference.measurement,
+            time_s=CANDIDATE_SHARE * left_s,
+            own_shapes=own,
+        )
+        report, candidates = _run(launch, request, directory / "candidate", ranks or config.world_size, left_s)
+        if candidates:
+            return compare(reference, candidates, config)
+        verdict = unfinished(config, why_unfinished(report, "the candidate"))
+    return verdict
 
 
 def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingConfig) -> Parity:
@@ -117,8 +129,8 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
         config: The candidate's; with the parameters' dtypes, its precision decides the tolerance.
     """
     measurement = reference.measurement
-    tolerance = tolerance_of(config.precision, measurement.dtypes)
-    judgements = [judge(reference, candidate, tolerance) for candidate in candidates]
+    tolerance = tolerance_of(config.precision, measurement.dtypes, parameters=config.parameters)
+    judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
     problems = [*worst.problems, *_reference_problems(measurement, config)]
     failures = (*problems, *describe_failures(worst.checks))
@@ -140,12 +152,17 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
         gradient_error_tolerance=tolerance.vector,
         global_batch=measurement.global_batch,
         sequence_length=measurement.sequence_length,
-        changes_numerics=config.precision != "fp32",
+        changes_numerics=changes_numerics(config),
         note=". ".join([note, *failures, LIMITS]),
         checks=worst.checks,
         failures=failures,
         not_checked=left_out,
     )
+
+
+def changes_numerics(config: TrainingConfig) -> bool:
+    """Whether a configuration computes with other numbers than the plain run: precision, what is kept rounded."""
+    return any(knobs()[knob].numerics == "changes" for knob in config.knobs_off_default())
 
 
 def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) -> list[str]:
@@ -179,7 +196,7 @@ def unfinished(config: TrainingConfig, why: str) -> Parity:
         loss_difference=1.0,
         global_batch=0,
         sequence_length=None,
-        changes_numerics=config.precision != "fp32",
+        changes_numerics=changes_numerics(config),
         note=why,
         failures=(why,),
         finished=False,
@@ -218,10 +235,17 @@ class _Launch:
         return self.deadline_at - time.monotonic()
 
 
-def _reference(launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path) -> Samples | str:
-    """The plain run, kept by what decides it; or why there is none."""
-    sizes = [config.micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
-    key = [FORMAT, spec.identity, device, *sizes]
+def _reference(
+    launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, own_shapes: bool
+) -> Samples | str:
+    """The plain run, kept by what decides it; or why there is none.
+
+    A micro-batch that the workload fixes is the same for all candidates of a folder; any other is cut to the check's.
+    """
+    micro_batch = config.micro_batch if own_shapes else min(config.micro_batch, CHECK_MICRO_BATCH)
+    sizes = [micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
+    key = [FORMAT, spec.identity, device, *sizes, *(["own shapes"] if own_shapes else [])]
+    key += ["bf16 parameters"] if config.parameters != "own" else []
     key += [config.batch_norm] if config.batch_norm != "own" else []
     kept = folder / ("reference-" + hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
     found = _load(kept, 1)
@@ -233,6 +257,7 @@ def _reference(launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, devi
         config=config,
         device=device,
         time_s=REFERENCE_SHARE * deadline_s,
+        own_shapes=own_shapes,
     )
     report, samples = _run(launch, request, kept, 1, deadline_s)
     return samples[0] if samples else why_unfinished(report, "the plain reference")

@@ -30,7 +30,15 @@ from autoplan.planner.parity.records import (
     StepMeasure,
     step_part,
 )
-from autoplan.planner.parity.tolerances import CHANGE_NORM, DROPOUT_NOISE, SAME_GRADIENT, SAME_STREAM, Tolerance
+from autoplan.planner.parity.tolerances import (
+    CHANCE_DEVIATIONS,
+    CHANGE_NORM,
+    DROPOUT_NOISE,
+    MOMENTS_KEPT,
+    SAME_GRADIENT,
+    SAME_STREAM,
+    Tolerance,
+)
 from autoplan.planner.parity.tolerances import START as START_TOLERANCE
 from autoplan.planner.records import ParityCheck
 
@@ -55,8 +63,15 @@ class Judgement:
         return next((check for check in self.checks if check.name == name), None)
 
 
-def judge(reference: Samples, candidate: Samples, tolerance: Tolerance) -> Judgement:
-    """Makes every comparison that both runs have the figures for."""
+def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, states: str = "own") -> Judgement:
+    """Makes every comparison that both runs have the figures for.
+
+    Args:
+        reference: The plain run.
+        candidate: One rank of the candidate.
+        tolerance: What passes.
+        states: How the candidate keeps Adam's moments (optimizer_state).
+    """
     problems = _problems(reference, candidate)
     plain, ours = reference.measurement, candidate.measurement
     first = Gradients(reference, candidate, step_part(0), tolerance)
@@ -69,6 +84,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance) -> Judge
         largest("parameter groups", 1e-6, _groups(plain.steps, ours.steps)),
         largest("learning rate after the last step", 1e-6, _rates_after(plain, ours)),
         _optimizer(plain, ours, tolerance),
+        *_rounding(ours, states),
         largest("frozen parameters", 0.0, _frozen(plain, ours)),
     ]
     buffers = buffers_to_compare(plain, ours)
@@ -207,6 +223,20 @@ def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tol
     trained = {key: value for key, value in plain.changes.items() if key in plain.parameters}
     allowed = max(tolerance.norm, CHANGE_NORM)
     return largest("change of the parameters", allowed, relatives(trained, ours.changes, tolerance))
+
+
+def _rounding(ours: ParityMeasurement, states: str) -> list[ParityCheck]:
+    """Parameters and moments that are kept rounded, beside what the steps gave."""
+    if ours.replay is None or ours.replay.method == "norms":
+        return []
+    checks = []
+    if ours.replay.rounding:
+        checks.append(largest("rounding of the parameters", 0.0, ours.replay.rounding))
+    if ours.replay.chance > 0:
+        checks.append(make_check("rounding by chance", ours.replay.chance, CHANCE_DEVIATIONS, "all parameters"))
+    if ours.replay.moments:
+        checks.append(largest("moments as they are kept", MOMENTS_KEPT[states], ours.replay.moments))
+    return checks
 
 
 def _frozen(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:

@@ -25,6 +25,7 @@ from autoplan.planner.parity.records import (
 )
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.mesh import axis_size, gather_full, local_tensor, named_parameters
+from autoplan.strategies.techniques.rounded_steps import MOMENTS, StepRounding, like, rounding_of
 from autoplan.text import writable
 
 SAMPLED_ELEMENTS = 1 << 14  # of each parameter, evenly spread
@@ -41,6 +42,10 @@ class Recorder:
         clipped: For each step, the sampled gradients as the optimizer got them.
         stepped: For each step, the sampled parameters after it.
         steps: What each finished step saw.
+        kept: For each step of a run that keeps parameters or moments rounded, the sampled parameters as they are kept;
+            `stepped` then has what the step gave in fp32, before it was rounded.
+        moments: For each step, the sampled moments as they are kept, in fp32, by parameter and name.
+        rounding: What such a run keeps rounded.
     """
 
     def __init__(self, mesh: Any = None) -> None:
@@ -49,6 +54,11 @@ class Recorder:
         self.clipped: list[dict[str, torch.Tensor]] = []
         self.stepped: list[dict[str, torch.Tensor]] = []
         self.steps: list[StepMeasure] = []
+        self.kept: list[dict[str, torch.Tensor]] = []
+        self.moments: list[dict[str, dict[str, torch.Tensor]]] = []
+        self.rounding: StepRounding | None = None
+        self._unrounded: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
         self._elements: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -57,12 +67,13 @@ class Recorder:
         self._groups: tuple[GroupMeasure, ...] = ()
         self._clipped: dict[str, torch.Tensor] = {}
         self._optimizer_steps = 0
+        self._optimizer: Any = None
 
     # Before the first step.
 
     def begin(self, model: nn.Module, *, keep: bool = True) -> None:
         """Samples the parameters before the first step; with `keep`, also keeps what `restore` puts back."""
-        self.start = self._sampled(dict(named_parameters(model)))
+        self.start = self._sampled_parameters(model)
         names = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
         self._elements |= {f"{START}/{name}": self.start[name] for name in self._union(names)}
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._saved_buffers(model).items()}
@@ -80,6 +91,7 @@ class Recorder:
     def release(self) -> None:
         """Drops the model and what was kept of it; what was recorded stays."""
         self._kept = []
+        self.rounding = self._optimizer = None
 
     def parameters(self, model: nn.Module) -> dict[str, ParameterMeasure]:
         """The parameters that train, by name; of the whole model on one rank."""
@@ -104,12 +116,13 @@ class Recorder:
         self._optimizer_steps += 1
         gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
         self._clipped = self._sampled(gradients)
-        names = {id(parameter): name for name, parameter in named_parameters(model)}
+        names = self._names = {id(parameter): name for name, parameter in named_parameters(model)}
         self._groups = self._merged_groups([_group(group, names) for group in optimizer.param_groups])
 
     def forget_step(self) -> None:
         """Drops what was recorded of a step that was not taken (fp16)."""
         self._norms, self._clipped, self._groups, self._optimizer_steps = {}, {}, (), 0
+        self._unrounded = {}
 
     def after_step(self, model: nn.Module, *, loss: float, clipping_norm: float | None) -> None:
         """Records the parameters after a step and closes its record."""
@@ -120,7 +133,11 @@ class Recorder:
             if before > 0:
                 shares[name] = norm_of(gradient) / before
         self.clipped.append(self._clipped)
-        self.stepped.append(self._sampled(dict(named_parameters(model))))
+        kept = self._sampled_parameters(model)
+        self.stepped.append(kept | self._unrounded)
+        if self.rounding is not None:
+            self.kept.append(kept)
+            self.moments.append(self._sampled_moments(model))
         self.steps.append(
             StepMeasure(
                 loss=loss,
@@ -175,6 +192,36 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb", opener=open_private) as file:
             np.savez(file, **{writable(name): values for name, values in self.samples().items()})
+
+    # What is kept rounded.
+
+    def watch_rounding(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on records what the steps of an optimizer gave before it was rounded, and what is kept of it."""
+        self.rounding, self._optimizer = rounding_of(optimizer), optimizer
+        if self.rounding is not None:
+            self.rounding.observe = self._note_unrounded
+
+    def _note_unrounded(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        name = self._names.get(id(parameter))
+        if name is not None:
+            self._unrounded |= self._sampled({name: like(value, parameter)})
+
+    def _sampled_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Sampled parameters: in their own dtype, or in fp32 where this run put them into bf16."""
+        sampled = self._sampled(dict(named_parameters(model)))
+        if self.rounding is None or self.rounding.parameters == "own":
+            return sampled
+        return {name: sample.float() if sample.is_floating_point() else sample for name, sample in sampled.items()}
+
+    def _sampled_moments(self, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+        assert self.rounding is not None
+        if self.rounding.states == "own":
+            return {}
+        found = {}
+        for name, parameter in named_parameters(model):
+            state = self.rounding.state_of(self._optimizer, parameter)
+            found[name] = self._sampled({key: state[key] for key in MOMENTS if key in state})
+        return found
 
     # How tensors are read.
 

@@ -109,6 +109,16 @@ class ReplayMeasure(Record):
         description="by parameter, the largest distance over the steps, beyond the rounding of the parameter's own "
         "dtype, over the norm of the change",
     )
+    moments: dict[str, float] = Field(
+        default_factory=dict,
+        description="by parameter, the largest distance of moments that are kept rounded from what the step gave",
+    )
+    rounding: dict[str, float] = Field(
+        default_factory=dict, description="by parameter that is kept in bf16, its error past what rounding allows"
+    )
+    chance: float = Field(
+        default=0.0, description="how far rounding by chance is from its probabilities, in standard deviations"
+    )
     unresolved: tuple[str, ...] = Field(
         default=(), description="parameters whose change is not larger than the rounding of their dtype"
     )
@@ -169,6 +179,9 @@ class ParityRequest(Record):
     device: str
     reference: ParityMeasurement | None = Field(
         default=None, description="what the reference saw, which a candidate repeats; None: this is the reference"
+    )
+    own_shapes: bool = Field(
+        default=False, description="with the candidate's own micro-batch and sequences, whose kernels are in the cache"
     )
     time_s: float | None = Field(
         default=None, description="seconds for all of it; what is not needed for a verdict is left out where it is late"

@@ -6,6 +6,7 @@ that the user fixed. Gradients of summed losses add up and are divided by the co
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from autoplan.planner.parity.batches import (
 from autoplan.planner.parity.rank_buffers import RankBuffers
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import (
+    CHECK_MICRO_BATCH,
     CHECK_STEPS,
     DROPOUT,
     DROPOUT_SEEDS,
@@ -39,6 +41,9 @@ from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.analysis.additivity import buffers_kept, check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.techniques.host_activations import HostActivations
+from autoplan.strategies.techniques.host_states import keep_states_on_host
+from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
 from autoplan.strategies.workloads.randomness import seed_generators
@@ -55,6 +60,8 @@ def run_reference(
     recorder: Recorder,
     phase: Callable[[str], None],
     limit: TimeLimit,
+    *,
+    own_shapes: bool = False,
 ) -> ParityMeasurement:
     """All parts of the reference.
 
@@ -65,20 +72,27 @@ def run_reference(
         recorder: Keeps what is seen.
         phase: Is told what begins.
         limit: What is not needed for a verdict is left out where it is late.
+        own_shapes: With the candidate's own micro-batch and sequence length. The plain loop takes fewer samples at
+            once: what a checkpointed or 16-bit candidate fits in may be too little for it.
     """
     set_matmul_tf32(False)
     torch.manual_seed(workload.seed)
     with torch.device(device):
         model = workload.build_model()
     enter_training_mode(model.to(device))
-    config = small_config(workload, config)
+    config = small_config(workload, config, own_shapes=own_shapes)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reference = _Reference(workload, model, parameters, device, recorder)
+    reference.most_samples = CHECK_MICRO_BATCH if own_shapes else None
+    if config.parameters != "own":
+        reference.round_parameters(rounded_parameters(model))
+    reference.offload = config.offload
     reference.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
     masked = can_mask_labels(workload, model, device, config.micro_batch)
     recorder.begin(model)
 
-    length = check_length(workload, sum(parameter.numel() for parameter in parameters))
+    size = sum(parameter.numel() for parameter in parameters)
+    length = check_length(workload, size, own_shapes=own_shapes)
     length, dropout_length = reference.lengths_that_run(config, length)
 
     phase("dropout")
@@ -145,7 +159,10 @@ class _Reference:
         self.device = device
         self.recorder = recorder
         self.normalised_ranks = 1
+        self.most_samples: int | None = None  # at once; None: the whole batch
+        self.offload = "none"  # what the candidate moves, where nothing else fits: the plain numbers are the same
         self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
+        self.rounded: list[nn.Parameter] = []  # those that the candidate keeps in bf16
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
 
     def backward(self, batch: Batch, micro_batch: int, seed: int | None = None) -> float:
@@ -165,12 +182,13 @@ class _Reference:
         earlier = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        for number, micro in enumerate(split_batch(move_batch(batch, self.device), micro_batch)):
+        for number, micro in enumerate(split_batch(batch, micro_batch)):
             if seed is not None and self.noisy_micro_batch is not None:
                 seed_generators(seed + number)
             if self.rank_buffers is not None:
                 self.rank_buffers.before(number)
-            summed, items = self.workload.loss(self.model, micro)
+            with HostActivations() if self.offload == "activations" else contextlib.nullcontext():
+                summed, items = self.workload.loss(self.model, move_batch(micro, self.device))
             summed.backward()
             total, count = total + float(summed.detach()), count + float(items)
         for parameter in self.parameters:
@@ -180,6 +198,14 @@ class _Reference:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return total / count
+
+    def round_parameters(self, rounded: list[nn.Parameter]) -> list[torch.Tensor]:
+        """Puts the numbers of bf16 into parameters, which stay fp32; gives them as they were."""
+        self.rounded = rounded
+        exact = [parameter.detach().clone() for parameter in rounded]
+        for parameter in rounded:
+            parameter.data.copy_(parameter.data.to(torch.bfloat16))
+        return exact
 
     def rank_buffer_changes(self) -> tuple[dict[str, float], ...]:
         """By data-parallel rank, the norm of the change of each saved buffer."""
@@ -194,11 +220,14 @@ class _Reference:
         scaled up.
         """
         optimizer = small.build_optimizer(self.parameters)
+        if self.offload == "optimizer":
+            keep_states_on_host(optimizer)
         schedule = small.build_schedule(optimizer) if small.build_schedule is not None else None
         limit, bound = small.max_grad_norm, False
+        exact = [parameter.detach().clone() for parameter in self.rounded]
         for index in range(CHECK_STEPS):
             batch = small.make_batch(small.global_batch, index)
-            whole = self.noisy_micro_batch or small.fixed_micro_batch or small.global_batch
+            whole = self.noisy_micro_batch or small.fixed_micro_batch or self.most_samples or small.global_batch
             loss = self.backward(batch, whole, noise_seed(small, index))
             factor, norm = 1.0, None
             if limit is not None and index == CHECK_STEPS - 1 and not bound:
@@ -209,11 +238,14 @@ class _Reference:
                 norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
                 bound = bound or norm > limit
             self.recorder.before_optimizer(self.model, optimizer)
+            for parameter, value in zip(self.rounded, exact, strict=True):  # the step is taken on what was not rounded
+                parameter.data.copy_(value)
             optimizer.step()
             if schedule is not None:
                 schedule.step()
             optimizer.zero_grad(set_to_none=True)
             self.recorder.after_step(self.model, loss=loss, clipping_norm=norm)
+            exact = self.round_parameters(self.rounded)
         return schedule, optimizer
 
     def own_length(

@@ -17,6 +17,8 @@ from autoplan.planner.parity.recorder import SAMPLED_ELEMENTS, Recorder, norm_of
 from autoplan.planner.parity.records import ParameterMeasure, ReplayMeasure
 from autoplan.strategies.workloads.workload import Workload
 
+TINY_MOMENTS = 1e-36
+"""Below it bf16 runs out of exponents; a gradient that is all rounding (a key's bias) has such squares."""
 _TRIAL_STEPS = 3
 _TRIAL_DIM = 4  # at most, of the tensors on which an optimizer is tried
 _RESOLVED = 0.5  # a change counts as resolved where rounding may be at most this share of it
@@ -41,13 +43,22 @@ def replay(
     try:
         if not whole and not is_elementwise(workload, parameters, device):
             return ReplayMeasure(method="norms", reason="the optimizer treats the elements of a tensor together")
-        states = _replayed(workload, parameters, recorder, device, whole=whole)
+        moments: dict[str, float] = {}
+        states = _replayed(workload, parameters, recorder, device, whole=whole, moments=moments)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         reason = f"the optimizer cannot be run by itself: {type(error).__name__}: {text}"
         return ReplayMeasure(method="norms", reason=reason)
     differences, unresolved = _differences(parameters, recorder, states)
-    return ReplayMeasure(method="whole" if whole else "sampled", differences=differences, unresolved=unresolved)
+    off, chance = rounding_errors(recorder)
+    return ReplayMeasure(
+        method="whole" if whole else "sampled",
+        differences=differences,
+        unresolved=unresolved,
+        moments=moments,
+        rounding=off,
+        chance=chance,
+    )
 
 
 def _replayed(
@@ -57,8 +68,13 @@ def _replayed(
     device: torch.device,
     *,
     whole: bool,
+    moments: dict[str, float],
 ) -> list[Tensors]:
-    """The parameters after each step, flat, as the fresh optimizer leaves them."""
+    """The parameters after each step, flat, as the fresh optimizer leaves them.
+
+    What the run keeps rounded between steps, each step begins with: the rounded parameters where there is no fp32 copy
+    of them, and the rounded moments. By parameter, `moments` gets how far these are from what the step gave.
+    """
     values = {name: nn.Parameter(_shaped(recorder.start[name], parameters[name], device)) for name in parameters}
     if whole:
         optimizer = workload.build_optimizer(list(values.values()))
@@ -68,15 +84,61 @@ def _replayed(
         group.update({flag: False for flag in ("foreach", "fused") if flag in group})
     schedule = workload.build_schedule(optimizer) if workload.build_schedule is not None else None
     states: list[Tensors] = []
-    for gradients in recorder.clipped:
+    no_copies = recorder.rounding is not None and recorder.rounding.parameters == "bf16_stochastic"
+    for number, gradients in enumerate(recorder.clipped):
         for name, parameter in values.items():
             given = gradients.get(name)
-            parameter.grad = None if given is None else _shaped(given, parameters[name], device)
+            dtype = dtype_of(parameters[name])
+            parameter.grad = None if given is None else _shaped(given, parameters[name], device).to(dtype)
         optimizer.step()
         if schedule is not None:
             schedule.step()
         states.append({name: parameter.detach().reshape(-1).cpu().clone() for name, parameter in values.items()})
+        for name, parameter in values.items():
+            if no_copies:
+                parameter.data.copy_(_shaped(recorder.kept[number][name], parameters[name], device))
+            kept = recorder.moments[number].get(name, {}) if recorder.moments else {}
+            for key, sample in kept.items():
+                exact = optimizer.state[parameter][key]
+                rounded = _shaped(sample, parameters[name], device)
+                apart, size = norm_of(rounded.double() - exact.double()), norm_of(exact.double())
+                moments[name] = max(moments.get(name, 0.0), apart / max(size, TINY_MOMENTS))
+                exact.copy_(rounded)
     return states
+
+
+def rounding_errors(recorder: Recorder) -> tuple[dict[str, float], float]:
+    """How parameters were rounded: by parameter, the largest error past what is right; and how far from by chance.
+
+    An error is counted in the distance of the two numbers of bf16 beside a value. To nearest, the right one is known.
+    By chance, it is one of the two: the upper with the probability f of the value's place between them. So are the
+    number of those rounded up, and of those rounded to the farther one, known within their standard deviations.
+    """
+    rounding = recorder.rounding
+    if rounding is None or rounding.parameters == "own":
+        return {}, 0.0
+    off: dict[str, float] = {}
+    up = far = variance_up = variance_far = 0.0
+    for exact, kept in zip(recorder.stepped, recorder.kept, strict=True):
+        for name, value in exact.items():
+            if value.dtype is not torch.float32 or torch.equal(value, kept[name]):
+                continue
+            bits = value.view(torch.int32) & -(1 << 16)
+            low = bits.view(torch.float32).double()
+            ulp = (bits + (1 << 16)).view(torch.float32).double() - low  # away from zero
+            place, taken = (value.double() - low) / ulp, (kept[name].double() - low) / ulp
+            right = (
+                (value.bfloat16().double() - low) / ulp if rounding.parameters == "bf16" else taken.round().clamp(0, 1)
+            )
+            off[name] = max(off.get(name, 0.0), float((taken - right).abs().max()))
+            nearer = torch.minimum(place, 1 - place)
+            up += float((taken - place).sum())
+            far += float((((taken - place).abs() > 0.5).double() - nearer).sum())
+            variance_up += float((place * (1 - place)).sum())
+            variance_far += float((nearer * (1 - nearer)).sum())
+    if rounding.parameters == "bf16" or variance_up == 0.0:
+        return off, 0.0
+    return off, max(abs(up) / variance_up**0.5, abs(far) / max(variance_far, 1e-30) ** 0.5)
 
 
 def _over_samples(

@@ -105,6 +105,18 @@ LOW_PRECISION_CLIPPING = 1e-2
 LOW_PRECISION_OPTIMIZER = 5e-2
 """Parameters in bf16: a step is a few units of rounding, which two orders of the same operations place differently."""
 
+ROUNDED_CLIPPING = 2**-8
+"""Gradients in bf16, whose norm is measured in fp32: each number is rounded once when it is scaled and once when it is
+clipped, by at most 2^-9 of itself."""
+
+MOMENTS_KEPT = {"bf16": 2**-7, "8bit": 5e-2}
+"""Distance of moments as they are kept from what the step gave, over their norm. bf16: the distance of two of its
+numbers is at most 2^-7 of them. 8 bits: the upper nine tenths of a block's range have 64 numbers, 1.4 % of the largest
+one apart, which is some 3 or 4 times the root mean square or more."""
+
+CHANCE_DEVIATIONS = 6.0
+"""Standard deviations that rounding by chance may be from its probabilities: once in 500 million checks by itself."""
+
 CHANGE_NORM = 1e-2
 """Of the norm of a parameter's change, where the optimizer is not replayed: it may depend on a sum that cancels."""
 
@@ -127,15 +139,18 @@ START = 1e-6
 DTYPE_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def tolerance_of(precision: str, dtypes: set[str]) -> Tolerance:
+def tolerance_of(precision: str, dtypes: set[str], *, parameters: str = "own") -> Tolerance:
     """The tolerance of a candidate: the widest of its config's precision and its parameters' dtypes.
 
     Args:
         precision: TrainingConfig.precision.
         dtypes: Of the parameters that train.
+        parameters: TrainingConfig.parameters. Of those that a run puts into bf16 the fp32 copies are compared.
     """
     stored = {DTYPE_PRECISION[dtype] for dtype in dtypes if dtype in DTYPE_PRECISION}
     widest = max((TOLERANCES[name] for name in {precision, *stored}), key=lambda tolerance: tolerance.vector)
+    if parameters != "own":
+        widest = widest.model_copy(update={"clipping": ROUNDED_CLIPPING})
     if not stored:
         return widest
     return widest.model_copy(update={"clipping": LOW_PRECISION_CLIPPING, "optimizer": LOW_PRECISION_OPTIMIZER})

@@ -29,9 +29,11 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
     limit = TimeLimit(request.time_s, mesh)
     workload = with_seeded_batches(load_workload(request.spec))
     recorder = Recorder(mesh)
+    own, phase = request.own_shapes, context.phase
     if request.reference is None:
-        measurement = run_reference(workload, request.config, device, recorder, context.phase, limit)
+        measurement = run_reference(workload, request.config, device, recorder, phase, limit, own_shapes=own)
     else:
-        measurement = run_candidate(workload, request.config, request.reference, device, recorder, context.phase, limit)
+        found = request.reference
+        measurement = run_candidate(workload, request.config, found, device, recorder, phase, limit, own_shapes=own)
     recorder.save_samples(context.directory / f"elements.{context.rank}.npz")
     return measurement

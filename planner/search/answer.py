@@ -15,6 +15,7 @@ from autoplan.planner.search.options import BudgetState, SearchObserver, SearchO
 from autoplan.planner.search.selection import best_trial
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
+from autoplan.planner.space.prune import HOST_LIMIT
 from autoplan.planner.store.journal import write_atomically
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import make_attempt
@@ -31,6 +32,7 @@ class SearchRun:
     Attributes:
         options, observer, store: What it was given.
         budget_s: Seconds over all runs of the search.
+        fingerprint, device: Of this machine; cuda or cpu.
         context: None until the machine and the workload are known.
         session: None until trials can run.
     """
@@ -39,6 +41,8 @@ class SearchRun:
     observer: SearchObserver
     store: Store
     budget_s: float
+    fingerprint: str
+    device: str
     context: SearchContext | None = None
     session: Session | None = None
 
@@ -114,6 +118,9 @@ def finished_before(run: SearchRun) -> SearchResult | None:
             return None  # the file is gone: the record makes it again
         if plan.edited:
             return None  # it is not what was found
+        wanted = run.options.loader
+        if wanted is not None and (plan.loading is None or plan.loading.identity != wanted.identity):
+            return None  # its loader is to be measured
         path = str(plan.save(run.options.out)) if run.options.out is not None else str(run.store.folder / PLAN_FILE)
     budget = BudgetState(
         budget_s=run.budget_s,
@@ -167,7 +174,7 @@ def interrupted(run: SearchRun) -> SearchResult:
     known = "" if best is None else f". Best so far: {best.config.describe()}"
     return run.result(
         "interrupted",
-        reason="interrupted; every finished trial is on disk" + known,
+        reason="every finished trial is on disk" + known,
         hint="The same command goes on from here.",
     )
 
@@ -184,6 +191,8 @@ def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_
 
 def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
     """No candidate is predicted to fit: by how much, and what would have to change."""
+    on_host = [found for found in context.left_out if found.limit.startswith(HOST_LIMIT)]
+    too_much = "".join(f"; {found.family} needs more than {found.limit}: {found.by}" for found in on_host)
     candidates = context.space.candidates
     table = context.estimator.table(candidates)
     ranks = np.array([config.world_size if context.device == "cpu" else 1 for config in candidates])
@@ -191,13 +200,17 @@ def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
     peak, high = (float(c[least] * ranks[least]) for c in (table.peak_memory_bytes, table.peak_memory_high_bytes))
     reason = (
         f"nothing fits: the smallest of {len(candidates):,} configurations, {candidates[least].describe()}, is "
-        f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(context.memory_limit_bytes)}"
+        f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(context.memory_limit_bytes)}{too_much}"
     )
     shorter = "shorten --seq-len, " if context.spec.sequence_length else ""
     hint = (
         f"Raise --memory-limit to {math.ceil(high / 2**20)}MiB if the machine has it, "
         f"or {shorter}take a smaller model or more devices."
     )
+    if on_host:
+        hint += (
+            " What is offloaded lies in the host's memory: a machine with more of it, or fewer ranks on one machine."
+        )
     return run.finish("no_feasible_plan", reason, hint)
 
 
@@ -209,6 +222,9 @@ def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no trial could be made"
     if run.did_not_run:
         return did_not_run(run, f"no configuration ran: {run.did_not_run[-1]}")
+    if ended_by == "max_trials" and Outcome.OK.value in kinds:
+        reason = "the trials ended before one that keeps what was fixed or bounded: the plain baseline alone ran"
+        return run.finish("no_feasible_plan", reason, "Raise --max-trials by 2 or more.", ended_by=ended_by)
     last = next((t for t in reversed(run.store.trials) if t.reason), None)
     reason = f"no configuration ran: {counts}" + (f". The last: {last.reason}" if last is not None else "")
     if ended_by == "time":
@@ -224,18 +240,21 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
     if run.did_not_run:
         return did_not_run(run, f"no configuration was verified: {run.did_not_run[-1]}")
     best = best_trial(trial for trial in run.store.trials if run.options.allows(trial.config))
-    failed = [trial for trial in run.store.trials if trial.purpose == "finalist" and trial.outcome is not Outcome.OK]
-    if failed and not any(run.store.parity_of(trial.config) for trial in run.store.trials):
+    parities = [parity for trial in run.store.trials if (parity := run.store.parity_of(trial.config)) is not None]
+    passed = any(parity.passed for parity in parities)
+    again = [trial for trial in run.store.trials if trial.purpose in ("finalist", "claim")]
+    failed = [trial for trial in again if trial.outcome is not Outcome.OK]
+    if failed and (passed or not parities):
+        what = "every configuration that passed the parity check failed when it ran again"
         last = failed[-1]
         return run.finish(
             "no_feasible_plan",
-            f"no configuration ran a second time, so none was checked; the last: {last.config.describe()}: "
-            f"{last.outcome.value}: {last.reason}",
+            f"{what if passed else 'no configuration ran a second time, so none was checked'}; the last: "
+            f"{last.config.describe()}: {last.outcome.value}: {last.reason}",
             "A configuration that runs once and then fails is not safe to train with. `autoplan search --fresh` "
             "measures all of them again.",
             ended_by=ended_by,
         )
-    parities = [parity for trial in run.store.trials if (parity := run.store.parity_of(trial.config)) is not None]
     if parities and not any(parity.finished for parity in parities):
         reason = f"no parity check came to its end, so nothing was verified: {parities[-1].note}"
         hint = (

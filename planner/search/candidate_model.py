@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate
+from autoplan.planner.records import Objective, Outcome, Trial
+from autoplan.planner.search.objective import THROUGHPUT, view
+from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate, expected_improvement
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import Estimator
+
+LEAST_GAIN = 0.003
+"""Expected improvement (in log step time, about a share of it) below which no further trial is worth its time."""
 
 FLAT_FACTOR = 3.0
 """Without a cost model: half the width of a 90 % interval, as a factor (benchmarks/trials_saved.py tried others)."""
@@ -34,12 +38,21 @@ class Assessment:
         untried: Whether a candidate has no finished trial yet, and its turn has come (`wait_for_the_leader`).
         cost_s: Expected seconds of a trial.
         best_log_time: Logarithm of the best measured step time in seconds; None: nothing was measured.
+        wanted, best_value: What the next trial should lower, in the place of the step time, and the best of it; None:
+            it is the step time.
     """
 
     posterior: Posterior
     untried: NDArray[np.bool_]
     cost_s: Array
     best_log_time: float | None
+    wanted: Posterior | None = None
+    best_value: float | None = None
+
+    @property
+    def target(self) -> tuple[Posterior, float | None]:
+        """What the next trial should lower, and the best of it that was measured."""
+        return (self.posterior, self.best_log_time) if self.wanted is None else (self.wanted, self.best_value)
 
 
 class CandidateModel:
@@ -53,6 +66,7 @@ class CandidateModel:
         memory_limit_bytes: Of one trial.
         device: cuda or cpu.
         allows: Whether a configuration may be the plan. One that it refuses (the plain baseline) is no target to beat.
+        objective: What the search looks for.
         slow_mode_limit_s: What a compilation in a slow mode may be expected to take.
     """
 
@@ -66,6 +80,7 @@ class CandidateModel:
         device: str = "cpu",
         allows: Callable[[TrainingConfig], bool] = lambda config: True,
         slow_mode_limit_s: float = math.inf,
+        objective: Objective = THROUGHPUT,
     ) -> None:
         self.candidates = tuple(candidates)
         self.legal = frozenset(self.candidates)
@@ -76,6 +91,7 @@ class CandidateModel:
         self._cost = cost
         self._allows = allows
         self._slow_mode_limit_s = slow_mode_limit_s
+        self.objective = objective
         self._surrogate = Surrogate(self.candidates, memory_limit_bytes, device)
         self._fast_siblings = _fast_siblings(self.candidates)
         self._assessment: Assessment | None = None
@@ -110,7 +126,25 @@ class CandidateModel:
                 cost_s=self._costs_s(posterior),
                 best_log_time=self.best_log_time(),
             )
+            self._assessment = self._as_wanted(self._assessment)
         return self._assessment
+
+    def _as_wanted(self, now: Assessment) -> Assessment:
+        """What is known, as the objective sees it.
+
+        Where memory is looked for, every second trial looks for speed: the floor is a share of the best throughput.
+        """
+        good = [
+            t for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None and self._allows(t.config)
+        ]
+        if self.objective.name == "throughput" or not good:
+            return now
+        value, best = view(self.objective, self.candidates, now.posterior, good)
+        wanted = replace(now, wanted=value, best_value=best)
+        if self.objective.name == "cost":
+            return wanted
+        turns = (now, wanted) if len(self.trials) % 2 else (wanted, now)
+        return next((turn for turn in turns if _may_gain(turn)), wanted)
 
     def wait_for_the_leader(self) -> NDArray[np.bool_]:
         """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
@@ -171,6 +205,12 @@ class CandidateModel:
             log_memory=ones * float(np.mean(peaks or [math.log(FLAT_MEMORY_BYTES)])),
             log_memory_sd=ones * width,
         )
+
+
+def _may_gain(now: Assessment) -> bool:
+    """Whether an untried candidate is expected to lower the target at all."""
+    posterior, best = now.target
+    return best is None or bool((now.untried & (expected_improvement(posterior, best) > LEAST_GAIN)).any())
 
 
 def _fast_siblings(candidates: Sequence[TrainingConfig]) -> dict[int, TrainingConfig]:

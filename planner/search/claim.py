@@ -13,8 +13,13 @@ from autoplan.planner.records import Claim, Interval, Trial
 from autoplan.planner.search.selection import CandidateRuns, match_rounds
 from autoplan.planner.trials.measure import Spread, half_width, ratio_interval
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 6
-"""Rounds of the claim. With one round a disturbed run could not be told from a slow configuration."""
+LEAST_ROUNDS, MOST_ROUNDS = 2, 10
+"""Rounds of the claim. With one round a disturbed run could not be told from a slow configuration. The most are for
+machines whose runs differ by 6 % and more, where six rounds do not show a gain of 15 %."""
+
+ROUNDS_WITHOUT_HOPE = 3
+"""Rounds where even the most would leave an interval wider than the gain: no claim is in sight, and a few rounds give
+the interval that is shown."""
 
 ROUNDS_AGAIN = 2
 """So many rounds in which a run was disturbed are made again."""
@@ -43,9 +48,12 @@ def rounds_needed(spread: Spread, log_gain: float) -> int:
     """How many rounds show a gain of this size, by what is known of the spread before the first of them.
 
     Half the interval is then at most half the gain. The gain is that of the runs that the choice was made by, so that
-    the number of rounds does not depend on the claim's own runs.
+    the number of rounds does not depend on the claim's own runs. Where even MOST_ROUNDS leave half an interval wider
+    than the gain, ROUNDS_WITHOUT_HOPE are enough.
     """
     wanted = max(abs(log_gain) / 2, WANTED_HALF_WIDTH)
+    if half_width(spread, MOST_ROUNDS) > max(abs(log_gain), WANTED_HALF_WIDTH):
+        return ROUNDS_WITHOUT_HOPE
     for rounds in range(LEAST_ROUNDS, MOST_ROUNDS):
         if half_width(spread, rounds) <= wanted:
             return rounds

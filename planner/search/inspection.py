@@ -10,6 +10,7 @@ from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanErro
 from autoplan.planner.search.options import SearchObserver
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
+from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ INSPECT_DEADLINE_S, INSPECT_SHARE = 300.0, 0.25
 
 LEAST_DEADLINE_S = 8.0
 """Seconds that the inspection may take however short the budget is: importing a library takes some of them."""
+
+
+CHECK_LEAST_S, CHECK_MOST_S = 20.0, 120.0
+"""The check before the trials may take what is left of the budget, within these seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,3 +97,43 @@ def inspect(
         observer.on_note(f"{hit.text}. Whether the loss is a sum over samples is left to the parity check")
         return read_inspection(rank.result)
     raise NoFeasiblePlanError(hit.text, hint=hit.hint)
+
+
+def check_loader(
+    zygote: Zygote, loader: LoaderSpec, samples: int, *, left_s: float, memory_limit_bytes: int | None
+) -> None:
+    """Refuses a dataset whose first batch or last sample cannot be made, before any trial is.
+
+    Args:
+        zygote: Where ranks are started.
+        loader: The dataset.
+        samples: Of a global batch.
+        left_s: Of the budget, in seconds.
+        memory_limit_bytes: Host memory of the processes together.
+
+    Raises:
+        WorkloadError: what is wrong, with the index of the sample.
+        DidNotRunError: something outside ended the check.
+    """
+    task = Task(
+        target="autoplan.planner.trials.loading:check_loading",
+        args=(loader, samples),
+        total_deadline_s=min(max(left_s, CHECK_LEAST_S), CHECK_MOST_S),
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    runs = run_again(zygote, task)
+    report = runs.report
+    if report.ended is Ended.FINISHED:
+        wrong = report.ranks[0].result
+        if wrong is not None:
+            raise WorkloadError(f"the loader ({loader.reference}): {wrong[0]}", hint=wrong[1])
+        return
+    if not runs.settled:
+        raise DidNotRunError(f"the check of the loader: something outside ended it: {report.describe()}")
+    hit = limit_hit(report, f"the check of the loader ({loader.reference})", {"loader": "the dataset"})
+    if hit is not None:
+        raise WorkloadError(hit.text, hint=hit.hint)
+    raise WorkloadError(
+        f"the loader ({loader.reference}) could not be looked at: {report.describe()}",
+        hint="Go over the dataset by itself in Python to see where it fails.",
+    )

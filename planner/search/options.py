@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import Attempt, LeftOutFamily, Prediction, Purpose, Trial
-from autoplan.planner.space.bounds import Bound, parse_bound
+from autoplan.planner.records import Attempt, LeftOutFamily, Objective, Prediction, Purpose, Recheck, Trial
+from autoplan.planner.search.option_checks import CHECKS, DeviceName, Numerics, SamplerName, refuse_lossy
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
-from autoplan.strategies.config import TrainingConfig, check_knob
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s, parse_memory_bytes
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_BUDGET_S = 600.0
 
-DeviceName = Literal["cuda", "cpu"]
-SamplerName = Literal["autoplan", "tpe", "random", "ours"]
 Status = Literal["plan_found", "dry_run", "no_feasible_plan", "did_not_run", "budget_ended", "interrupted"]
 EXIT_CODES: Mapping[str, int] = {
     "plan_found": 0,
@@ -61,8 +60,16 @@ class SearchOptions:
         store: The folder of the searches' records, one folder in it for each; None: the user's state folder.
         fresh: Start over; what the store has of this search is moved aside.
         wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
+        numerics: "kept", or "lossy": parameters and optimizer states in fewer bits are in the space too.
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
+        objective: "throughput"; "memory": the least of it at a floor of throughput; "cost": the least time of all ranks
+            together.
+        min_throughput: With "memory", the floor as a share of the best throughput; None: 0.9.
+        price_per_hour: Of one device, for the cost of a million tokens; None: costs are not shown.
+        recheck: Where the search has finished before, its plan runs one short trial, and the result says whether it is
+            still as fast (`autoplan.search` and the command do it; `run_search` does not).
+        loader: The dataset of the training, whose loader is measured beside the plan's step; None: it is not.
 
     Raises:
         UsageError: a value is wrong, and what it may be (ConfigError for a knob).
@@ -81,16 +88,38 @@ class SearchOptions:
     store: str | Path | None = None
     fresh: bool = False
     wait: bool = False
+    numerics: Numerics = "kept"
     dry_run: bool = False
     seed: int = 0
+    loader: LoaderSpec | None = None
+    recheck: bool = False
+    objective: str = "throughput"
+    min_throughput: float | None = None
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.min_throughput is not None and self.objective != "memory":
+            raise UsageError(
+                f"--min-throughput is {self.min_throughput}, and the objective is {self.objective}",
+                hint="It goes with --objective memory.",
+            )
+        if self.numerics == "kept":
+            refuse_lossy(self.fix, self.bound)
         if "micro_batch" in self.fix:
             # The workload has to know: one with BatchNorm refuses a micro-batch that the user did not choose.
             options = dict(self.spec.options) | {"fixed_micro_batch": self.fix["micro_batch"]}
             object.__setattr__(self, "spec", self.spec.model_copy(update={"options": options}))
+
+    @property
+    def wanted(self) -> Objective:
+        """What is looked for."""
+        return Objective(
+            name=self.objective,  # type: ignore[arg-type]  # checked
+            min_throughput=self.min_throughput,
+            price_per_hour=self.price_per_hour,
+        )
 
     @property
     def budget_s(self) -> float | None:
@@ -124,118 +153,6 @@ class SearchOptions:
 
 
 # The one place that checks values. Texts name an option as the command line does; in Python an error says them as
-# keyword arguments (`autoplan.errors.as_keywords`).
-
-
-def flag(name: str) -> str:
-    """An option as the command line has it."""
-    return "--" + name.replace("_", "-")
-
-
-def _check_budget(name: str, value: Any) -> Any:
-    if value is not None:
-        parse_duration_s(value, option=flag(name))
-    return value
-
-
-def _check_memory(name: str, value: Any) -> Any:
-    if value is not None:
-        parse_memory_bytes(value, option=flag(name))
-    return value
-
-
-def _check_count(name: str, value: Any) -> Any:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UsageError(f"{flag(name)} is {value!r}", hint="It is a whole number of at least 1.")
-    return value
-
-
-def _check_seed(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise UsageError(f"{flag(name)} is {value!r}", hint="It is a whole number from 0 to 4294967295.")
-    return value
-
-
-def _check_switch(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise UsageError(f"{flag(name)} is {value!r}", hint="It is True or False.")
-    return value
-
-
-def _check_device(name: str, value: Any) -> Any:
-    if value not in (None, *get_args(DeviceName)):
-        raise UsageError(f"{flag(name)} is {value!r}", hint="It is cuda or cpu.")
-    return value
-
-
-def _check_sampler(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        if value in get_args(SamplerName):
-            return "autoplan" if value == "ours" else value
-    elif all(callable(getattr(value, method, None)) for method in ("infer_relative_search_space", "sample_relative")):
-        return value  # of optuna.samplers.BaseSampler; importing that here would load optuna
-    raise UsageError(
-        f"{flag(name)} is {value!r}",
-        hint="It is autoplan, tpe or random; autoplan.search also takes a sampler object of Optuna.",
-    )
-
-
-def _check_place(name: str, value: Any) -> Path | None:
-    if value is None or isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{flag(name)} is {value!r}", hint="It is a path.")
-    return Path(value)
-
-
-def _check_fix(name: str, value: Any) -> dict[str, Any]:
-    return {knob: check_knob(knob, one) for knob, one in _as_mapping(name, value, '{"precision": "bf16"}').items()}
-
-
-def _check_bound(name: str, value: Any) -> dict[str, Bound]:
-    return {knob: _bound(knob, one) for knob, one in _as_mapping(name, value, '{"micro_batch": (1, 8)}').items()}
-
-
-def _as_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{flag(name)} is {value!r}", hint=f"It is a mapping from knobs, for example {example}.")
-    return value
-
-
-def _bound(knob: str, value: Any) -> Bound:
-    """A bound from `(low, high)`, a list of values, or the text `1..8` or `a,b`."""
-    if isinstance(value, Bound):
-        return value
-    if isinstance(value, tuple) and len(value) == 2 and all(end is None or _is_whole(end) for end in value):
-        low, high = ("" if end is None else end for end in value)
-        return parse_bound(f"{knob}={low}..{high}")[1]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return Bound(values=tuple(check_knob(knob, one) for one in value))
-    return parse_bound(f"{knob}={value}")[1]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "budget": _check_budget,
-    "max_trials": _check_count,
-    "fix": _check_fix,
-    "bound": _check_bound,
-    "device": _check_device,
-    "memory_limit": _check_memory,
-    "nproc": _check_count,
-    "sampler": _check_sampler,
-    "out": _check_place,
-    "store": _check_place,
-    "fresh": _check_switch,
-    "wait": _check_switch,
-    "dry_run": _check_switch,
-    "seed": _check_seed,
-}
 
 
 class BudgetState(Record):
@@ -264,7 +181,7 @@ class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, plan."""
+        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, loader, plan."""
 
     def on_note(self, text: str) -> None:
         """A sentence the user should see."""
@@ -317,8 +234,14 @@ class SearchResult(Record):
     study: str = ""
     store: str = ""
     notes: tuple[str, ...] = ()
+    recheck: Recheck | None = Field(default=None, description="with --recheck: a short trial of a plan from the record")
 
     @property
     def exit_code(self) -> int:
-        """0 plan found or dry run; 3 nothing feasible; 4 it did not run; 5 budget ended; 130 interrupted."""
+        """0 plan found or dry run; 3 nothing feasible; 4 it did not run; 5 budget ended; 130 interrupted.
+
+        Of a plan that was checked again: as of `autoplan verify`.
+        """
+        if self.recheck is not None:
+            return self.recheck.exit_code
         return EXIT_CODES[self.status]

@@ -1,8 +1,10 @@
 """The time that a search keeps free for the parity check: by what the parts of a check cost on this model.
 
 A check (planner/parity/) starts two processes. One runs the plain reference, the other builds the candidate as training
-would, and compiles it anew: its sequences are shorter than those of a trial, so that no kernel is in the cache. Both
-run a few small steps, then one pass at the workload's own sequence length, and passes with dropout on.
+would. Both run a few small steps, then one pass at the workload's own sequence length, and passes with dropout on. A
+compiled candidate is compiled anew for each of them: the sequences are shorter than those of its trial, so that no
+kernel is in the cache. Where the larger steps cost less than that, the check takes the trial's own micro-batch and
+sequence length (`takes_own_shapes`), and finds its kernels.
 """
 
 from __future__ import annotations
@@ -67,8 +69,32 @@ class ModelCost:
     fixed_micro_batch: bool = False
 
 
-def running_s(cost: ModelCost, config: TrainingConfig) -> float:
+def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> bool:
+    """Whether a check with a trial's own micro-batch and sequence length costs less, because nothing is compiled anew.
+
+    Dropout is off in the steps of a check, so that a model with dropout is another graph there; so is a fused loss,
+    which takes other chunks. What is kept rounded is compared on few additions.
+    """
+    others = config.loss == "fused" or config.parameters != "own" or config.pp > 1
+    if config.compile == "off" or others or cost.has_dropout:
+        return False
+    saved_s = compilations(cost, config) * trials.compile_s(config) - trials.compile_s(config, warm=True)
+    return _running_with_own_shapes_s(cost, config) - _running_with_small_shapes_s(cost, config) < saved_s
+
+
+def running_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
     """Seconds of all forwards and backwards of a check, and of its optimizer steps, without starts and compiling."""
+    if takes_own_shapes(trials, cost, config):
+        return _running_with_own_shapes_s(cost, config)
+    return _running_with_small_shapes_s(cost, config)
+
+
+def _running_with_own_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
+    samples = 2.0 * CHECK_STEPS * check_accumulation(config) * config.micro_batch * config.dp
+    return SMALL_BATCH_FACTOR * samples * cost.sample_s + OPTIMIZER_STEPS * cost.optimizer_s
+
+
+def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
     longest = CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
     micro_batch = config.micro_batch if cost.fixed_micro_batch else min(config.micro_batch, CHECK_MICRO_BATCH)
     step_samples = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp
@@ -95,12 +121,16 @@ def compilations(cost: ModelCost, config: TrainingConfig) -> int:
 
 def check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
     """Expected seconds of a whole check of a configuration, reference included."""
-    return 2 * trials.fixed_s + running_s(cost, config) + compilations(cost, config) * trials.compile_s(config)
+    running = 2 * trials.fixed_s + running_s(trials, cost, config)
+    if takes_own_shapes(trials, cost, config):
+        return running + trials.compile_s(config, warm=True)
+    return running + compilations(cost, config) * trials.compile_s(config)
 
 
 def least_check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
     """The same of the parts that a verdict needs: one compilation, where there is any."""
-    return 2 * trials.fixed_s + running_s(cost, config) + trials.compile_s(config)
+    warm = takes_own_shapes(trials, cost, config)
+    return 2 * trials.fixed_s + running_s(trials, cost, config) + trials.compile_s(config, warm=warm)
 
 
 def reserve_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig, budget_s: float) -> float:
@@ -109,7 +139,9 @@ def reserve_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig, budget
     All its parts, as far as a share of the budget goes; one compilation in any case, since no verdict does without.
     """
     least_s = min(max(LEAST_SHARE * budget_s, LEAST_S), MOST_LEAST_S)
-    running = 2 * trials.fixed_s + running_s(cost, config)
+    running = 2 * trials.fixed_s + running_s(trials, cost, config)
+    if takes_own_shapes(trials, cost, config):  # its trial, which comes before, has compiled it
+        return max(least_s, min(running, MOST_SHARE * budget_s)) + trials.compile_s(config, warm=True)
     one_s = trials.compile_s(config)
     compiling = max(one_s, min(compilations(cost, config) * one_s, MOST_COMPILING_SHARE * budget_s))
     return max(least_s, min(running, MOST_SHARE * budget_s)) + compiling

@@ -7,62 +7,42 @@ value, and the alternatives.
 from __future__ import annotations
 
 import datetime
-import os
-import platform
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 
-from autoplan.planner.plan import Alternative, Environment, HandSetting, Measurement, Plan
-from autoplan.planner.records import Parity, Trial
+from autoplan.planner.loading import Loading
+from autoplan.planner.plan import Alternative, HandSetting, Measurement, Plan
+from autoplan.planner.records import Objective, Parity, Trial
 from autoplan.planner.search.claim import Comparison, compare
+from autoplan.planner.search.objective import order
 from autoplan.planner.search.reasons import explain_choices, tie_reason
 from autoplan.planner.search.selection import (
     CandidateRuns,
     collect_runs,
     match_rounds,
-    measured_spread,
-    rank,
     speed_ratio,
 )
 from autoplan.planner.search.session import Session
+from autoplan.planner.search.untried import find_untried
+from autoplan.planner.surroundings import read_environment
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, invert
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
+from autoplan.strategies.rounding_knobs import risks_of
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
-# The environment variables that a plan keeps: those that change how training runs. By name, since others with the same
-# beginning may be secrets (TORCH_TOKEN).
-SHOWN_VARIABLES = (
-    *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_SCHEDULE", "OMP_DYNAMIC", "OMP_WAIT_POLICY"),
-    *("MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_SERVICE_FORCE_INTEL"),
-    *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET", "KMP_SETTINGS", "KMP_TPAUSE"),
-    *("OPENBLAS_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
-    *("MALLOC_ARENA_MAX", "MALLOC_CONF", "LD_PRELOAD"),
-    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CUDNN_V8_API_DISABLED"),
-    *("TORCH_COMPILE_DISABLE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_HIGH_PRIORITY"),
-    *("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_CPP_WRAPPER"),
-    *("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_COMPILE_THREADS"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
-    *("CUDA_MODULE_LOADING", "CUDA_FORCE_PTX_JIT", "CUDA_CACHE_DISABLE", "CUBLAS_WORKSPACE_CONFIG"),
-    *("NVIDIA_TF32_OVERRIDE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE", "NCCL_NTHREADS"),
-    *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_IB_DISABLE", "NCCL_IB_HCA"),
-    *("NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_TOPO_FILE", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"),
-    *("NCCL_DEBUG", "NCCL_LAUNCH_MODE", "NCCL_CUMEM_ENABLE", "GLOO_DEVICE_TRANSPORT"),
-)
 MAX_ALTERNATIVES = 5
 
 
-def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline: Trial) -> Plan:
+def make_plan(
+    session: Session, winner: CandidateRuns, parity: Parity, baseline: Trial, loading: Loading | None = None
+) -> Plan:
     """The plan for a verified winner."""
     context = session.context
     candidates = collect_runs(session.store.trials)
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
-    spread = measured_spread(session.store.trials)
+    spread = session.run_spread
     chosen_from = len(candidates)
     against = compare(winner, _runs_of(baseline, candidates), spread, chosen_from=chosen_from)
     hand = None if session.hand is None else _runs_of(session.hand, candidates)
@@ -81,19 +61,24 @@ def make_plan(session: Session, winner: CandidateRuns, parity: Parity, baseline:
         claim=against.claim,
         hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, chosen_from=chosen_from)),
         alternatives=tuple(_alternatives(session, winner, candidates, spread)),
+        untried=find_untried(session.model, winner.step_time.median),
         parity=parity,
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
         attempts=session.store.attempts,
         notes=(
+            *context.spec.notes,
             *session.notes,
             *_attempt_notes(session),
-            *_input_notes(session, winner),
+            *(_input_notes(session, winner) if loading is None or loading.setting is None else loading.notes),
             *_model_notes(session, winner),
+            *risks_of(winner.config.knobs_off_default()),
         ),
         environment=read_environment(),
         training=context.facts.training,
+        loading=loading,
+        objective=session.objective,
     ).sealed()
 
 
@@ -185,7 +170,7 @@ def _alternatives(
 ) -> list[Alternative]:
     """The next best configurations, how they compare with the plan, and why they are not the plan."""
     found = []
-    for candidate in rank(candidates, spread):
+    for candidate in order(session.objective, candidates, spread):
         if candidate.config == winner.config:
             continue
         ratio = speed_ratio(candidate, winner, spread)
@@ -197,6 +182,8 @@ def _alternatives(
                 why = f"its parity check did not come to its end: {parity.note}"
         elif not session.options.allows(candidate.config):
             why = "the plain baseline; it does not keep what was fixed or bounded"
+        elif session.objective.name != "throughput":
+            why = _other_trade(session.objective, candidate, winner)
         elif ratio.low > 1.0:
             why = "measured faster in a single run, but not among the finalists"
         elif ratio.high >= 1.0:
@@ -208,25 +195,16 @@ def _alternatives(
     return found[:MAX_ALTERNATIVES]
 
 
+def _other_trade(objective: Objective, candidate: CandidateRuns, winner: CandidateRuns) -> str:
+    """Why a configuration is not the plan where throughput alone does not decide."""
+    speed = winner.step_time.median / candidate.step_time.median
+    faster = f"{speed - 1:.0%} faster" if speed >= 1 else f"{_percent_slower(speed)} slower"
+    if objective.name == "cost":
+        cost = candidate.config.world_size / winner.config.world_size / speed
+        return f"{faster}, at {cost:.2f} times the cost"
+    memory = candidate.peak_memory_bytes / max(1, winner.peak_memory_bytes)
+    return f"{faster}, with {memory:.2f} times the memory"
+
+
 def _percent_slower(ratio: float) -> str:
     return f"{(1 - ratio) * 100:.0f} %" if ratio > 0.5 else f"{1 / ratio:.1f} times"
-
-
-def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """The installed versions and the environment variables that change how training runs."""
-    source = os.environ if variables is None else variables
-    return Environment(
-        autoplan=_version("autoplan") or "source",
-        torch=_version("torch") or "not installed",
-        python=platform.python_version(),
-        transformers=_version("transformers"),
-        platform=platform.platform(),
-        variables={name: source[name] for name in sorted(SHOWN_VARIABLES) if name in source},
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

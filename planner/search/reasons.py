@@ -51,6 +51,10 @@ def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[Candid
     rival = f"{knob}={getattr(other.config, knob)} (trial {other.first.number})"
     if rest:
         return f"{_compare(ratio)} {rival}, which differs in {', '.join(rest)} too; taken alone, {predicted}"
+    if ratio > 1.02 and session.objective.name != "throughput":
+        memory = winner.peak_memory_bytes / max(1, other.peak_memory_bytes)
+        wanted = session.objective.describe()
+        return f"{rival} is {ratio - 1:.0%} faster; this takes {memory:.2f} times its memory: {wanted}"
     if ratio > 1.02:
         return f"{rival} was faster in its single run, but not as a finalist, or it failed parity"
     if ratio >= 0.98:

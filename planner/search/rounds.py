@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.claim import ROUNDS_AGAIN, rounds_needed
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, is_tie, measured_spread, pick_finalists
+from autoplan.planner.search.objective import finalists as pick_finalists
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, is_tie, measured_spread
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import TrainingConfig
 
@@ -36,7 +37,7 @@ in the end)."""
 
 def run_finalists(session: Session) -> None:
     """Measures the best few again, in turn, where the trials leave open which of them is the fastest."""
-    finalists = pick_finalists(eligible(session))
+    finalists = pick_finalists(session.objective, eligible(session), session.run_spread)
     if len(finalists) < 2:
         return
     session.observer.on_phase("finalists", f"{len(finalists)} configurations that may be the fastest")
@@ -66,7 +67,7 @@ def run_finalists(session: Session) -> None:
 
 def _is_decided(session: Session, finalists: Sequence[CandidateRuns]) -> bool:
     """Whether the fastest is told apart from each other one."""
-    spread = measured_spread(session.store.trials)
+    spread = session.run_spread
     fastest = min(finalists, key=lambda candidate: candidate.step_time.median)
     return not any(is_tie(other, fastest, spread) for other in finalists if other is not fastest)
 
@@ -137,7 +138,7 @@ def _claim_rounds(session: Session, winner: TrainingConfig) -> int:
     gain = 0.0
     if base is not None and base.step_time_s is not None and winner in by_config:
         gain = math.log(base.step_time_s.median / by_config[winner].step_time.median)
-    return rounds_needed(measured_spread(before), gain)
+    return rounds_needed(measured_spread(before, session.taken_over.assumed_spread), gain)
 
 
 def _count_rounds(winner: CandidateRuns, compared: Sequence[CandidateRuns]) -> tuple[int, int]:

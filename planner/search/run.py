@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError
+from autoplan.planner.records import Objective
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.learned import TakenOver, keep_learned, learned_path, learnt, starting_point
+from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
     BudgetState,
@@ -19,12 +22,13 @@ from autoplan.planner.search.options import (
     SearchResult,
 )
 from autoplan.planner.search.plan_maker import make_plan
+from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
-from autoplan.planner.search.setup import PRELOAD, SearchContext, Target, find_target, prepare_search
+from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
 from autoplan.planner.search.stages import find_verified, run_baseline, run_manual_setting, run_trials
-from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.store.folders import study_folder
@@ -46,7 +50,7 @@ __all__ = [
     "run_search",
 ]
 
-HARDWARE_FILE = "hardware.json"
+HARDWARE_FILE, LEARNED_FILE = "hardware.json", "learned.json"
 
 
 def run_search(options: SearchOptions, *, observer: SearchObserver | None = None) -> SearchResult:
@@ -81,6 +85,8 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         bound=options.bound,
         nproc=target.nproc,
         memory_limit_bytes=target.given_limit_bytes,
+        objective=_identity_of(options.wanted),
+        numerics=options.numerics,
     )
     folder = study_folder(None if options.store is None else Path(options.store), identity)
     summary = _summary(options, target, profile.fingerprint)
@@ -90,7 +96,14 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
         store.set_budget(budget_s)
         remember_code(options.spec, identity)
-        run = SearchRun(options=options, observer=observer, store=store, budget_s=budget_s)
+        run = SearchRun(
+            options=options,
+            observer=observer,
+            store=store,
+            budget_s=budget_s,
+            fingerprint=profile.fingerprint,
+            device=target.device,
+        )
         before = answer.finished_before(run)
         if before is not None:
             return before
@@ -100,6 +113,13 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
                 return _search(run)
         except KeyboardInterrupt:
             return answer.interrupted(run)  # while it waited
+
+
+def _identity_of(objective: Objective) -> dict[str, Any] | None:
+    """What of the objective makes another study: which trials are made; a price changes no trial."""
+    if objective.name == "throughput":
+        return None
+    return {"name": objective.name, "floor": objective.floor if objective.name == "memory" else None}
 
 
 def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[str, Any]:
@@ -114,6 +134,7 @@ def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[s
         "bounds": {knob: allowed.describe() for knob, allowed in options.bound.items()},
         "nproc": target.nproc,
         "memory_limit_bytes": target.given_limit_bytes,
+        **({} if options.numerics == "kept" else {"numerics": options.numerics}),
         "workload_digest": spec.identity,
         "hardware_digest": fingerprint,
     }
@@ -122,7 +143,7 @@ def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[s
 def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
     """The space with predicted memory and time; runs no trial."""
     began = time.monotonic()
-    with Zygote(preload=PRELOAD) as zygote:
+    with Zygote(preload=preload_for(options.spec)) as zygote:
         context = prepare_search(options, zygote, observer)
     candidates = [
         Candidate(config=config, prediction=prediction)
@@ -136,8 +157,16 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
 
 def _search(run: SearchRun) -> SearchResult:
     """The search itself, from the probes to its end."""
+    options, store = run.options, run.store
+    path = learned_path(None if options.store is None else Path(options.store), run.fingerprint, run.device)
+    taken_over, note = starting_point(
+        store.folder / LEARNED_FILE, path, study=store.identity, begins=not store.trials, fresh=options.fresh
+    )
+    for text in (note, taken_over.text):
+        if text is not None:
+            run.observer.on_note(text)
     try:
-        with Zygote(preload=PRELOAD) as zygote:
+        with Zygote(preload=preload_for(run.options.spec)) as zygote:
             context = prepare_search(
                 run.options,
                 zygote,
@@ -146,12 +175,16 @@ def _search(run: SearchRun) -> SearchResult:
                 budget_s=run.budget_s,
                 left_s=lambda: run.budget_s - run.store.spent_s,
                 on_attempt=run.add_attempt,
+                calibration=taken_over.calibration,
             )
             run.context = context
             if not context.candidates:
                 return answer.nothing_fits(run, context)
-            run.session = _open_session(run, context, zygote)
-            return _run_stages(run, run.session)
+            run.session = _open_session(run, context, zygote, taken_over)
+            try:
+                return _run_stages(run, run.session)
+            finally:
+                _keep_learned(run.session, path)
     except BudgetOver as over:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
     except BudgetEndedError as ended:
@@ -164,10 +197,30 @@ def _search(run: SearchRun) -> SearchResult:
         return answer.interrupted(run)
 
 
-def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Session:
+def _keep_learned(session: Session, path: Path) -> None:
+    """Keeps what the trials of this search taught for the next one on this device."""
+    entry = learnt(
+        session.store.identity,
+        session.context.spec.name,
+        session.store.trials,
+        calibration=session.context.estimator.calibration(),
+        costs=session.trial_cost.learned(),
+        spread=session.run_spread,
+    )
+    hardware = session.context.hardware
+    if entry is not None:
+        why_not = keep_learned(
+            path, entry, device=hardware.device(session.context.device).name, torch=hardware.host.torch
+        )
+        if why_not is not None:
+            session.observer.on_note(why_not)
+
+
+def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_over: TakenOver) -> Session:
     """Takes in what earlier runs left: their trials calibrate the cost model and are not repeated."""
     options, store = run.options, run.store
-    model = _make_model(options, context, run.budget_s)
+    kept_s = loading_s(options.loader, run.budget_s)
+    model = _make_model(options, context, run.budget_s - kept_s, taken_over.costs)
     values = dict(context.space.values) | {"micro_batch": tuple(micro_batches(context.spec.global_batch))}
     distributions = make_distributions(values)
     sampler = make_sampler(options.sampler, model, distributions, seed=options.seed)
@@ -186,7 +239,10 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         store=store,
         zygote=zygote,
         context=context,
-        budget_s=run.budget_s,
+        budget_s=run.budget_s - kept_s,
+        loading_s=kept_s,
+        taken_over=taken_over,
+        notes=[] if taken_over.text is None else [taken_over.text],
         model=model,
         sampler=sampler,
         study=SearchStudy(store.folder / "study.sqlite3", distributions, store.trials, sampler),
@@ -203,7 +259,9 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
     return session
 
 
-def _make_model(options: SearchOptions, context: SearchContext, budget_s: float) -> CandidateModel:
+def _make_model(
+    options: SearchOptions, context: SearchContext, budget_s: float, kept: KeptCosts | None
+) -> CandidateModel:
     """What is known of the candidates before the first trial: the cost model's predictions, and what trials cost."""
     cost = TrialCost(
         context.candidates,
@@ -211,6 +269,7 @@ def _make_model(options: SearchOptions, context: SearchContext, budget_s: float)
         num_blocks=context.facts.num_blocks,
         device=context.device,
         time_box_s=time_box_s(budget_s),
+        kept=kept,
     )
     return CandidateModel(
         context.candidates,
@@ -220,6 +279,7 @@ def _make_model(options: SearchOptions, context: SearchContext, budget_s: float)
         device=context.device,
         allows=options.allows,
         slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
+        objective=options.wanted,
     )
 
 
@@ -238,5 +298,6 @@ def _run_stages(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_verified(run, ended_by)
     if baseline is None:
         return answer.no_baseline(run, ended_by)
+    loading = measure_loading(session, verified[0])
     session.observer.on_phase("plan", verified[0].config.describe())
-    return answer.plan_found(run, make_plan(session, *verified, baseline), ended_by)
+    return answer.plan_found(run, make_plan(session, *verified, baseline, loading), ended_by)

@@ -30,16 +30,13 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
 from autoplan.errors import UsageError
-from autoplan.planner.search.candidate_model import Assessment, CandidateModel
+from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel
 from autoplan.planner.search.surrogate import Array, expected_improvement
 from autoplan.planner.store.optuna_study import choices_of, make_distributions, read_trial, to_params
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
-
-LEAST_GAIN = 0.003
-"""Expected improvement (in log step time, about a share of it) below which no further trial is worth its time."""
 
 LEAST_CHANCE = 0.05
 """Candidates that are less likely than this to fit and to run do not keep the search going."""
@@ -200,9 +197,8 @@ class AutoplanSampler(CandidateSampler):
 
     def _gain(self, now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
         """The expected improvement of each candidate, and which of the untried ones can still win."""
-        posterior = now.posterior
+        posterior, best = now.target
         chance = posterior.fits * posterior.works
-        best = now.best_log_time
         if best is None:  # nothing measured yet: the fastest prediction that fits for sure
             return chance * np.exp(posterior.log_time.min() - posterior.log_time), now.untried
         gain = expected_improvement(posterior, best)

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.records import REPEATS, Outcome, Prediction, Purpose, Trial
+from autoplan.planner.records import REPEATS, Objective, Outcome, Prediction, Purpose, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.learned import NOTHING, TakenOver
+from autoplan.planner.search.objective import best_trial_for
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import CandidateSampler
-from autoplan.planner.search.selection import best_trial
+from autoplan.planner.search.selection import best_trial, measured_spread
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.first_loss import with_first_loss_compared
+from autoplan.planner.trials.measure import Spread
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt
 from autoplan.processes import ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
@@ -72,6 +75,8 @@ class Session:
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
         hand_left_out: The time was too short to measure the hand setting beside the plan.
+        taken_over: What earlier searches on this device taught.
+        loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
         ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
     """
 
@@ -90,6 +95,18 @@ class Session:
     lost_in_a_row: int = 0
     ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
     hand_left_out: bool = False
+    loading_s: float = 0.0
+    taken_over: TakenOver = NOTHING
+
+    @property
+    def objective(self) -> Objective:
+        """What is looked for."""
+        return self.options.wanted
+
+    @property
+    def run_spread(self) -> Spread:
+        """Between runs of one configuration on this device, by what is known now."""
+        return measured_spread(self.store.trials, self.taken_over.assumed_spread)
 
     # The clock.
 
@@ -198,7 +215,7 @@ class Session:
     @property
     def best(self) -> Trial | None:
         """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
-        return best_trial(trial for trial in self.store.trials if self.options.allows(trial.config))
+        return best_trial_for(self.objective, [t for t in self.store.trials if self.options.allows(t.config)])
 
     def predict(self, config: TrainingConfig) -> Prediction:
         """The cost model's prediction, as it is calibrated now."""

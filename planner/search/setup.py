@@ -13,10 +13,12 @@ from autoplan.errors import (
     DeviceError,
 )
 from autoplan.planner.records import LeftOutFamily
-from autoplan.planner.search.inspection import UserCodeLimits, inspect
+from autoplan.planner.search.inspection import UserCodeLimits, check_loader, inspect
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
+from autoplan.planner.space.knob_values import without_lossy
+from autoplan.planner.space.last_resort import held_back, needless_last_resorts, without_last_resorts
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
@@ -26,7 +28,8 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.traced.estimator import Estimator
+    from autoplan.planner.cost.calibrate import Calibration
+    from autoplan.planner.cost.traced.estimator import CostTable, Estimator
     from autoplan.planner.trace.model_profile import ModelProfile
     from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
 
@@ -40,13 +43,9 @@ CUDA_MEMORY_SHARE = 0.95
 CONTEXT_BYTES = 6e8
 """Of a CUDA context with its libraries, where the probes did not measure it (assumed)."""
 
-PRELOAD = (
-    "torch",
-    "transformers",
-    "autoplan.planner.trials.worker",
-    "autoplan.strategies.prepare",
-    "autoplan.strategies.workloads.sources",
-)
+PROBE_SHARE = 0.2
+"""Of the budget, for the probes of the machine. They are made again by each search while other work disturbs them, so a
+short budget would else be half gone before the first trial."""
 
 TIMING_SHARE = 0.05
 """Of the budget, for timing the model's operations on the device: one trial or less, and it spares several."""
@@ -141,6 +140,7 @@ def prepare_search(
     budget_s: float | None = None,
     left_s: Callable[[], float] | None = None,
     on_attempt: OnAttempt = lambda part, report: None,
+    calibration: Calibration | None = None,
 ) -> SearchContext:
     """Probes, inspects, traces, generates the space and predicts each candidate.
 
@@ -152,6 +152,7 @@ def prepare_search(
         budget_s: Of the whole search; None: what the options say.
         left_s: How much of it is left now, in seconds; None: all of it.
         on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
+        calibration: Of the cost model, from earlier searches on this device; None: its own assumptions.
 
     Raises:
         DidNotRunError: something outside ended the inspection each time.
@@ -160,6 +161,7 @@ def prepare_search(
         NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
     """
     from autoplan.planner.cost.traced.estimator import Estimator
+    from autoplan.planner.trace.rough_profile import step_profile
     from autoplan.planner.trace.trace import TIMING_BUDGET_S, TraceLimits, trace_profile
     from autoplan.planner.trace.variants import variants_to_trace
     from autoplan.probes.run import read_host_profile
@@ -167,11 +169,11 @@ def prepare_search(
     now = read_host_profile()
     target = find_target(options, now)
     device = target.device
-    hardware = _probe(now, device, zygote, observer, saved, ranks=target.nproc)
+    budget_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
+    hardware = _probe(now, device, zygote, observer, saved, ranks=target.nproc, limit_s=PROBE_SHARE * budget_s)
     memory_limit, host_limit = limits(now, device, target.given_limit_bytes, measured=hardware)
     observer.on_hardware(hardware, memory_limit)
 
-    budget_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
     allowed = UserCodeLimits(
         budget_s=budget_s, left_s=left_s or (lambda: float(budget_s)), memory_limit_bytes=host_limit
     )
@@ -187,9 +189,16 @@ def prepare_search(
     )
     spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
+    for note in spec.notes:
+        observer.on_note(note)
+    if options.loader is not None and not options.dry_run:
+        observer.on_phase("loader", f"a first look at {options.loader.reference}")
+        check_loader(zygote, options.loader, spec.global_batch, left_s=allowed.left_s(), memory_limit_bytes=host_limit)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
-    space = generate(
-        facts.choices,
+    choices = facts.choices if options.numerics == "lossy" else without_lossy(facts.choices)
+    named = {*options.fix, *options.bound}
+    make_space = partial(
+        generate,
         global_batch=spec.global_batch,
         device=hardware.device(device),
         fixed=options.fix,
@@ -197,42 +206,69 @@ def prepare_search(
         degrees=degrees,
         degrees_left_out=degrees_left_out,
     )
+    space = make_space(without_last_resorts(choices, named))
 
     observer.on_phase("trace", f"counting the operations of {spec.name}")
-    profile = trace_profile(
-        spec,
-        device=device,
-        zygote=zygote,
-        hardware=hardware,
-        facts=facts,
-        variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
-        limits=TraceLimits(
-            time_limit_s=TRACE_SHARE * budget_s,
-            timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
-            memory_limit_bytes=host_limit,
-            left_s=allowed.left_s(),
-        ),
-        on_attempt=partial(on_attempt, "trace"),
+    profile = (
+        step_profile(facts, device)
+        if facts.step_s is not None
+        else trace_profile(
+            spec,
+            device=device,
+            zygote=zygote,
+            hardware=hardware,
+            facts=facts,
+            variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
+            limits=TraceLimits(
+                time_limit_s=TRACE_SHARE * budget_s,
+                timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
+                memory_limit_bytes=host_limit,
+                left_s=allowed.left_s(),
+            ),
+            on_attempt=partial(on_attempt, "trace"),
+        )
     )
     for note in profile.notes:
         observer.on_note(note)
     if profile.rough_variants:
         observer.on_note(_rough_note(profile, TRACE_SHARE * budget_s))
-    space = without_failed_variants(space, profile.failed_variants)
     observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
     estimator = Estimator(
-        profile, hardware, device=device, global_batch=spec.global_batch, memory_limit_bytes=memory_limit
+        profile,
+        hardware,
+        device=device,
+        global_batch=spec.global_batch,
+        memory_limit_bytes=memory_limit,
+        calibration=calibration,
     )
-    space = without_twins(
-        space,
-        hardware.device(device),
-        named={*options.fix, *options.bound},
-        stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
-        launch_over_work=estimator.launch_over_work,
+
+    def predicted(space: Space) -> tuple[Space, CostTable]:
+        space = without_twins(
+            without_failed_variants(space, profile.failed_variants),
+            hardware.device(device),
+            named=named,
+            stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
+            launch_over_work=estimator.launch_over_work,
+        )
+        return space, estimator.table(space.candidates)
+
+    space, table = predicted(space)
+    held = held_back(choices, named)
+    least_memory = options.objective == "memory"
+    needless = None if least_memory else needless_last_resorts(held, space.candidates, table, memory_limit, device)
+    if held and needless is None:
+        why = "little memory is looked for" if least_memory else "nothing is sure to fit"
+        observer.on_phase("space", f"{why}: {', '.join(dict(held))} enters the space")
+        space, table = predicted(make_space(choices))
+    kept, dropped = keep_what_may_win(
+        space.candidates,
+        table,
+        memory_limit,
+        device,
+        spares_memory=not least_memory,
+        host_limit_bytes=host_limit if device == "cuda" else None,
     )
-    table = estimator.table(space.candidates)
-    kept, dropped = keep_what_may_win(space.candidates, table, memory_limit, device)
-    left_out = (*space.left_out, *dropped)
+    left_out = (*space.left_out, *(needless or ()), *dropped)
     observer.on_space(len(kept), left_out)
     return SearchContext(
         spec=spec,
@@ -263,9 +299,10 @@ def _probe(
     observer: SearchObserver,
     saved: Path | None,
     ranks: int,
+    limit_s: float,
 ) -> HardwareProfile:
-    """The profile this study began with, if it is of this machine, else a new one."""
-    from autoplan.probes.run import run_probes
+    """The profile this study began with, if it is of this machine, else a new one, measured for at most `limit_s`."""
+    from autoplan.probes.run import default_budget_s, run_probes
 
     if saved is not None and saved.exists():
         try:
@@ -279,6 +316,7 @@ def _probe(
     hardware = run_probes(
         zygote,
         device=device,
+        budget_s=min(default_budget_s(device), limit_s),
         on_progress=lambda text: observer.on_phase("probe", text),
         collective_ranks=ranks,
     )

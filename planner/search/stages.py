@@ -5,15 +5,18 @@ In: a `Session`. Out: trials and parity verdicts in its store; at the end the ve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search import parity_time
+from autoplan.planner.search.objective import order as ordered
+from autoplan.planner.search.objective import time_to_beat_s
 from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.rounds import eligible, repeat_if_due
-from autoplan.planner.search.selection import CandidateRuns, measured_spread, rank
+from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
@@ -48,7 +51,9 @@ def run_baseline(session: Session) -> Trial | None:
     """
     if session.baseline is not None:
         return session.baseline
-    session.observer.on_phase("baseline", "the plain fp32 run")
+    moved = needed_offload(session)
+    plain = "the plain fp32 run" + ("" if moved == "none" else f" with offload={moved}, without which nothing fits")
+    session.observer.on_phase("baseline", plain)
     failed = {trial.config for trial in session.store.trials if trial.purpose == "baseline"}
     for config in plain_configs(session):
         if config in failed:
@@ -78,7 +83,8 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     sizes = [size for size in session.context.space.values["micro_batch"] if isinstance(size, int)]
     if len(sizes) > 1:
         sizes = [size for size in sizes if size & (size - 1) == 0] or sizes
-    configs = [TrainingConfig(micro_batch=size) for size in sorted(sizes, reverse=True)]
+    offload = needed_offload(session)
+    configs = [TrainingConfig(micro_batch=size, offload=offload) for size in sorted(sizes, reverse=True)]
     limit = session.context.memory_limit_bytes
     chosen: list[TrainingConfig] = []
     for config in configs:
@@ -88,6 +94,17 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
         if chosen or config is configs[-1] or (cheap and prediction.peak_memory_high_bytes <= limit):
             chosen.append(config)
     return chosen[: MAX_HALVINGS + 1]
+
+
+def needed_offload(session: Session) -> Any:
+    """What the plain run keeps on the host: nothing, or where nothing fits so, what takes least on one device."""
+    candidates = session.context.candidates
+    values = {config.offload for config in candidates if config.world_size == 1}
+    if not values or "none" in {config.offload for config in candidates}:
+        return "none"
+    size = min(config.micro_batch for config in candidates)
+    plain = {value: TrainingConfig.model_validate({"micro_batch": size, "offload": value}) for value in values}
+    return min(sorted(values), key=lambda value: session.predict(plain[value]).peak_memory_bytes)
 
 
 # The setting that a careful person would choose without a search.
@@ -137,13 +154,14 @@ def manual_settings(session: Session, precision: str) -> list[TrainingConfig]:
             "attention": pick("attention", "sdpa", "own"),
             "compile": pick("compile", "model", "block"),
         }
-    sizes = [size for size in values["micro_batch"] if isinstance(size, int) and size & (size - 1) == 0]
+    powers = [size for size in values["micro_batch"] if isinstance(size, int) and size & (size - 1) == 0]
+    sizes = sorted(powers or values["micro_batch"], reverse=True)  # none is a power of two where the user fixed it
     configs = []
-    for size in sorted(sizes or values["micro_batch"], reverse=True):
+    for size in sizes:
         config = TrainingConfig.model_validate(knobs | {"micro_batch": size} | dict(session.options.fix))
         if incompatible(config, session.context.spec.global_batch) is not None:
             continue  # with what the user fixed: too few micro-batches for the stages of a pipeline
-        if session.predict(config).peak_memory_bytes <= session.context.memory_limit_bytes or size == min(sizes):
+        if session.predict(config).peak_memory_bytes <= session.context.memory_limit_bytes or size == sizes[-1]:
             configs.append(config)
     return list(dict.fromkeys(configs))[: MAX_HALVINGS + 1]
 
@@ -173,7 +191,6 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
             return "time" if stop.out_of_time else "nothing_left"
         asked = session.study.ask(session.store.next_number)
         config = TrainingConfig.model_validate(asked.params)
-        best = session.best
         expected_s = session.model.cost_s(config)
         parity_s = max(session.parity_reserve_s, session.parity_reserve_of(config))
         reserve_s = parity_s + 0.5 * session.finalist_reserve_s
@@ -184,7 +201,7 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
             "search",
             config,
             deadline_s=min(session.hard_deadline_s(reserve_s), most_s),
-            best_high_s=best.step_time_s.high if best is not None and best.step_time_s is not None else None,
+            best_high_s=time_to_beat_s(session.objective, session.best, config),
             asked=asked,
         )
         if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
@@ -204,7 +221,7 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
     Raises:
         BudgetOver: the budget ended before a check did.
     """
-    order = rank(eligible(session), measured_spread(session.store.trials))
+    order = ordered(session.objective, eligible(session), session.run_spread)
     chosen = order[:tried]
     for candidate in order[tried:]:
         if candidate.config.precision not in {one.config.precision for one in chosen}:
@@ -250,6 +267,7 @@ def _check(session: Session, config: TrainingConfig, fallback: CandidateRuns | N
         DidNotRunError: the plain reference did not run, without which nothing can be checked.
     """
     from autoplan.planner.parity.compare import CandidateDidNotRunError, run_parity, where_ended
+    from autoplan.planner.parity.step_losses import run_step_parity
 
     session.observer.on_phase("parity", config.describe())
     trials, cost = session.trial_cost, session.parity_cost
@@ -265,18 +283,24 @@ def _check(session: Session, config: TrainingConfig, fallback: CandidateRuns | N
     number = len(list((session.store.folder / "trials").glob("parity*")))
     directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
     directory.mkdir(parents=True, exist_ok=True)
+    opaque = session.context.facts.step_s is not None
+    kept = session.store.folder / "parity"
+    others: dict[str, Any] = {}
+    if not opaque:
+        own_shapes = trials.is_warm(config) and parity_time.takes_own_shapes(trials, cost, config)
+        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes}
+    check: Callable[..., Parity] = run_step_parity if opaque else run_parity
     try:
-        parity = run_parity(
+        parity = check(
             session.zygote,
             session.context.spec,
             config,
             device=session.context.device,
             directory=directory,
             deadline_s=deadline_s,
-            cache_dir=session.store.folder / "parity",
-            ranks=config.world_size,
             memory_limit_bytes=session.context.host_limit_bytes,
             on_attempt=lambda report: session.add_attempt("parity", report, config=config),
+            **others,
         )
     except TaskFailedError as error:  # out of time, which says nothing about the configuration
         raise BudgetOver(f"the parity check of {config.describe()} ({where_ended(error.report)})") from error

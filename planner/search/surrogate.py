@@ -48,12 +48,15 @@ class Posterior:
         log_time, log_time_sd: Natural logarithm of the step time in seconds: mean and standard deviation.
         fits: Probability that the peak stays within the limit.
         works: Probability that it runs at all, by how the trials of similar configurations ended.
+        log_memory, log_memory_sd: Natural logarithm of the peak in bytes.
     """
 
     log_time: Array
     log_time_sd: Array
     fits: Array
     works: Array
+    log_memory: Array | None = None
+    log_memory_sd: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +121,12 @@ class Surrogate:
         )  # fmt: skip
         margin = (self._log_shares - log_memory) / log_memory_sd
         return Posterior(
-            log_time=log_time, log_time_sd=log_time_sd, fits=normal_cdf(margin), works=self._works(trials, codes)
+            log_time=log_time,
+            log_time_sd=log_time_sd,
+            fits=normal_cdf(margin),
+            works=self._works(trials, codes),
+            log_memory=log_memory,
+            log_memory_sd=log_memory_sd,
         )
 
     def _observed_peak_bytes(self, trial: Trial) -> float | None:

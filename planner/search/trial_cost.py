@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.trials.request import EXPENSIVE, FITS_MICRO_STEPS, VERY_EXPENSIVE, WHOLE_STEP_SHARE
+from autoplan.record import Record
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
 Array = NDArray[np.float64]
@@ -39,8 +41,19 @@ GPT-2 of two layers on a CPU: 3.6 s of 27)."""
 
 _CACHE = re.compile(r"compile cache: (\d+) hit\(s\), (\d+) miss\(es\)")
 
-_NO_PART_OF_THE_GRAPH = ("optimizer_step", "threads", "allocator")
+_NO_PART_OF_THE_GRAPH = ("optimizer_step", "optimizer_state", "threads", "allocator", "offload")
 """Knobs that do not change what is compiled: trials that differ in these alone share their kernels in the cache."""
+
+
+class KeptCosts(Record):
+    """What trials cost on a device, whatever the model: factors of what is assumed where nothing is known."""
+
+    fixed_s: float = Field(default=FIXED_S, gt=0, le=3600, description="seconds to start, build and end a trial")
+    cold: dict[str, float] = Field(
+        default_factory=dict, description="seconds to compile over the assumed ones, by scope (block, model)"
+    )
+    warm_share: float = Field(default=WARM_SHARE, gt=0, le=1, description="of a compilation, with the kernels cached")
+    slow_factor: float = Field(default=SLOW_MODE_FACTOR, ge=1, le=100, description="a max-autotune mode over default")
 
 
 class TrialCost:
@@ -51,15 +64,25 @@ class TrialCost:
         global_batch, num_blocks: Of the workload.
         device: cpu or cuda.
         time_box_s: Seconds of warm-up and measuring per trial.
+        kept: What trials cost in earlier searches on this device; None: not known.
     """
 
     def __init__(
-        self, configs: Sequence[TrainingConfig], *, global_batch: int, num_blocks: int, device: str, time_box_s: float
+        self,
+        configs: Sequence[TrainingConfig],
+        *,
+        global_batch: int,
+        num_blocks: int,
+        device: str,
+        time_box_s: float,
+        kept: KeptCosts | None = None,
     ) -> None:
         self.time_box_s = time_box_s
+        self._kept = kept or KeptCosts()
         self.global_batch = global_batch
         block, more = COMPILE_S[device]
-        self._assumed_s = {"block": block, "model": block + more * num_blocks}
+        self._by_table_s = {"block": block, "model": block + more * num_blocks}
+        self._assumed_s = {scope: self._kept.cold.get(scope, 1.0) * s for scope, s in self._by_table_s.items()}
         # seconds by (scope, mode), with and without the kernels in the cache
         self._cold: dict[tuple[str, str], list[float]] = {}
         self._warm: dict[tuple[str, str], list[float]] = {}
@@ -94,7 +117,7 @@ class TrialCost:
     @property
     def fixed_s(self) -> float:
         """Seconds to start, build and end a process that trains."""
-        return float(np.median(self._fixed)) if self._fixed else FIXED_S
+        return float(np.median(self._fixed)) if self._fixed else self._kept.fixed_s
 
     def compile_s(self, config: TrainingConfig, *, warm: bool = False) -> float:
         """Expected seconds of a compilation; 0 where nothing is compiled.
@@ -113,12 +136,12 @@ class TrialCost:
             return 0.0
         if warm:
             seen = self._warm.get(kind)
-            return float(np.median(seen)) if seen else WARM_SHARE * self._kind_s(kind, False)
+            return float(np.median(seen)) if seen else self._kept.warm_share * self._kind_s(kind, False)
         seen = self._cold.get(kind)
         if seen:
             return float(np.median(seen))
         scope, mode = kind
-        factor = SLOW_MODE_FACTOR if mode in SLOW_COMPILE_MODES else 1.0
+        factor = self._kept.slow_factor if mode in SLOW_COMPILE_MODES else 1.0
         default = self._cold.get((scope, "default"))
         cold_s = factor * (float(np.median(default)) if default else self._assumed_s[scope])
         return max([cold_s, *self._warm.get(kind, ())])  # a warm one is no longer than a cold one
@@ -126,6 +149,31 @@ class TrialCost:
     def is_warm(self, config: TrainingConfig) -> bool:
         """Whether a trial has compiled the same before."""
         return what_is_compiled(config) in self._compiled
+
+    def learned(self) -> KeptCosts:
+        """What is worth knowing for the next search on this device; what was not seen is as it was taken over."""
+        kept = self._kept
+        cold = {
+            scope: float(np.median(seen)) / self._by_table_s[scope]
+            for scope in self._by_table_s
+            if (seen := self._cold.get((scope, "default")))
+        }
+        both = [
+            float(np.median(seen) / np.median(self._cold[kind]))
+            for kind, seen in self._warm.items()
+            if kind in self._cold
+        ]
+        slow = [
+            float(np.median(seen)) / self._kind_s((kind[0], "default"), False)
+            for kind, seen in self._cold.items()
+            if kind[1] in SLOW_COMPILE_MODES
+        ]
+        return KeptCosts(
+            fixed_s=float(np.median(self._fixed)) if self._fixed else kept.fixed_s,
+            cold=kept.cold | cold,
+            warm_share=min(1.0, float(np.median(both))) if both else kept.warm_share,
+            slow_factor=max(1.0, float(np.median(slow))) if slow else kept.slow_factor,
+        )
 
     def all_s(self, step_time_s: Array) -> Array:
         """Expected seconds of a trial of each candidate, given their step times."""

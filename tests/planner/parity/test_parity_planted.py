@@ -43,6 +43,21 @@ def test_nothing_planted_passes(config):
     assert not parity.failures and not failed(parity)
 
 
+def test_the_shapes_of_training_are_checked_as_well(config, monkeypatch):
+    """Micro-batches of 4 and all 160 tokens, where a check would else take 2 and 128: a compiled trial's own shapes."""
+    wide = config.model_copy(update={"micro_batch": 4})
+    workload = decaying(fields=LLAMA, length=160, global_batch=8, max_grad_norm=0.3)
+    plain = reference(workload, wide, own_shapes=True)
+    ours = candidate(workload, wide, plain, own_shapes=True)
+    assert (plain.measurement.global_batch, plain.measurement.length) == (12, 160)
+    assert ours.measurement.micro_batch == 4 and ours.measurement.own_length is None
+    assert compare(plain, [ours], wide).passed, compare(plain, [ours], wide).failures
+    for change in (planted.clipping_never_applied, planted.gradients_too_large, planted.momentum_lost):
+        with monkeypatch.context() as patched:
+            planted.plant(patched, change)
+            assert not compare(plain, [candidate(workload, wide, plain, own_shapes=True)], wide).passed, change.__name__
+
+
 OPTIMIZER = "parameters after the optimizer's steps"
 
 

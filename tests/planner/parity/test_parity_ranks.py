@@ -72,6 +72,25 @@ def test_two_ranks(check, knobs):
     assert verdict.worst_gradient_difference < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dp_replicate": 2, "precision": "bf16", "parameters": "bf16"},
+        {"dp_replicate": 2, "precision": "bf16", "parameters": "bf16_stochastic"},
+        {"dp_shard": 2, "precision": "bf16", "parameters": "bf16"},
+        {"dp_shard": 2, "precision": "bf16", "parameters": "bf16_stochastic", "gradient_sync": "every"},
+        {"dp_shard": 2, "optimizer_state": "bf16"},
+    ],
+    ids=["ddp", "ddp_chance", "fsdp2", "fsdp2_chance", "fsdp2_moments"],
+)
+def test_what_is_kept_rounded_on_two_ranks(check, knobs):
+    """Rounding by chance too: replicas whose parameters differed would be seen, since each rank is judged."""
+    verdict = check(**knobs)
+    assert verdict.passed, verdict.failures
+    assert verdict.changes_numerics
+
+
 def test_a_candidate_that_does_not_run_has_not_passed(check):
     verdict = check(precision="tf32")
     assert not verdict.passed

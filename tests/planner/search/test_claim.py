@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from autoplan.planner.records import Interval, Outcome, Trial, Window
-from autoplan.planner.search.claim import MOST_ROUNDS, ROUNDS_AGAIN, Comparison, compare, rounds_needed
+from autoplan.planner.search.claim import (
+    MOST_ROUNDS,
+    ROUNDS_AGAIN,
+    ROUNDS_WITHOUT_HOPE,
+    Comparison,
+    compare,
+    rounds_needed,
+)
+from autoplan.planner.search.learned import NOTHING
+from autoplan.planner.search.objective import THROUGHPUT
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.rounds import repeat_if_due, run_claim, run_finalists
 from autoplan.planner.search.selection import collect_runs, is_tie, measured_spread, rank
@@ -44,6 +53,11 @@ class Simulated:
         self.hand: Trial | None = None
         self.search_left_s = 1000.0
         self.notes: list[str] = []
+        self.objective, self.taken_over = THROUGHPUT, NOTHING
+
+    @property
+    def run_spread(self) -> Spread:
+        return measured_spread(self.store.trials)
 
     @property
     def baseline(self) -> Trial | None:
@@ -209,6 +223,7 @@ def test_the_assumed_spread_gives_way_to_what_is_measured():
     assert half_width(quiet, 2) < 0.01 < half_width(ASSUMED, 2) < half_width(loud, 2)
     assert rounds_needed(quiet, 0.0) == 2 and rounds_needed(loud, 0.1) == MOST_ROUNDS
     assert rounds_needed(ASSUMED, 1.0) == 2
+    assert rounds_needed(loud, 0.01) == ROUNDS_WITHOUT_HOPE
 
 
 def test_what_is_a_tie_depends_on_the_measured_spread():

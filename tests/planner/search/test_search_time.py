@@ -1,5 +1,6 @@
 """What a search expects of its time: compilations by scope and mode, the parity check's reserve, the fallback."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ from autoplan.planner.parity import compare
 from autoplan.planner.records import Interval, Outcome, Parity, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.objective import THROUGHPUT
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler, RedrawingSampler, make_sampler
 from autoplan.planner.search.session import BudgetOver, Session
-from autoplan.planner.search.stages import find_verified
+from autoplan.planner.search.stages import find_verified, manual_settings
 from autoplan.planner.search.trial_cost import COMPILE_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
+from autoplan.planner.trials.measure import ASSUMED
 from autoplan.processes import Ended, TaskFailedError
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig, knob_values
 
@@ -170,7 +173,24 @@ def test_the_reserve_grows_with_the_model():
     assert 40.0 < parity_time.check_s(cost, gpt2, PLAIN) < 60.0
     pictures = ModelCost(sequence_length=None, parameters=1e6, sample_s=0.5, fixed_micro_batch=True)
     larger = PLAIN.model_copy(update={"micro_batch": 8})
-    assert parity_time.running_s(pictures, larger) == 2 * parity_time.running_s(pictures, PLAIN)
+    assert parity_time.running_s(cost, pictures, larger) == 2 * parity_time.running_s(cost, pictures, PLAIN)
+
+
+def test_a_check_takes_the_trials_own_shapes_where_that_costs_less_than_compiling():
+    """Cold compilations of 30 s and more; a model whose samples take 5 ms, without dropout."""
+    cost, quick = trial_cost(), ModelCost(sequence_length=None, parameters=5e6, sample_s=0.005, has_dropout=False)
+    larger = COMPILED.model_copy(update={"micro_batch": 8})
+    cost.observe(trial_of(larger, compile_s=60.0))
+    assert parity_time.takes_own_shapes(cost, quick, larger)
+    warm_s = cost.compile_s(larger, warm=True)
+    assert parity_time.check_s(cost, quick, larger) < 10.0 + warm_s < cost.compile_s(larger)
+    assert parity_time.reserve_s(cost, quick, larger, 300.0) < 40.0 + warm_s
+    slow = dataclasses.replace(quick, sample_s=2.0)
+    assert not parity_time.takes_own_shapes(cost, slow, larger), "9 micro-steps of 8 samples take longer than compiling"
+    noisy = dataclasses.replace(quick, has_dropout=True)
+    assert not parity_time.takes_own_shapes(cost, noisy, larger), "without dropout it is another graph"
+    for knobs in ({"compile": "off"}, {"loss": "fused"}):
+        assert not parity_time.takes_own_shapes(cost, quick, larger.model_copy(update=knobs))
 
 
 def test_a_check_may_run_past_the_budget_and_leaves_time_for_the_eager_one():
@@ -223,8 +243,12 @@ class Searched:
         self.options = SimpleNamespace(allows=lambda config: True)
         self.observer = SimpleNamespace(on_phase=lambda *texts: None)
         self.zygote = None
+        self.objective, self.run_spread = THROUGHPUT, ASSUMED
         self.context = SimpleNamespace(
-            spec=SimpleNamespace(global_batch=8, sequence_length=None), device="cpu", host_limit_bytes=None
+            spec=SimpleNamespace(global_batch=8, sequence_length=None),
+            facts=SimpleNamespace(step_s=None),
+            device="cpu",
+            host_limit_bytes=None,
         )
         self.trial_cost = trial_cost()
         self.parity_cost = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
@@ -287,3 +311,17 @@ def test_past_its_budget_a_search_checks_the_winner_all_the_same(tmp_path: Path,
     found = find_verified(session)
     assert found is not None and asked == [(PLAIN, pytest.approx(8.0))]
     assert session.notes == [f"the parity check of {PLAIN.describe()} ended 2.0 s past the budget"]
+
+
+# The hand setting.
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [([1, 2, 3, 6, 8], [8, 2, 1]), ([6], [6]), ([3, 6], [3])])
+def test_the_hand_setting_halves_the_micro_batch_until_it_fits(sizes: list[int], chosen: list[int]):
+    def predict(config: TrainingConfig) -> Any:
+        return SimpleNamespace(peak_memory_bytes=100 if config.micro_batch in (3, 4, 6) else 10)
+
+    space = SimpleNamespace(values={"micro_batch": sizes, "precision": ["fp32"]})
+    context = SimpleNamespace(space=space, device="cpu", memory_limit_bytes=50, spec=SimpleNamespace(global_batch=24))
+    session = SimpleNamespace(context=context, options=SimpleNamespace(fix={}), predict=predict)
+    assert [config.micro_batch for config in manual_settings(session, "fp32")] == chosen  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from autoplan.planner.parity.compare import run_parity, where_ended
 from autoplan.planner.search import inspection
 from autoplan.planner.search.inspection import UserCodeLimits, inspect
 from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.run import run_search
-from autoplan.planner.search.setup import PRELOAD
 from autoplan.planner.trace import trace
 from autoplan.planner.trace.trace import TraceLimits, trace_profile
 from autoplan.probes.collectives import probe_collectives
@@ -128,7 +128,7 @@ def test_a_search_whose_function_hangs_ends_with_its_budget(tmp_path: Path, monk
 def test_a_search_whose_check_meets_the_memory_limit_says_so(tmp_path: Path):
     options = SearchOptions(
         spec=spec_of("greedy_check"),
-        budget=40.0,
+        budget=60.0,
         memory_limit="700MiB",
         max_trials=2,
         fix={"precision": "fp32", "compile": "off", "threads": 1},

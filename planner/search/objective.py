@@ -1,0 +1,170 @@
+"""What a search looks for: throughput, little memory at a floor of throughput, or little cost per token.
+
+In: configurations with their runs; what is expected of the untried. Out: their order; and, for the choice of the next
+trial, the same expectations as a value that is to be small. Trials measure the same whatever the objective is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoplan.planner.records import Interval, Objective, Outcome, Trial
+from autoplan.planner.search.selection import MAX_FINALISTS, CandidateRuns, pick_finalists, rank
+from autoplan.planner.search.surrogate import Posterior, normal_cdf
+from autoplan.planner.trials.measure import Spread
+
+if TYPE_CHECKING:
+    from autoplan.strategies.config import TrainingConfig
+
+THROUGHPUT = Objective()
+
+
+def devices_of(objective: Objective, config: TrainingConfig) -> int:
+    """By how much a second of this configuration counts: where cost is looked for, once for each rank."""
+    return config.world_size if objective.name == "cost" else 1
+
+
+def order(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
+    """The candidates, best first.
+
+    Args:
+        objective: What is looked for.
+        candidates: In any order.
+        spread: Between runs on this device.
+    """
+    if objective.name == "throughput":
+        return rank(candidates, spread)
+    if objective.name == "cost":
+        return _by_cost(objective, candidates, spread)
+    by_speed = rank(candidates, spread)
+    if not by_speed:
+        return []
+    floor_s = floor_time_s(objective, [candidate.step_time.median for candidate in by_speed])
+    good = [candidate for candidate in by_speed if candidate.step_time.median <= floor_s]
+    good.sort(key=lambda candidate: (candidate.peak_memory_bytes, candidate.step_time.median))
+    return good + [candidate for candidate in by_speed if candidate not in good]
+
+
+def _by_cost(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
+    """By step time times ranks; the same rules for ties as for throughput."""
+    own = {candidate.config: candidate for candidate in candidates}
+    scaled = [_scaled(candidate, devices_of(objective, candidate.config)) for candidate in candidates]
+    return [own[candidate.config] for candidate in rank(scaled, spread)]
+
+
+def _scaled(candidate: CandidateRuns, factor: int) -> CandidateRuns:
+    """The candidate with step times as many times as long."""
+
+    def times(trial: Trial) -> Trial:
+        step = trial.step_time_s
+        if step is None:
+            return trial
+        scaled = Interval(
+            median=step.median * factor, low=step.low * factor, high=step.high * factor, samples=step.samples
+        )
+        return trial.model_copy(update={"step_time_s": scaled})
+
+    return replace(
+        candidate,
+        first=times(candidate.first),
+        finalist_runs=tuple(map(times, candidate.finalist_runs)),
+        claim_runs=tuple(map(times, candidate.claim_runs)),
+        counted=tuple(map(times, candidate.counted)),
+    )
+
+
+def finalists(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
+    """The candidates that are measured again before one is chosen.
+
+    Where memory is looked for: the fastest, which the floor is a share of, and the smallest that reach it.
+    """
+    if objective.name == "throughput":
+        return pick_finalists(candidates)
+    best_first = order(objective, candidates, spread)
+    if objective.name == "cost":
+        scaled = [_scaled(candidate, devices_of(objective, candidate.config)) for candidate in best_first]
+        near = {candidate.config for candidate in pick_finalists(sorted(scaled, key=lambda c: c.step_time.median))}
+        return [candidate for candidate in best_first if candidate.config in near]
+    fastest = min(candidates, key=lambda candidate: candidate.step_time.median, default=None)
+    small = [candidate for candidate in best_first if candidate is not fastest][: MAX_FINALISTS - 1]
+    return [] if fastest is None else [fastest, *small]
+
+
+def floor_time_s(objective: Objective, step_times_s: Sequence[float]) -> float:
+    """The longest step time that the floor of throughput allows: a share of the fastest's throughput."""
+    return min(step_times_s) / objective.floor
+
+
+def time_to_beat_s(objective: Objective, best: Trial | None, config: TrainingConfig) -> float | None:
+    """A step that is longer than this cannot win: a trial is stopped early. None: not before something was measured.
+
+    Args:
+        objective: What is looked for.
+        best: The best trial so far: by cost where that is looked for, else the fastest.
+        config: Of the next trial.
+    """
+    if best is None or best.step_time_s is None:
+        return None
+    if objective.name == "memory":
+        return best.step_time_s.high / objective.floor
+    return best.step_time_s.high * devices_of(objective, best.config) / devices_of(objective, config)
+
+
+def best_trial_for(objective: Objective, trials: Sequence[Trial]) -> Trial | None:
+    """The best of some good trials: by cost where that is looked for, else the fastest."""
+    good = [t for t in trials if t.outcome is Outcome.OK and t.step_time_s is not None and not t.is_repeat]
+    return min(
+        good,
+        key=lambda t: t.step_time_s.median * devices_of(objective, t.config) if t.step_time_s else math.inf,
+        default=None,
+    )
+
+
+# The next trial.
+
+
+def view(
+    objective: Objective, configs: Sequence[TrainingConfig], posterior: Posterior, trials: Sequence[Trial]
+) -> tuple[Posterior, float | None]:
+    """What is expected of each candidate, as a logarithm that is to be small, and the best one measured.
+
+    Where memory is looked for, `works` has the probability to reach the floor as well.
+
+    Args:
+        objective: What is looked for.
+        configs: The candidates.
+        posterior: Of their step times and peaks.
+        trials: Good ones that may be the plan.
+    """
+    if not trials:
+        return posterior, None
+    times = [math.log(trial.step_time_s.median) for trial in trials if trial.step_time_s is not None]
+    if objective.name == "cost":
+        factors = np.log([devices_of(objective, config) for config in configs])
+        best = min(
+            math.log(trial.step_time_s.median * devices_of(objective, trial.config))
+            for trial in trials
+            if trial.step_time_s is not None
+        )
+        return replace(posterior, log_time=posterior.log_time + factors), best
+    if objective.name == "throughput" or posterior.log_memory is None or posterior.log_memory_sd is None:
+        return posterior, min(times)
+    limit = min(times) - math.log(objective.floor)
+    reaches = normal_cdf((limit - posterior.log_time) / posterior.log_time_sd)
+    seen = [
+        math.log(trial.peak_memory_bytes)
+        for trial, time in zip(trials, times, strict=True)
+        if trial.peak_memory_bytes and time <= limit
+    ]
+    small = replace(
+        posterior,
+        log_time=posterior.log_memory,
+        log_time_sd=posterior.log_memory_sd,
+        works=posterior.works * reaches,
+    )
+    return small, min(seen, default=None)

@@ -1,0 +1,166 @@
+"""What a verification says of a plan: from its parity check and one trial here to a verdict with its reasons.
+
+In: the plan, a `Parity`, a `Trial`, this machine. Out: a `Verification`. Nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from autoplan.planner.plan import Plan
+from autoplan.planner.records import Interval, Outcome, Parity, Trial, Window
+from autoplan.planner.surroundings import Difference
+from autoplan.planner.trials.measure import RUN_SPREAD, Spread, invert, ratio_interval
+from autoplan.probes.nvml import SLOWDOWNS
+from autoplan.record import Record
+
+Verdict = Literal[
+    "holds", "faster", "slower", "does_not_fit", "does_not_run", "trains_otherwise", "not_checked", "did_not_run"
+]
+CauseKind = Literal["others", "clocks", "quota", "hardware", "versions", "environment", "unknown"]
+
+EXIT_CODES: dict[Verdict, int] = {
+    "holds": 0,
+    "faster": 0,
+    "slower": 3,
+    "does_not_fit": 3,
+    "does_not_run": 3,
+    "trains_otherwise": 3,
+    "not_checked": 3,
+    "did_not_run": 4,
+}
+"""Of `autoplan verify`; one that is slower because of what passes (`BUSY`) ends with 4, as a busy device does."""
+
+BUSY: tuple[CauseKind, ...] = ("others", "clocks", "quota")
+
+LEAST_DIFFERENCE = RUN_SPREAD
+"""A plan holds where the speed differs by less than this, however narrow the intervals are: they were measured in one
+sitting, and runs of the same configuration on other days differ by about as much (MLPerf Training's imaging tasks)."""
+
+QUOTA_SHARE = 0.05
+"""A quota that stops the processes for more of the time than this is a cause."""
+
+CLOCK_SHARE = 0.03
+"""A median clock that is lower by more than this is a cause."""
+
+
+class Cause(Record):
+    """Why a plan is slower here than where it was measured, as far as it can be seen."""
+
+    kind: CauseKind
+    text: str
+
+
+class Verification(Record):
+    """What `verify` found."""
+
+    verdict: Verdict
+    text: str = Field(description="the verdict as a sentence")
+    speed_ratio: Interval | None = Field(description="tokens/s here over the plan's; None where it did not run")
+    spread: str = Field(description="between runs of one configuration, and how that is known")
+    causes: tuple[Cause, ...] = Field(default=(), description="of a slower speed, the likeliest first")
+    parity: Parity
+    trial: Trial
+    memory_limit_bytes: int
+    exit_code: int
+
+
+def judge(
+    plan: Plan, parity: Parity, trial: Trial, differences: Sequence[Difference], memory_limit_bytes: int
+) -> Verification:
+    """The verdict on a plan.
+
+    Args:
+        plan: The plan.
+        parity: Of its configuration, here.
+        trial: One of its configuration, here.
+        differences: Between where it was found and here.
+        memory_limit_bytes: Of the trial.
+    """
+    spread = _spread(plan)
+    ratio = None
+    if trial.outcome is Outcome.OK and trial.tokens_per_s is not None:
+        here, then = invert(trial.tokens_per_s, 1.0), invert(plan.measurement.tokens_per_s, 1.0)
+        ratio = ratio_interval([here], [then], spread)
+    verdict, text = _decide(parity, trial, ratio)
+    causes = tuple(find_causes(plan, trial.window, differences)) if verdict == "slower" else ()
+    busy = any(cause.kind in BUSY for cause in causes)
+    return Verification(
+        verdict=verdict,
+        text=text,
+        speed_ratio=ratio,
+        spread=spread.describe(),
+        causes=causes,
+        parity=parity,
+        trial=trial,
+        memory_limit_bytes=memory_limit_bytes,
+        exit_code=4 if busy else EXIT_CODES[verdict],
+    )
+
+
+def _spread(plan: Plan) -> Spread:
+    """Between runs of one configuration, as the plan's search measured it."""
+    if plan.claim is None or not plan.claim.spread_repeats:
+        return Spread()
+    return Spread(sd=plan.claim.spread, freedom=plan.claim.spread_repeats)
+
+
+def _decide(parity: Parity, trial: Trial, ratio: Interval | None) -> tuple[Verdict, str]:
+    if trial.outcome is Outcome.OUT_OF_MEMORY:
+        return "does_not_fit", f"the plan does not fit here: {trial.reason}"
+    if trial.did_not_run:
+        return "did_not_run", f"nothing is known of it: {trial.reason}"
+    if ratio is None:
+        return "does_not_run", f"the plan does not run here: {trial.outcome.value}: {trial.reason}"
+    if not parity.finished:
+        return "not_checked", f"the plan could not be checked here: {parity.note}"
+    if not parity.passed:
+        return "trains_otherwise", "the plan fails the parity check here: it would not train the same thing"
+    share = f"{ratio.median:.0%} of the plan's speed ({ratio.low:.0%} to {ratio.high:.0%})"
+    if ratio.low > 1.0 and ratio.median > 1.0 + LEAST_DIFFERENCE:
+        return "faster", f"it is faster here: {share}"
+    if ratio.high < 1.0 and ratio.median < 1.0 - LEAST_DIFFERENCE:
+        return "slower", f"it is slower here: {share}"
+    return "holds", f"the plan holds: {share}"
+
+
+def find_causes(plan: Plan, window: Window | None, differences: Sequence[Difference]) -> list[Cause]:
+    """Why a plan may be slower than it was measured: what was seen while it ran, then what differs.
+
+    Args:
+        plan: The plan.
+        window: What others did while it ran here; None: not known.
+        differences: Between where it was found and here.
+    """
+    causes = [] if window is None else _seen(plan, window)
+    causes += [Cause(kind=difference.kind, text=difference.text) for difference in differences]
+    nothing = "nothing that explains it was seen: the same hardware and versions, and nothing else ran"
+    return causes or [Cause(kind="unknown", text=nothing)]
+
+
+def _seen(plan: Plan, window: Window) -> list[Cause]:
+    causes = []
+    slowed = sorted(SLOWDOWNS.intersection(window.clock_events))
+    if slowed:
+        causes.append(Cause(kind="clocks", text=f"the GPU was throttled ({', '.join(slowed)})"))
+    then, now = _clock_of(plan), window.sm_clock_hz
+    if not slowed and then is not None and now is not None and now < (1.0 - CLOCK_SHARE) * then:
+        text = f"the GPU's clock was {now / 1e6:.0f} MHz, and {then / 1e6:.0f} MHz where the plan was measured"
+        causes.append(Cause(kind="clocks", text=text))
+    if window.disturbed is not None and not slowed:
+        causes.append(Cause(kind="others", text=window.disturbed))
+    if window.throttled_s > QUOTA_SHARE * window.seconds:
+        share = window.throttled_s / max(window.seconds, 1e-9)
+        text = f"the container's CPU quota was used up: processes stood still for {share:.1f} s a second"
+        causes.append(Cause(kind="quota", text=text))
+    return causes
+
+
+def _clock_of(plan: Plan) -> float | None:
+    """The GPU's clock in the trials that the plan's speed is of."""
+    trials = [trial for trial in plan.evidence if trial.number in plan.measurement.trials and trial.window is not None]
+    clocks = sorted(trial.window.sm_clock_hz for trial in trials if trial.window and trial.window.sm_clock_hz)
+    return clocks[len(clocks) // 2] if clocks else None

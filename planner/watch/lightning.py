@@ -1,0 +1,133 @@
+"""LightningWatch: a callback for Lightning's Trainer."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from typing import Any
+
+from autoplan.errors import MissingExtraError
+from autoplan.planner.plan import Plan
+from autoplan.planner.watch.loop import check_options
+from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter
+from autoplan.planner.watch.sinks import log_to_wandb
+from autoplan.strategies.workloads.counting import count_on_host
+
+
+def _callback_class() -> Any:
+    """The Callback of the package that the program uses: lightning, or pytorch_lightning; object without either."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name).Callback
+        except ImportError:
+            continue
+    return object
+
+
+_Callback = _callback_class()
+
+
+class LightningWatch(_Callback):  # type: ignore[misc,valid-type]
+    """Watches a Lightning training beside its plan: throughput, memory, and one warning where it falls short.
+
+        trainer = Trainer(..., callbacks=[LightningWatch(plan)])
+
+    The figures of each window go to the Trainer's own loggers.
+
+    Args:
+        plan: The plan that the Trainer and the data are set by.
+        window_s: Seconds of a window that is compared with the plan.
+        shortfall: The share below the plan's throughput that is warned of.
+
+    Raises:
+        UsageError: the window or the shortfall is out of its range.
+        MissingExtraError: Lightning is not installed.
+    """
+
+    def __init__(self, plan: Plan, *, window_s: float = WINDOW_S, shortfall: float = SHORTFALL) -> None:
+        if _Callback is object:
+            raise MissingExtraError(
+                "LightningWatch needs lightning, which is not installed", hint="pip install lightning"
+            )
+        super().__init__()
+        check_options(window_s, shortfall)
+        self._meter = Meter(plan=plan, window_s=window_s, shortfall=shortfall, scale=float(plan.config.dp))
+        self._mark: float | None = None
+        self._pause: float | None = None
+        self._steps = 0
+        self._items = self._positions = 0.0
+        self._counted = False
+        self._unsaid: Figures | None = None
+
+    @property
+    def figures(self) -> Figures | None:
+        """Of the last window."""
+        return self._meter.figures
+
+    @property
+    def warning(self) -> str | None:
+        """What was warned of."""
+        return self._meter.warned
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins."""
+        self._steps, self._mark = trainer.global_step, time.perf_counter()
+        self._meter.on_window = self._keep if trainer.is_global_zero else None
+        self._meter.begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A micro-batch is there: what passed since the last one was waiting for it."""
+        if self._mark is not None:
+            self._meter.loaded(time.perf_counter() - self._mark)
+        found = count_on_host(self._meter.plan.workload, batch)
+        if found is not None:
+            self._items, self._positions, self._counted = self._items + found[0], self._positions + found[1], True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Counts a step where this micro-batch was the last of one."""
+        if trainer.global_step > self._steps:
+            self._steps = trainer.global_step
+            if self._counted:
+                self._meter.step(self._items, positions=self._positions)
+            else:
+                self._meter.step()
+            self._items, self._positions, self._counted = 0.0, 0.0, False
+        self._log(trainer)
+        self._mark = time.perf_counter()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """A short training has its figures now."""
+        self._meter.finish()
+        self._log(trainer)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """An evaluation is no training."""
+        self._pause = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """The training goes on."""
+        now = time.perf_counter()
+        if self._pause is not None:
+            self._meter.leave_out(now - self._pause)
+        self._pause, self._mark = None, now
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Nor is a checkpoint: what passed since the last batch is left out."""
+        now = time.perf_counter()
+        if self._mark is not None:
+            self._meter.leave_out(now - self._mark)
+        self._mark = now
+
+    def _log(self, trainer: Any) -> None:
+        if self._unsaid is None:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(self._unsaid.as_metrics(), step=trainer.global_step)
+        if not trainer.loggers:
+            log_to_wandb(self._unsaid)
+        self._unsaid = None
+
+    def _keep(self, figures: Figures) -> None:
+        self._unsaid = figures

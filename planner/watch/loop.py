@@ -1,0 +1,137 @@
+"""watch(plan): a training loop of one's own, beside its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from autoplan.errors import UsageError
+from autoplan.planner.plan import Plan
+from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter, is_first_rank
+from autoplan.planner.watch.sinks import log_to_wandb, log_to_writer
+from autoplan.strategies.workloads.counting import count_on_host
+
+Item = TypeVar("Item")
+
+
+class Watch:
+    """Compares a loop with its plan; `autoplan.watch` makes one.
+
+    Attributes:
+        figures: Throughput and memory of the last window beside the plan's; None before the first.
+        warning: The text of the warning that was given; None while there was none.
+    """
+
+    def __init__(self, meter: Meter, writer: Any) -> None:
+        self._meter = meter
+        self._writer = writer
+        self._items = 0.0
+        self._positions = 0.0
+        self._counted = False
+        meter.on_window = self._log if is_first_rank() else None
+
+    @property
+    def figures(self) -> Figures | None:
+        """Of the last window."""
+        return self._meter.figures
+
+    @property
+    def warning(self) -> str | None:
+        """What was warned of."""
+        return self._meter.warned
+
+    def step(self, batch: Any = None, *, items: float | None = None) -> None:
+        """Call it after each optimizer step.
+
+        Args:
+            batch: What this rank trained on in the step: all its micro-batches in one, or the last of them where
+                `batches` handed out the others. Not needed where `batches` handed out all.
+            items: Or how many tokens (without padding) or samples that were, as the plan counts them. With neither, as
+                many as the plan has.
+
+        Raises:
+            UsageError: both were given.
+        """
+        if batch is not None and items is not None:
+            raise UsageError("watch.step() got a batch and items", hint="Give one of them.")
+        if batch is not None:
+            self._count(batch)
+        if items is None and self._counted:
+            self._meter.step(self._items, positions=self._positions)
+        else:
+            self._meter.step(items)
+        self._items, self._positions, self._counted = 0.0, 0.0, False
+
+    def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """The batches of a loader; counts them, and times how long the training waits for each."""
+        iterator = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._meter.loaded(time.perf_counter() - asked)
+            self._count(batch)
+            yield batch
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is no training: an evaluation, a checkpoint. Its time counts for nothing."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._meter.leave_out(time.perf_counter() - began)
+
+    def _count(self, batch: Any) -> None:
+        found = count_on_host(self._meter.plan.workload, batch)
+        if found is not None:
+            self._items, self._positions, self._counted = self._items + found[0], self._positions + found[1], True
+
+    def _log(self, figures: Figures) -> None:
+        log_to_wandb(figures)
+        if self._writer is not None:
+            log_to_writer(self._writer, figures)
+
+
+@contextmanager
+def watch(
+    plan: Plan, *, writer: Any = None, window_s: float = WINDOW_S, shortfall: float = SHORTFALL
+) -> Iterator[Watch]:
+    """Watches a training loop beside its plan: throughput, memory, and one warning where it falls short.
+
+        with autoplan.watch(plan) as watch:
+            for batch in watch.batches(loader):
+                run.step(batch)
+                watch.step()
+
+    Each window of `window_s` seconds is compared with the plan. Where its throughput is more than `shortfall` below the
+    plan's, a Python warning says so, once, with the likely cause: throttling, other processes on the CPU or the GPU,
+    waiting for data, recompilation, larger batches, other versions or hardware. The figures go to the active W&B run,
+    if there is one, and to `writer`.
+
+    Args:
+        plan: The plan that the loop runs with.
+        writer: A SummaryWriter of TensorBoard.
+        window_s: Seconds of a window; it has at least 5 steps.
+        shortfall: The share below the plan's throughput that is warned of.
+
+    Raises:
+        UsageError: the window or the shortfall is out of its range.
+    """
+    check_options(window_s, shortfall)
+    meter = Meter(plan=plan, window_s=window_s, shortfall=shortfall, scale=float(plan.config.dp))
+    meter.begin()
+    yield Watch(meter, writer)
+    meter.finish()
+
+
+def check_options(window_s: float, shortfall: float) -> None:
+    """Refuses a window or a shortfall that makes no sense."""
+    if window_s <= 0:
+        raise UsageError(f"window_s is {window_s}", hint="Give seconds above zero, like 30.")
+    if not 0 < shortfall < 1:
+        raise UsageError(f"shortfall is {shortfall}", hint="Give a share between 0 and 1, like 0.1.")

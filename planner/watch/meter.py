@@ -1,0 +1,240 @@
+"""Live throughput and memory beside the plan's.
+
+    meter = Meter(plan)
+    meter.begin()
+    meter.step(items=4096)            # after each optimizer step of this rank
+    meter.figures                     # of the last window; None before the first
+
+A window is at least `window_s` seconds and LEAST_STEPS steps. The clock is the host's: over a window the host cannot
+run ahead of the device by more than a few steps, and nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from autoplan.planner.plan import Plan
+from autoplan.planner.surroundings import Difference
+from autoplan.planner.trials.device_monitor import resident_peak_bytes
+from autoplan.planner.trials.load import LoadMonitor
+from autoplan.planner.watch.causes import Seen, describe_causes, differences_here
+from autoplan.record import Record
+from autoplan.units import format_number
+
+WINDOW_S = 30.0
+SHORTFALL = 0.1
+"""A window that is slower than the plan by more than this share is warned of."""
+
+WARM_UP_STEPS = 3
+"""Steps at the beginning that count for nothing: they compile, allocate and fill caches."""
+
+LEAST_STEPS = 5
+
+
+class Figures(Record):
+    """One window of a training, beside its plan. Memory is that of this process or its GPU."""
+
+    step: int
+    steps: int
+    seconds: float
+    items_per_s: float
+    plan_items_per_s: float
+    unit: str
+    step_time_s: float
+    peak_memory_bytes: int | None
+    plan_peak_memory_bytes: int | None
+    data_share: float | None
+    causes: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Of the plan's throughput."""
+        return self.items_per_s / self.plan_items_per_s
+
+    def as_metrics(self) -> dict[str, float]:
+        """The figures for a logger, by name; memory in GiB."""
+        found = {f"autoplan/{self.unit}_per_s": self.items_per_s, "autoplan/share_of_plan": self.share}
+        if self.peak_memory_bytes is not None:
+            found["autoplan/peak_memory_gib"] = self.peak_memory_bytes / 2**30
+        if self.data_share is not None:
+            found["autoplan/data_share"] = self.data_share
+        return found
+
+    def describe(self) -> str:
+        """One line for a person."""
+        return (
+            f"{format_number(self.items_per_s)} {self.unit}/s, {self.share:.0%} of the plan's "
+            f"{format_number(self.plan_items_per_s)}"
+        )
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """Counts the steps of one rank, and compares each window with the plan.
+
+    Attributes:
+        plan: The plan that the training runs with.
+        window_s: Seconds of a window.
+        shortfall: The share below the plan's throughput that is warned of, once.
+        on_window: Is called with the figures of each window.
+        scale: From this rank's items to those of a step over all ranks.
+        figures: Of the last window.
+        warned: The text of the warning; None while there was none.
+    """
+
+    plan: Plan
+    window_s: float = WINDOW_S
+    shortfall: float = SHORTFALL
+    on_window: Callable[[Figures], None] | None = None
+    scale: float = 1.0
+    figures: Figures | None = None
+    warned: str | None = None
+    _load: LoadMonitor = field(init=False)
+    _steps: int = 0
+    _window: _Window | None = None
+    _differences: list[Difference] | None = None
+
+    def __post_init__(self) -> None:
+        self._load = LoadMonitor(device=own_device(self.plan), root_pid=_root_pid())
+        rate, step = self.plan.measurement.tokens_per_s.median, self.plan.measurement.step_time_s.median
+        self.plan_items = rate * step
+        """Items of a step over all ranks, as the plan counted them."""
+
+    def begin(self) -> None:
+        """Begins at the first step; what came before counts for nothing."""
+        self._steps, self._window = 0, None
+
+    def step(self, items: float | None = None, *, positions: float | None = None) -> None:
+        """Notes the end of an optimizer step.
+
+        Args:
+            items: What this rank trained on: tokens without padding, or samples, as the plan counts. None: as many as
+                in the plan.
+            positions: The same with padding. None: not known.
+        """
+        self._steps += 1
+        window = self._window
+        if window is None:
+            if self._steps >= WARM_UP_STEPS:
+                self._open()
+            return
+        window.steps += 1
+        window.items += self.plan_items if items is None else items * self.scale
+        if positions is not None:
+            window.positions += positions * self.scale
+        now = time.perf_counter()
+        if now - window.began - window.paused_s >= self.window_s and window.steps >= LEAST_STEPS:
+            self._close(window, now)
+            self._open()
+
+    def loaded(self, seconds: float) -> None:
+        """Notes that the training waited so long for a batch."""
+        if self._window is not None:
+            self._window.data_s = (self._window.data_s or 0.0) + seconds
+
+    def leave_out(self, seconds: float) -> None:
+        """Leaves seconds out that were no training: an evaluation, a checkpoint."""
+        if self._window is not None:
+            self._window.paused_s += seconds
+
+    def finish(self) -> None:
+        """Ends a training that was shorter than a window: its figures, without a warning."""
+        window = self._window
+        if self.figures is None and window is not None and window.steps >= LEAST_STEPS:
+            self._close(window, time.perf_counter(), warn=False)
+        self._window = None
+
+    def _open(self) -> None:
+        self._load.restart()
+        self._load.begin()
+        self._window = _Window(began=time.perf_counter())
+
+    def _close(self, window: _Window, now: float, *, warn: bool = True) -> None:
+        """Compares a window with the plan; warns, once, where it falls short."""
+        seconds = now - window.began - window.paused_s
+        problem = self._load.end()
+        measured = self.plan.measurement
+        figures = Figures(
+            step=self._steps,
+            steps=window.steps,
+            seconds=seconds,
+            items_per_s=window.items / seconds,
+            plan_items_per_s=measured.tokens_per_s.median,
+            unit=self.plan.workload.unit,
+            step_time_s=seconds / window.steps,
+            peak_memory_bytes=peak_memory_bytes(self._load.device),
+            plan_peak_memory_bytes=plan_peak_bytes(self.plan),
+            data_share=None if window.data_s is None else min(1.0, window.data_s / seconds),
+        )
+        if figures.share < 1.0 - self.shortfall and warn:
+            seen = Seen(
+                problem=problem,
+                window=self._load.window(problem),
+                data_share=figures.data_share,
+                positions_per_step=window.positions / window.steps if window.positions else None,
+            )
+            if self._differences is None:
+                self._differences = differences_here(self.plan)
+            causes = describe_causes(self.plan, seen, self._differences)
+            figures = figures.model_copy(update={"causes": tuple(causes)})
+            self._warn(figures, saw=problem is not None)
+        self.figures = figures
+        if self.on_window is not None:
+            self.on_window(figures)
+
+    def _warn(self, figures: Figures, *, saw: bool) -> None:
+        """The first rank speaks for all; another one where it saw something on its own device or cores."""
+        if self.warned is not None or not (saw or is_first_rank()):
+            return
+        who = "autoplan" if is_first_rank() else f"autoplan, rank {os.environ['RANK']}"
+        first, *others = figures.causes
+        also = f"; also: {'; '.join(others)}" if others else ""
+        self.warned = f"{who}: {figures.describe()}, over {figures.seconds:.0f} s. Likely cause: {first}{also}"
+        warnings.warn(self.warned, stacklevel=4)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Window:
+    """What is counted between two comparisons."""
+
+    began: float
+    steps: int = 0
+    items: float = 0.0
+    positions: float = 0.0
+    data_s: float | None = None
+    paused_s: float = 0.0
+
+
+def own_device(plan: Plan) -> torch.device:
+    """The device of this rank."""
+    if plan.device != "cuda" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def is_first_rank() -> bool:
+    """Whether this rank speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The peak of this process so far: reserved by torch on CUDA, resident on CPU. Resets nothing."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else resident_peak_bytes()
+
+
+def plan_peak_bytes(plan: Plan) -> int | None:
+    """The same figure of the plan's own trials."""
+    peaks = [trial.peak_memory for trial in plan.evidence if trial.number in plan.measurement.trials]
+    found = [peak.reserved_bytes if plan.device == "cuda" else peak.resident_bytes for peak in peaks]
+    return max((value for value in found if value is not None), default=plan.measurement.peak_memory_bytes)
+
+
+def _root_pid() -> int:
+    """The process below which the training is: the launcher of several ranks, else this one."""
+    return os.getppid() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.getpid()

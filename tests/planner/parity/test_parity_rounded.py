@@ -1,0 +1,187 @@
+"""Parameters and moments that are kept rounded: right runs pass; the bugs that fail elsewhere fail with them too."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from autoplan.planner.parity.differences import excess
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.run import TrainingRun
+from autoplan.strategies.techniques import rounded_steps
+from autoplan.strategies.techniques.mesh import local_tensor
+from autoplan.strategies.techniques.rounded_steps import StepRounding, rounding_of
+from tests.contracts.parity_contract import check_parity
+from tests.planner.parity import planted
+from tests.strategies.tiny import BERT, LLAMA, classifier, language
+
+BF16 = {"parameters": "bf16", "precision": "bf16"}
+CHANCE = {"parameters": "bf16_stochastic", "precision": "bf16"}
+MOMENTS = {"optimizer_state": "bf16"}
+FORMS = {"bf16": BF16, "chance": CHANCE, "moments": MOMENTS, "both": BF16 | MOMENTS}
+OPTIMIZER = "parameters after the optimizer's steps"
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def config(request):
+    return TrainingConfig.model_validate({"micro_batch": 2} | request.param)
+
+
+def decaying(**options):
+    workload = language(max_grad_norm=0.3, weight_decay=0.01, **options)
+    workload.build_schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + step)
+    )
+    return workload
+
+
+def failed(parity):
+    return {check.name for check in parity.checks if excess(check) > 1}
+
+
+def test_a_right_run_passes(config):
+    parity = check_parity(decaying(), config)
+    assert parity.passed, parity.failures
+    assert parity.changes_numerics
+    names = {check.name for check in parity.checks}
+    assert ("rounding of the parameters" in names) is (config.parameters != "own")
+    assert ("rounding by chance" in names) is (config.parameters == "bf16_stochastic")
+    assert ("moments as they are kept" in names) is (config.optimizer_state != "own")
+
+
+@pytest.mark.parametrize("form", [BF16, CHANCE], ids=["bf16", "chance"])
+@pytest.mark.parametrize("name", ["llama", "norms", "tiny_rate"])
+def test_other_models_pass(name, form):
+    workload = {
+        "llama": lambda: language(LLAMA),
+        "norms": lambda: classifier(norm=True, fixed_micro_batch=4),
+        "tiny_rate": lambda: language(learning_rate=1e-7),  # updates far below the last bit of bf16
+    }[name]()
+    size = workload.fixed_micro_batch or 2
+    parity = check_parity(workload, TrainingConfig.model_validate({"micro_batch": size} | form))
+    assert parity.passed, parity.failures
+
+
+def test_moments_of_gradients_that_are_all_rounding():
+    """A key's bias in BERT: its squares are 1e-28 and less, which fp32 norms cannot tell from 0."""
+    parity = check_parity(language(BERT), TrainingConfig(micro_batch=2, optimizer_state="bf16"))
+    assert parity.passed, parity.failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "seen_in"),
+    [
+        (planted.clipping_never_applied, "gradients after clipping"),
+        (planted.clipping_to_another_norm, "gradients after clipping"),
+        (planted.gradients_never_cleared, "gradient scale, later steps"),
+        (planted.schedule_never_stepped, "parameter groups"),
+        (planted.other_betas, OPTIMIZER),
+        (planted.momentum_lost, OPTIMIZER),
+        (planted.biases_never_stepped, OPTIMIZER),
+        (planted.weight_decay_lost, "parameter groups"),
+        (planted.learning_rate_a_tenth_lower, OPTIMIZER),
+        (planted.gradients_too_large, "gradient scale, step 1"),
+        (planted.dropout_switched_off, "noise of dropout in the gradient"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_planted_in_the_run(monkeypatch, config, change, seen_in):
+    planted.plant(monkeypatch, change)
+    parity = check_parity(decaying(), config)
+    assert not parity.passed
+    assert seen_in in failed(parity), parity.failures
+
+
+def test_a_missing_accumulation_factor(monkeypatch, config):
+    honest = TrainingRun.loss_divisor
+    monkeypatch.setattr(TrainingRun, "loss_divisor", lambda self, batch: honest(self, batch) / self.accumulation)
+    assert "gradient scale, step 1" in failed(check_parity(decaying(), config))
+
+
+def test_a_dropped_micro_batch(monkeypatch, config):
+    honest = TrainingRun.micro_batches
+    monkeypatch.setattr(TrainingRun, "micro_batches", lambda self, batch: list(honest(self, batch))[:-1])
+    assert not check_parity(decaying(), config).passed
+
+
+def test_a_missing_step(monkeypatch, config):
+    monkeypatch.setattr(TrainingRun, "_step_optimizer", lambda self: False)
+    parity = check_parity(decaying(), config)
+    assert any("stepped 0 times" in failure for failure in parity.failures)
+
+
+# What only a run that keeps something rounded can do wrong.
+
+
+def master_lost(run):
+    """Each step begins at the rounded parameters: small updates are lost."""
+    rounding = rounding_of(run.optimizer)
+
+    def forget():
+        for parameter in run.parameters:
+            rounding._masters[id(parameter)].copy_(local_tensor(parameter.detach()))
+
+    planted.around_step(run, forget)
+
+
+def parameters_never_written(run):
+    honest = StepRounding._narrow_all
+
+    def keep_old(self, optimizer):
+        old = [(parameter, parameter.detach().clone()) for parameter, _ in self._stepped]
+        honest(self, optimizer)
+        for parameter, values in old:
+            parameter.data.copy_(values)
+
+    run.optimizer.rounding._narrow_all = keep_old.__get__(run.optimizer.rounding)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen_in"),
+    [(master_lost, OPTIMIZER), (parameters_never_written, "rounding of the parameters")],
+    ids=["master_lost", "never_written"],
+)
+def test_planted_in_the_master_copies(monkeypatch, change, seen_in):
+    planted.plant(monkeypatch, change)
+    parity = check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | BF16))
+    assert seen_in in failed(parity), parity.failures
+
+
+@pytest.mark.parametrize("wrong", ["nearest", "towards_zero"])
+def test_rounding_that_is_not_by_chance(monkeypatch, wrong):
+    def nearest(value, generator):
+        return value.to(torch.bfloat16)
+
+    def towards_zero(value, generator):
+        return (value.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+    monkeypatch.setattr(rounded_steps, "round_by_chance", locals()[wrong])
+    parity = check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | CHANCE))
+    assert "rounding by chance" in failed(parity), parity.failures
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.parametrize("form", [{}, BF16], ids=["own", "bf16"])
+def test_moments_in_8_bits(monkeypatch, form):
+    config = TrainingConfig.model_validate({"micro_batch": 2, "optimizer_state": "8bit"} | form)
+    assert check_parity(decaying(), config).passed
+    planted.plant(monkeypatch, planted.other_betas)
+    assert OPTIMIZER in failed(check_parity(decaying(), config))
+
+
+def test_moments_that_are_not_kept(monkeypatch):
+    monkeypatch.setattr(rounded_steps, "round_by_chance", lambda value, generator: torch.zeros_like(value).bfloat16())
+    parity = check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | MOMENTS))
+    assert "moments as they are kept" in failed(parity), parity.failures
+
+
+def test_a_tied_weight_that_is_cast_twice(monkeypatch):
+    """Cast to a new parameter each, the head would train apart from the embedding."""
+
+    def untie(run):
+        run.model.lm_head.weight = nn.Parameter(run.model.lm_head.weight.detach().clone())
+
+    planted.plant(monkeypatch, untie)
+    assert not check_parity(decaying(), TrainingConfig.model_validate({"micro_batch": 2} | BF16)).passed

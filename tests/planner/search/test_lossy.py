@@ -1,0 +1,129 @@
+"""--numerics: lossy choices are in a search by the user's word alone, and the plan names what its check cannot show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoplan
+from autoplan.errors import ConfigError, UsageError
+from autoplan.planner.search.options import SearchOptions
+from autoplan.planner.search.run import run_search
+from autoplan.planner.space.knob_values import without_lossy
+from autoplan.planner.store.store import study_identity
+from autoplan.strategies.analysis.facts import Choices, offer
+from autoplan.strategies.config import LOSSY, TrainingConfig, knob_values, knobs
+from autoplan.strategies.rounding_knobs import RISKS, risks_of
+from autoplan.strategies.workloads.sources import make_spec
+from tests.strategies.tiny import GPT2
+
+TINY = GPT2 | {"n_embd": 32, "n_layer": 2, "n_positions": 16}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Any:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return make_spec(model=str(path), global_batch=8)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"fix": {"parameters": "bf16"}},
+        {"fix": {"optimizer_state": "8bit"}},
+        {"bound": {"parameters": ["own", "bf16_stochastic"]}},
+    ],
+    ids=str,
+)
+def test_a_lossy_value_without_the_word_is_an_error_that_says_so(spec, asked):
+    with pytest.raises(ConfigError, match="keeps fewer bits between steps") as caught:
+        SearchOptions(spec=spec, **asked)
+    assert 'numerics="lossy"' in (caught.value.hint or "") and "--numerics lossy" in (caught.value.flag_hint or "")
+    assert SearchOptions(spec=spec, numerics="lossy", **asked).numerics == "lossy"
+
+
+def test_in_python_and_on_the_command_line(spec, tmp_path):
+    with pytest.raises(ConfigError, match="parameters=bf16"):
+        autoplan.search("gpt2", fix={"parameters": "bf16"}, store=tmp_path / "s", quiet=True)
+    with pytest.raises(UsageError, match="numerics"):
+        SearchOptions(spec=spec, numerics="fewer")
+    command = [sys.executable, "-m", "autoplan", "search", "--model", str(tmp_path / "tiny.json")]
+    done = subprocess.run([*command, "--fix", "parameters=bf16"], capture_output=True, text=True)
+    assert done.returncode == 2 and "Add --numerics lossy" in done.stderr
+
+
+def test_it_is_part_of_what_a_study_is_only_where_it_is_lossy(spec):
+    given = {"device": "cpu", "fix": {}, "bound": {}, "nproc": 1, "memory_limit_bytes": None}
+    plain = study_identity(spec, "hw", **given)
+    assert study_identity(spec, "hw", numerics="kept", **given) == plain
+    assert study_identity(spec, "hw", numerics="lossy", **given) != plain
+
+
+def test_values_that_are_left_out_say_how_to_get_them():
+    choices = [
+        offer("parameters", ("own",), {"bf16": None, "bf16_stochastic": "no parameter is in fp32"}),
+        Choices(knob="precision", values=("fp32", "bf16")),
+    ]
+    parameters, precision = without_lossy(choices)
+    assert parameters.values == ("own",) and precision == choices[1]
+    reasons = {found.value: found.reason for found in parameters.left_out}
+    assert "--numerics lossy" in reasons["bf16"] and reasons["bf16_stochastic"] == "no parameter is in fp32"
+
+
+def test_every_lossy_value_has_a_risk_and_counts_as_a_change():
+    for knob, values in LOSSY.items():
+        assert knobs()[knob].numerics == "changes"
+        for value in values:
+            assert value in (knob_values(knob) or ())
+            (risk,) = risks_of(TrainingConfig.model_validate({"micro_batch": 1, knob: value}).knobs_off_default())
+            assert risk.startswith(f"{knob}={value}: ") and "show" in risk
+    assert {knob for knob, _ in RISKS} == set(LOSSY)
+
+
+@pytest.mark.usefixtures("probed_machine")
+def test_a_dry_run_has_them_with_the_word(spec, tmp_path):
+    fixed = {"compile": "off", "threads": 1, "checkpointing": "none", "loss": "full", "allocator": "own"}
+    fixed["precision"] = "bf16"  # not every processor would take it by itself
+    found = {}
+    for numerics in ("kept", "lossy"):
+        options = SearchOptions(
+            spec=spec, budget=60.0, device="cpu", store=tmp_path / "s", dry_run=True, fix=fixed, numerics=numerics
+        )
+        found[numerics] = run_search(options)
+    kept, lossy = ({c.config for c in result.candidates} for result in found.values())
+    assert kept < lossy
+    assert {c.parameters for c in kept} == {"own"} and {c.optimizer_state for c in kept} == {"own"}
+    assert {c.parameters for c in lossy} == {"own", "bf16", "bf16_stochastic"}
+    families = {family.family: family.limit for family in found["kept"].left_out}
+    assert "--numerics lossy" in families["parameters=bf16"]
+    assert any(family.family.startswith("optimizer_state=bf16") for family in found["lossy"].left_out)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
+def test_a_plan_with_master_copies_is_found_verified_and_prepared(spec, tmp_path):
+    fixed = {"parameters": "bf16", "precision": "bf16", "compile": "off", "threads": 1, "optimizer_state": "bf16"}
+    options = SearchOptions(
+        spec=spec, budget=90.0, device="cpu", store=tmp_path / "s", max_trials=3, fix=fixed, numerics="lossy"
+    )
+    result = run_search(options)
+    assert result.status == "plan_found", result.reason
+    plan = result.plan
+    assert plan is not None and plan.parity.passed and plan.parity.changes_numerics
+    assert plan.config.parameters == "bf16"
+    assert {note for note in plan.notes if note.startswith(("parameters=", "optimizer_state="))} == set(
+        risks_of(plan.config.model_dump())
+    )
+    run = plan.prepare()
+    batch = run.workload.make_batch(run.local_batch, 0)
+    losses = [float(run.step(batch).loss) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert {str(p.dtype) for p in run.parameters} == {"torch.bfloat16"}
+    state = run.state_dict()
+    assert {str(tensor.dtype) for tensor in state["model"].values() if tensor.is_floating_point()} == {"torch.float32"}

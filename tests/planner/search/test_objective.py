@@ -1,0 +1,165 @@
+"""What a search looks for: memory at a floor of throughput, cost over ranks, and the front of both for one search."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoplan.errors import UsageError
+from autoplan.planner.plan import Plan
+from autoplan.planner.records import Objective, PeakMemory, Trial
+from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.objective import THROUGHPUT, finalists, order, time_to_beat_s
+from autoplan.planner.search.run import SearchOptions, run_search
+from autoplan.planner.search.sampler import AutoplanSampler
+from autoplan.planner.search.selection import collect_runs
+from autoplan.planner.store.store import study_identity
+from autoplan.planner.trials.measure import Spread
+from autoplan.report import facts
+from autoplan.report.html import render_page
+from autoplan.report.pareto import pareto_document, pareto_front, pareto_rows
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+from tests.recorded import make_plan, make_trial
+
+WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
+GIB = 2**30
+SMALL, MIDDLE, FAST = (TrainingConfig(micro_batch=size) for size in (1, 4, 16))
+MEMORY = Objective(name="memory", min_throughput=0.8)
+
+
+def trial(number: int, config: TrainingConfig, step_s: float, gib: float) -> Trial:
+    return make_trial(
+        number, config, step_s, peak_memory=PeakMemory(resident_bytes=int(gib * GIB)), items_per_step=1024
+    )
+
+
+def trials() -> list[Trial]:
+    return [trial(0, FAST, 1.0, 8.0), trial(1, MIDDLE, 1.2, 3.0), trial(2, SMALL, 2.0, 1.0)]
+
+
+def test_the_least_memory_above_the_floor_comes_first():
+    runs = collect_runs(trials())
+    spread = Spread()
+    assert [one.config for one in order(THROUGHPUT, runs, spread)] == [FAST, MIDDLE, SMALL]
+    assert [one.config for one in order(MEMORY, runs, spread)] == [MIDDLE, FAST, SMALL]
+    everything = Objective(name="memory", min_throughput=0.4)
+    assert [one.config for one in order(everything, runs, spread)] == [SMALL, MIDDLE, FAST]
+    fastest_only = Objective(name="memory", min_throughput=1.0)
+    assert order(fastest_only, runs, spread)[0].config == FAST
+    assert {one.config for one in finalists(MEMORY, runs, spread)} >= {FAST, MIDDLE}
+    assert order(MEMORY, [], spread) == finalists(MEMORY, [], spread) == []
+
+
+def test_cost_counts_each_rank():
+    one, two = TrainingConfig(micro_batch=8), TrainingConfig(micro_batch=8, dp_replicate=2)
+    runs = collect_runs([trial(0, one, 1.0, 2.0), trial(1, two, 0.6, 2.0)])
+    objective = Objective(name="cost", price_per_hour=3.6)
+    assert [run.config for run in order(THROUGHPUT, runs, Spread())] == [two, one]
+    assert [run.config for run in order(objective, runs, Spread())] == [one, two]  # 1.2 rank-seconds against 1.0
+    assert order(objective, runs, Spread())[0].step_time.median == 1.0  # in seconds still
+    assert objective.cost_per_million(1000.0, 2) == pytest.approx(1e6 / 1000 / 3600 * 2 * 3.6)
+    assert Objective(name="cost").cost_per_million(1000.0, 2) is None
+    best = runs[-1].first
+    assert time_to_beat_s(objective, best, two) == pytest.approx(0.5 * best.step_time_s.high)
+    assert time_to_beat_s(THROUGHPUT, best, two) == best.step_time_s.high
+    assert time_to_beat_s(MEMORY, best, two) == pytest.approx(best.step_time_s.high / 0.8)
+    assert time_to_beat_s(MEMORY, None, two) is None
+
+
+def test_the_next_trial_lowers_what_is_looked_for():
+    candidates = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8, 16, 32)]
+
+    def asked(objective: Objective, number: int) -> Any:
+        model = CandidateModel(candidates, objective=objective)
+        for one in trials()[:number]:
+            model.observe(one)
+        return model.assess()
+
+    plain = asked(THROUGHPUT, 3)
+    assert plain.target == (plain.posterior, 0.0)
+    for_memory = asked(MEMORY, 2)  # every second trial looks for memory
+    posterior, best = for_memory.target
+    assert best == pytest.approx(math.log(3.0 * GIB))
+    assert np.allclose(posterior.log_time, for_memory.posterior.log_memory)
+    assert (posterior.works <= for_memory.posterior.works).all()
+    for_speed = asked(MEMORY, 3)
+    assert for_speed.target[1] == 0.0
+    chosen = AutoplanSampler(CandidateModel(candidates, objective=MEMORY)).reason_to_stop()
+    assert chosen is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"objective": "speed"}, "throughput, memory or cost"),
+        ({"min_throughput": 0.9}, "It goes with --objective memory"),
+        ({"objective": "memory", "min_throughput": 1.5}, "above 0 and at most 1"),
+        ({"objective": "memory", "min_throughput": math.nan}, "above 0 and at most 1"),
+        ({"price_per_hour": -1}, "a number above 0"),
+        ({"price_per_hour": math.inf}, "a number above 0"),
+    ],
+)
+def test_what_makes_no_objective_is_refused(given: dict[str, Any], says: str):
+    with pytest.raises(UsageError) as refused:
+        SearchOptions(spec=make_plan().workload, **given)
+    assert says in str(refused.value.flag_hint)
+
+
+def test_another_objective_is_another_search_and_throughput_is_the_one_it_was():
+    facts_: dict[str, Any] = {"device": "cpu", "fix": {}, "bound": {}, "nproc": 1, "memory_limit_bytes": None}
+    before = study_identity(make_plan().workload, "f" * 16, **facts_)
+    assert study_identity(make_plan().workload, "f" * 16, **facts_, objective=None) == before
+    assert study_identity(make_plan().workload, "f" * 16, **facts_, objective={"name": "memory"}) != before
+
+
+def test_the_front_has_what_no_other_beats_in_both(tmp_path: Path):
+    wasteful = TrainingConfig(micro_batch=2)
+    evidence = (*trials(), trial(3, wasteful, 1.5, 5.0))
+    objective = Objective(price_per_hour=2.0)
+    plan = make_plan(FAST, evidence=evidence, objective=objective)
+    front = pareto_front(plan)
+    assert [point.config for point in front] == [FAST, MIDDLE, SMALL]
+    assert [round(point.share, 2) for point in front] == [1.0, 0.83, 0.5]
+    assert front[0].cost_per_million == pytest.approx(1e6 / 1024 / 3600 * 2.0)
+    assert pareto_rows(plan).headings[-1] == "cost of a million tokens"
+    assert [point["is_plan"] for point in pareto_document(plan)] == [True, False, False]
+    assert json.dumps(pareto_document(plan))
+    page = render_page(plan)
+    assert "no other is faster with less memory" in page
+    words = facts.objective_words(plan)
+    assert words is not None
+    assert words.startswith("the highest throughput; a million tokens cost")
+    assert facts.objective_words(make_plan()) is None
+    assert Plan.load(plan.save(tmp_path / "plan.json")).objective == objective
+    assert pareto_front(make_plan(evidence=())) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
+def test_a_search_for_memory_gives_the_least_that_reaches_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = SearchOptions(
+        spec=make_spec(model=f"{WORKLOADS}:make_sound"),
+        budget=60.0,
+        device="cpu",
+        store=tmp_path,
+        max_trials=6,
+        fix={"compile": "off", "precision": "fp32", "threads": 1},
+        objective="memory",
+        min_throughput=0.3,
+    )
+    result = run_search(options)
+    assert result.plan is not None, result.reason
+    plan = result.plan
+    assert plan.objective == Objective(name="memory", min_throughput=0.3)
+    runs = collect_runs(result.trials)
+    floor_s = min(one.step_time.median for one in runs) / 0.3
+    own = next(one for one in runs if one.config == plan.config)
+    reach = [one for one in runs if one.step_time.median <= 0.9 * floor_s]  # the claim's runs moved nothing so far
+    assert own.step_time.median <= 1.1 * floor_s
+    assert own.peak_memory_bytes <= 1.02 * min(one.peak_memory_bytes for one in reach)
+    assert "the least memory at 30% of the best throughput" in str(facts.objective_words(plan))

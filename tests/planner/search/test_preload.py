@@ -1,0 +1,50 @@
+"""What the zygote imports before it forks ranks: the code of the model, where it is known."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoplan.planner.search.preload import MODELS, PRELOAD, preload_for
+from autoplan.processes import Task, Zygote
+from autoplan.strategies.workloads.sources import make_spec
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+
+def named(kind: str, reference: str) -> WorkloadSpec:
+    spec = make_spec(model="gpt2")
+    return spec.model_copy(update={"kind": kind, "reference": reference})
+
+
+def test_a_model_is_known_by_its_configuration(tmp_path: Path) -> None:
+    gpt2 = (MODELS, "transformers.models.gpt2.modeling_gpt2")
+    assert preload_for(make_spec(model="gpt2"))[len(PRELOAD) :] == gpt2
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlm-roberta"}))
+    roberta = "transformers.models.xlm_roberta.modeling_xlm_roberta"
+    assert roberta in preload_for(named("config", str(tmp_path / "config.json")))
+    assert roberta in preload_for(named("folder", str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["config", "folder", "function"])
+def test_what_is_not_there_is_left_to_the_inspection(kind: str, tmp_path: Path) -> None:
+    preloaded = preload_for(named(kind, str(tmp_path / "nothing.py:make")))
+    assert preloaded[: len(PRELOAD)] == PRELOAD and not any("modeling_" in name[20:] for name in preloaded[5:])
+
+
+def test_a_function_that_names_transformers_has_its_base_imported(tmp_path: Path) -> None:
+    for text, there in (("import transformers\n", True), ("import torch\n", False)):
+        (tmp_path / "work.py").write_text(text)
+        assert (MODELS in preload_for(named("function", f"{tmp_path}/work.py:make"))) is there
+
+
+def test_a_rank_has_the_code_of_the_model_already() -> None:
+    with Zygote(preload=preload_for(make_spec(model="gpt2"))) as zygote:
+        assert not zygote.preload_errors
+        report = zygote.run(Task(target="tests.planner.search.test_preload:modules_in_rank", total_deadline_s=60.0))
+    assert report.check().ranks[0].result is True
+
+
+def modules_in_rank(context: object) -> bool:
+    """Whether the rank has GPT-2's code before it imports anything."""
+    return "transformers.models.gpt2.modeling_gpt2" in sys.modules

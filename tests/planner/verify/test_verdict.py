@@ -1,0 +1,148 @@
+"""What a verification says: verdicts and causes from records, and one real verification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoplan
+from autoplan.planner.plan import Environment, Plan
+from autoplan.planner.records import Claim, Interval, Outcome, Trial, Window
+from autoplan.planner.surroundings import find_differences, read_environment
+from autoplan.planner.verify.verdict import judge
+from autoplan.probes.nvml import SLOWDOWNS
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+from tests.recorded import make_hardware, make_plan, make_trial
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT = 8 * 2**30
+THROTTLED = min(SLOWDOWNS)
+
+
+def with_spread(sd: float, repeats: int = 12) -> Plan:
+    claim = Claim(claimed=True, rounds=3, spread=sd, spread_repeats=repeats)
+    return make_plan().model_copy(update={"claim": claim, "environment": read_environment()})
+
+
+def trial_at(plan: Plan, share: float, **given: Any) -> Trial:
+    """A trial of the plan's configuration at a share of its speed."""
+    rate = plan.measurement.tokens_per_s.median * share
+    narrow = Interval(median=rate, low=rate * 0.999, high=rate * 1.001, samples=30)
+    return make_trial(0, plan.config, 2.5 / share, **given).model_copy(update={"tokens_per_s": narrow})
+
+
+def verdict(plan: Plan, trial: Trial, **parity: Any):
+    here = make_hardware()
+    return judge(plan, plan.parity.model_copy(update=parity), trial, find_differences(plan, here), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("share", "sd", "wanted", "code"),
+    [
+        (1.0, 0.01, "holds", 0),
+        (0.90, 0.01, "slower", 3),
+        (1.12, 0.01, "faster", 0),
+        (0.90, 0.05, "holds", 0),  # runs differ by as much
+        (0.98, 0.0001, "holds", 0),  # less than runs on two days
+    ],
+)
+def test_speed_is_told_apart_from_noise(share: float, sd: float, wanted: str, code: int) -> None:
+    plan = with_spread(sd)
+    found = verdict(plan, trial_at(plan, share))
+    assert (found.verdict, found.exit_code) == (wanted, code), found.text
+    assert found.speed_ratio is not None and found.speed_ratio.median == pytest.approx(share)
+    assert "12 repeats" in found.spread
+
+
+def test_a_spread_that_was_never_measured_claims_less() -> None:
+    plan = make_plan()
+    assert plan.claim is None
+    assert verdict(plan, trial_at(plan, 0.9)).verdict == "holds"
+    assert verdict(plan, trial_at(plan, 0.7)).verdict == "slower"
+
+
+def test_where_nothing_differs_no_cause_is_made_up() -> None:
+    plan = with_spread(0.01)
+    (cause,) = verdict(plan, trial_at(plan, 0.8)).causes
+    assert cause.kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("window", "kind", "words", "code"),
+    [
+        ({"disturbed": "other work took 41% of the CPU time"}, "others", "41%", 4),
+        ({"clock_events": (THROTTLED,)}, "clocks", THROTTLED, 4),
+        ({"throttled_s": 30.0}, "quota", "0.5 s a second", 4),
+        ({"sm_clock_hz": 1.2e9}, "clocks", "1200 MHz, and 1900 MHz", 4),
+        ({"clock_events": ("sw_power_cap",)}, "unknown", "nothing", 3),
+    ],
+)
+def test_what_was_seen_is_the_cause(window: dict[str, Any], kind: str, words: str, code: int) -> None:
+    plan = with_spread(0.01)
+    then = Window(seconds=60.0, sm_clock_hz=1.9e9)
+    evidence = [
+        trial.model_copy(update={"window": then}) if trial.number in plan.measurement.trials else trial
+        for trial in plan.evidence
+    ]
+    plan = plan.model_copy(update={"evidence": tuple(evidence)})
+    found = verdict(plan, trial_at(plan, 0.7, window=Window(seconds=60.0, **window)))
+    assert found.verdict == "slower" and found.exit_code == code
+    assert found.causes[0].kind == kind and words in found.causes[0].text
+
+
+def test_other_versions_hardware_and_variables_are_named() -> None:
+    plan = with_spread(0.01)
+    here = make_hardware(cores=1)
+    environment = Environment(
+        autoplan=plan.environment.autoplan,
+        torch="2.99.0",
+        python=plan.environment.python,
+        transformers=plan.environment.transformers,
+        platform="Linux",
+        variables={"OMP_NUM_THREADS": "1"},
+    )
+    plan = plan.model_copy(update={"environment": plan.environment.model_copy(update={"variables": {}})})
+    differences = find_differences(plan, here, environment)
+    assert [difference.kind for difference in differences] == ["hardware", "versions", "environment"]
+    found = judge(plan, plan.parity, trial_at(plan, 0.5), differences, LIMIT)
+    threads = plan.model_copy(update={"config": TrainingConfig(micro_batch=4, threads=1)})
+    assert [difference.kind for difference in find_differences(threads, here, environment)] == ["hardware", "versions"]
+    assert "cores usable 1 here, 2 then" in found.causes[0].text and "2.99.0" in found.causes[1].text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "wanted", "code"),
+    [
+        (Outcome.OUT_OF_MEMORY, "does_not_fit", 3),
+        (Outcome.CRASHED, "does_not_run", 3),
+        (Outcome.TIMEOUT, "does_not_run", 3),
+        (Outcome.INTERRUPTED, "did_not_run", 4),
+    ],
+)
+def test_what_does_not_run(outcome: Outcome, wanted: str, code: int) -> None:
+    plan = make_plan()
+    found = verdict(plan, make_trial(0, plan.config, None, outcome=outcome, reason="a reason"))
+    assert (found.verdict, found.exit_code, found.speed_ratio) == (wanted, code, None)
+    assert "a reason" in found.text
+
+
+def test_parity_comes_before_speed() -> None:
+    plan = with_spread(0.01)
+    assert verdict(plan, trial_at(plan, 1.5), passed=False).verdict == "trains_otherwise"
+    assert verdict(plan, trial_at(plan, 1.5), passed=False, finished=False).verdict == "not_checked"
+
+
+@pytest.mark.slow
+def test_a_plan_is_verified_here_and_under_a_limit() -> None:
+    spec = make_spec(model=f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier", global_batch=16)
+    plan = make_plan(TrainingConfig(micro_batch=4), workload=spec)
+    with pytest.raises(autoplan.PlanError, match="trust_code"):
+        autoplan.verify(plan, budget="2s")
+    found = autoplan.verify(plan, budget="2s", trust_code=True)
+    assert found.parity.passed and found.trial.outcome is Outcome.OK
+    assert found.verdict in ("faster", "slower", "holds")  # the plan's figures are made up
+    found = autoplan.verify(plan, budget="2s", trust_code=True, memory_limit="32MiB")
+    assert found.verdict == "does_not_fit" and found.exit_code == 3 and found.memory_limit_bytes == 32 << 20
