@@ -14,17 +14,30 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
-from autoplan.planner.apply import prepare_plan
+from autoplan.planner.apply.loader import make_plan_loader
+from autoplan.planner.apply.parts import AS_SEARCHED
+from autoplan.planner.apply.prepare import prepare_plan
+from autoplan.planner.loading import Loading
 from autoplan.planner.plan_checks import broken_rules
 from autoplan.planner.plan_file import (
     digests_of_document,
     edited_sections,
+    load_notes,
     one_line,
     read_document,
     with_shown_texts,
 )
-from autoplan.planner.plan_parts import AS_SEARCHED
-from autoplan.planner.records import Attempt, Claim, Interval, LeftOutFamily, Parity, Prediction, Trial
+from autoplan.planner.records import (
+    Attempt,
+    Claim,
+    Interval,
+    LeftOutFamily,
+    Objective,
+    Parity,
+    Prediction,
+    Trial,
+    Untried,
+)
 from autoplan.planner.trust import with_named_workload
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
@@ -35,6 +48,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.data import DataLoader
 
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.workload import LossSum, OutputHead
@@ -89,6 +103,8 @@ class Environment(Record):
     torch: str
     python: str
     transformers: str | None
+    liger_kernel: str | None = None
+    triton: str | None = None
     platform: str
     variables: dict[str, str] = Field(default_factory=dict)
 
@@ -115,6 +131,9 @@ class Plan(Record):
         default=None, description="against a careful hand setting; None where it was not measured"
     )
     alternatives: tuple[Alternative, ...]
+    untried: Untried | None = Field(
+        default=None, description="what a longer search would try next; None: all were tried, or an earlier version"
+    )
     parity: Parity
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
@@ -128,6 +147,8 @@ class Plan(Record):
         default=None,
         description="optimizer, clipping, schedule and seed of the workload; None in plans of earlier versions",
     )
+    objective: Objective = Field(default=Objective(), description="what the search looked for")
+    loading: Loading | None = Field(default=None, description="the loader beside the step; None: no dataset was given")
     seal: dict[str, str] = Field(
         default_factory=dict,
         description="a digest of each section of the measured part, which shows an accidental edit; it is "
@@ -178,15 +199,19 @@ class Plan(Record):
             PlanError: the file cannot be written.
         """
         path = Path(path)
-        plan = self if self.edited else self.sealed()  # what was edited stays so
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, plan.model_dump_json(indent=2) + "\n", private=private)
+            replace_file(path, self.file_text(), private=private)
         except OSError as error:
             raise PlanError(
                 f"the plan cannot be written to {path}: {error.strerror}", hint="Give another place with --out."
             ) from error
         return path
+
+    def file_text(self) -> str:
+        """The plan as its file has it: indented JSON, with the digests of its measured part."""
+        plan = self if self.edited else self.sealed()  # what was edited stays so
+        return plan.model_dump_json(indent=2) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -222,7 +247,7 @@ class Plan(Record):
                 "and it writes the plan without repeating a trial.",
             )
         edited = edited_sections(document)
-        plan._edited, plan._load_notes = edited or (), _load_notes(path, edited)
+        plan._edited, plan._load_notes = edited or (), load_notes(path, edited)
         return plan
 
     def prepare(
@@ -237,6 +262,7 @@ class Plan(Record):
         max_grad_norm: float | None = AS_SEARCHED,
         global_batch: int | None = None,
         head: OutputHead | None = None,
+        count: Callable[[Any], int] | None = None,
         changed_ok: bool = False,
         trust_code: bool = False,
         workload: str | Path | None = None,
@@ -262,6 +288,9 @@ class Plan(Record):
             global_batch: Samples per optimizer step. Must be the plan's own, if given: a plan never changes it.
             head: With a loss of your own: how the output head splits off (`Workload.head`), where the plan's loss is
                 fused.
+            count: With a loss of your own: the items of a batch that its mean is over (`Workload.count`). With it the
+                gradients are right as they are made; without it they are scaled once a step, which is the same but for
+                rounding.
             changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
                 groups or other values in them, or from files whose code changed. Without it that is refused; changed
                 weights and versions are a warning. A plan that was edited, or that failed its parity check, is
@@ -291,16 +320,75 @@ class Plan(Record):
             max_grad_norm=max_grad_norm,
             global_batch=global_batch,
             head=head,
+            count=count,
             changed_ok=changed_ok,
             trust_code=trust_code,
             workload=workload,
         )
 
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        run: TrainingRun | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        start: int = 0,
+    ) -> DataLoader[Any]:
+        """The DataLoader of a dataset, with the setting that the search measured and batches for `run.step`.
 
-def _load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:
-    """What a person is told of a plan's file."""
-    if edited is None:
-        return (f"an earlier version wrote {path}: without digests of what was measured, an edit does not show",)
-    if edited:
-        return (f"{path} was edited after the search wrote it: {', '.join(edited)} differ from their digests",)
-    return ()
+        Args:
+            dataset: A dataset; or a DataLoader, of which dataset, collate_fn and order are taken.
+            run: What `plan.prepare` gave: it knows which data-parallel rank this is; one rank needs none.
+            collate_fn, shuffle: None: as the DataLoader has them, else torch's own, and True.
+            seed, start: Of the order; the training has seen `start` samples, `run.steps * global_batch`.
+
+        Returns:
+            One epoch each time, without a last, smaller batch; without workers where none were measured.
+
+        Raises:
+            PlanError: the plan has several data-parallel ranks, and it is not known which of them this is.
+            WorkloadError: it is no dataset, or has fewer samples than a step takes.
+        """
+        return make_plan_loader(self, dataset, run=run, collate_fn=collate_fn, shuffle=shuffle, seed=seed, start=start)
+
+    def apply_to(
+        self, training: Any, *parts: Any, measure: bool = False, changed_ok: bool = False, **settings: Any
+    ) -> Any:
+        """The training that was searched, as the plan runs it: of a Trainer, a loop, a LightningModule or a step.
+
+        A Trainer of transformers or TRL gives a Trainer of the same class, built anew with the plan's arguments. It has
+        the given one's model (changed in place where the plan says so: attention, compiled blocks), datasets, collator,
+        processing class, callbacks, loss and compute_* functions, and an optimizer in the plan's form. What the Trainer
+        cannot carry, and on how many processes it must be started, is said in warnings.
+
+        Args:
+            training: The Trainer that was searched, or one that is made in the same way; it has not trained yet. Or
+                the model of a loop, a LightningModule, or make_step.
+            parts: After the model of a loop its optimizer, its DataLoader, and the loss where the search had one; after
+                a LightningModule its datamodule or DataLoader.
+            measure: Of a Trainer: run some steps of the new Trainer's own loop in a process of its own, and say, in a
+                warning, how their speed compares with what the search measured.
+            changed_ok: Apply it although the model's or the loss's code, or the optimizer, is not that of the search.
+            settings: Of a loop: schedule, max_grad_norm, loss_mean and accelerator, as the search had them.
+
+        Returns:
+            The new Trainer; `trainer.train()` trains it. Of a loop an `AppliedLoop`: its run, and its DataLoader with
+            the run's batch size. Of a LightningModule `LightningSettings`: the arguments of the lightning.Trainer,
+            the DataLoader's batch size, and what is not carried; the module is changed in place. Of make_step a
+            `PlannedStep`, which is called with an index and gives the loss.
+
+        Raises:
+            PlanError: train() began; the plan needs another number of processes; the training is not that of the
+                search; or the plan uses tensor or pipeline parallelism.
+            ExportError: a lightning.Trainer cannot do what the plan has.
+            WorkloadError: it is no training, or one that a search refuses.
+        """
+        from autoplan.planner.apply.loops import apply_parts
+        from autoplan.planner.apply.trainer import apply_to_trainer
+
+        applied = apply_parts(self, training, parts, changed_ok=changed_ok, **settings)
+        if applied is not None:
+            return applied
+        return apply_to_trainer(self, training, measure=measure, changed_ok=changed_ok)

@@ -27,7 +27,7 @@ MAX_INTEGER = 2**63 - 1
 # The measured part: what the search trained, how, and what it found. Places, names and sentences are not in it.
 SEALED = ("accumulation", "baseline", "config", "device", "evidence", "hardware", "measurement", "parity", "speedup")
 SEALED_ALSO = ("training", "workload")
-_FREE_OF_WORKLOAD = ("reference", "name", "defaults_used", "unhashed", "payload")
+_FREE_OF_WORKLOAD = ("reference", "name", "defaults_used", "notes", "unhashed", "payload")
 
 # What a terminal takes as a command, and what other programs take as the end of a line: C0 and C1 without tab and
 # newline, DEL, the separators of Unicode, the marks that reverse the direction of text (CVE-2021-42574), surrogates.
@@ -190,3 +190,12 @@ def _same_numbers(value: Any) -> Any:
 def _written_out(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:
+    """What a person is told of a plan's file."""
+    if edited is None:
+        return (f"an earlier version wrote {path}: without digests of what was measured, an edit does not show",)
+    if edited:
+        return (f"{path} was edited after the search wrote it: {', '.join(edited)} differ from their digests",)
+    return ()

@@ -157,7 +157,7 @@ def _was_searched(spec: WorkloadSpec, study: str) -> bool:
     return any(
         known is not None
         and known.kind == "function"
-        and (known.reference, known.options) == (spec.reference, spec.options)
+        and (known.reference, known.options, known.arguments) == (spec.reference, spec.options, spec.arguments)
         and "code" in known.digests
         and not _changed_or_gone(known)
         for known in (_read_note(_note_of(study)), _read_plan(study))

@@ -3,12 +3,17 @@
 In the order of the data:
 
 - run.py: the entry; renders a target, checks it, writes its files;
-- base.py: what all targets share;
+- base.py: what all targets share; user_code.py: what of them runs the user's code, behind its limits;
+- variables.py: the environment variables of a plan's ranks;
+- nearest.py: which targets carry what another one refuses;
 - document.py: the plan as a short document, for the next two;
 - json_file.py, yaml_file.py: the targets `json` and `yaml`;
-- transformers_arguments.py: the target `transformers` (its keys are in transformers_keys.json);
-- transformers_companion.py: the Python module of that target;
-- pytorch_script.py: the target `pytorch`;
-- model_summary.py, source_text.py: what the script takes from the model, and from autoplan's own source files;
-- pytorch_workload.py, pytorch_training.py: the sections of the script.
+- model_summary.py, source_text.py: what a script takes from the model, and from autoplan's own source files;
+- model_preparation.py, optimizer_source.py: what the modules for other trainers share: `prepare_model` and
+  `make_optimizers`;
+- pytorch/: the target `pytorch`; launch/: `torchrun`, `slurm` and `ray`, which start its script;
+- trainers/: the targets `transformers` and `trl`;
+- loops/: the targets `accelerate` and `deepspeed`;
+- lightning/: the targets `lightning` and `fabric`;
+- pretraining/: the targets `torchtitan` and `megatron`.
 """

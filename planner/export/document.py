@@ -36,5 +36,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "environment": plan.environment.model_dump(mode="json"),
         "why": {choice.knob: choice.reason for choice in plan.choices},
     }
+    if plan.loading is not None and plan.loading.setting is not None:
+        document["loader"] = plan.loading.setting.arguments | {"waiting_share": plan.loading.waiting_share}
     shown: dict[str, Any] = with_shown_texts(document)  # a U+0085 in a text does not come back from YAML
     return shown

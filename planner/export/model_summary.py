@@ -6,10 +6,12 @@ loads torch and perhaps the user's code.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from autoplan.errors import ConfigError
 from autoplan.planner.export.user_code import run_user_code
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -28,12 +30,14 @@ class ModelSummary(NamedTuple):
         stacks: The names of the blocks of each stack.
         frozen_stacks: The same of stacks that do not train beside others that do.
         head: The name of the output head whose logits loss=fused defers; "" where the workload's own head splits off.
+        tensor_plan: The fields of a TensorPlan, or why the model has none.
     """
 
     task: str
     stacks: list[list[str]]
-    frozen_stacks: list[list[str]]
-    head: str
+    frozen_stacks: list[list[str]] = []
+    head: str = ""
+    tensor_plan: dict[str, Any] | str = ""
 
 
 def summarize_model(spec: WorkloadSpec) -> ModelSummary:
@@ -65,6 +69,7 @@ def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
 
     from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.techniques.loss import output_linear, splits_by_head
+    from autoplan.strategies.techniques.tensor_parallel import make_tensor_plan
     from autoplan.strategies.workloads.language_model import LANGUAGE_MODEL_LOSSES
     from autoplan.strategies.workloads.sources import load_workload
 
@@ -75,11 +80,16 @@ def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
         model = workload.build_model()
     structure = find_structure(model)
     linear = None if splits_by_head(workload, model) else output_linear(structure)
+    try:
+        tensor_plan: dict[str, Any] | str = dataclasses.asdict(make_tensor_plan(model, structure, workload, 1))
+    except ConfigError as error:
+        tensor_plan = error.message
     return {
         "task": losses.get(workload.loss, ""),
         "stacks": [[name for name, _ in stack] for stack in structure.stacks],
         "frozen_stacks": [[name for name, _ in stack] for stack in structure.frozen_stacks],
         "head": next((name for name, module in model.named_modules() if module is linear), ""),
+        "tensor_plan": tensor_plan,
     }
 
 

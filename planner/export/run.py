@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.errors import ExportError, UsageError
-from autoplan.files import replace_file
-from autoplan.planner.apply import check_before_use
+from autoplan.files import is_special, replace_file
+from autoplan.planner.apply.loader import setting_of
+from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.export.base import Export, Target
 from autoplan.planner.export.user_code import LIMITS, make_limits
 from autoplan.planner.plan import Plan
@@ -23,9 +24,25 @@ from autoplan.planner.trust import require_trust
 TARGETS: Mapping[str, tuple[str, str]] = {
     "json": ("autoplan.planner.export.json_file", "JsonTarget"),
     "yaml": ("autoplan.planner.export.yaml_file", "YamlTarget"),
-    "pytorch": ("autoplan.planner.export.pytorch_script", "PytorchTarget"),
-    "transformers": ("autoplan.planner.export.transformers_arguments", "TransformersTarget"),
+    "pytorch": ("autoplan.planner.export.pytorch.pytorch_script", "PytorchTarget"),
+    "torchrun": ("autoplan.planner.export.launch.torchrun_script", "TorchrunTarget"),
+    "ray": ("autoplan.planner.export.launch.ray_script", "RayTarget"),
+    "slurm": ("autoplan.planner.export.launch.slurm_script", "SlurmTarget"),
+    "transformers": ("autoplan.planner.export.trainers.transformers_arguments", "TransformersTarget"),
+    "trl": ("autoplan.planner.export.trainers.trl_arguments", "TrlTarget"),
+    "accelerate": ("autoplan.planner.export.loops.accelerate_config", "AccelerateTarget"),
+    "deepspeed": ("autoplan.planner.export.loops.deepspeed_config", "DeepspeedTarget"),
+    "lightning": ("autoplan.planner.export.lightning.lightning_module", "LightningTarget"),
+    "fabric": ("autoplan.planner.export.lightning.lightning_module", "FabricTarget"),
+    "megatron": ("autoplan.planner.export.pretraining.megatron_flags", "MegatronTarget"),
+    "torchtitan": ("autoplan.planner.export.pretraining.torchtitan_recipe", "TorchtitanTarget"),
 }
+
+
+CARRY_LOADER = frozenset(
+    {"json", "yaml", "pytorch", "ray", "transformers", "trl", "accelerate", "deepspeed", "lightning", "fabric"}
+)
+"""The targets that have the loader's workers, prefetch factor and pinned memory, where the search measured them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +71,11 @@ def load_target(name: str) -> Target:
     return target
 
 
+def _default_name(target: Target) -> str:
+    """The name of the file where none is given: one that can be imported, if the file is for that."""
+    return f"plan{'_' if getattr(target, 'is_module', False) else '-'}{target.name}{target.suffix}"
+
+
 def export_plan(
     plan: Plan,
     to: str,
@@ -64,21 +86,27 @@ def export_plan(
     changed_ok: bool = False,
     trust_code: bool = False,
     workload: str | Path | None = None,
+    force: bool = False,
 ) -> Exported:
     """Writes a plan for another trainer.
 
+    A file that is there already is never overwritten, unless with `force`. The same export made again changes nothing:
+    where all files have the very text that would be written, they stay as they are.
+
     Args:
         plan: The plan.
-        to: json, yaml, pytorch or transformers.
-        out: The file to write; other files are written beside it. None: `plan-<target>` in the current folder.
+        to: The name of a target: one of TARGETS.
+        out: The file to write; other files are written beside it. None: `plan-<target>` in the current folder
+            (`plan_<target>.py` where it is a module to import).
         budget: Time for building the workload's model, where the target needs it, like `"2m"`. Default: 5 minutes.
         memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
         changed_ok: Export it although the plan was edited, or the workload's code changed.
         trust_code: Run the file that the plan names, whoever made the plan: the target pytorch builds its model.
         workload: The plan's file, named again: where it is now. It is trusted then.
+        force: Overwrite files that are there already.
 
     Raises:
-        UsageError: there is no such target, or the file cannot be written.
+        UsageError: there is no such target, a file is there already, or it cannot be written; nothing is written.
         PlanError: the plan was edited, its code changed, or it names code that nobody vouches for.
         ExportError: the target cannot express the plan, or the check failed; nothing is written.
     """
@@ -93,22 +121,40 @@ def export_plan(
     said = check_before_use(plan, changed_ok=changed_ok)
     if target.runs_code:
         require_trust(plan.workload, plan.study, trust_code=trust_code)
-    path = Path(out) if out is not None else Path(f"plan-{to}{target.suffix}")
+    path = Path(out) if out is not None else Path(_default_name(target))
     limits = LIMITS.set(make_limits(budget, memory_limit))
     try:
         export = target.render(plan, path.stem)
+        _refuse_other_suffix(path, export, target.suffix)
         notes = target.check(plan, export)
     finally:
         LIMITS.reset(limits)
     notes = (*([] if said is None else [said]), *export.notes, *notes)
-    return Exported(paths=_write(path, export), not_carried=export.not_carried, notes=notes)
+    not_carried = (*export.not_carried, *_loader_not_carried(plan, to))
+    return Exported(paths=_write(path, export, force=force), not_carried=not_carried, notes=notes)
 
 
-def _write(path: Path, export: Export) -> tuple[Path, ...]:
+def _loader_not_carried(plan: Plan, to: str) -> list[str]:
+    """What is said of the loader's setting where the target has no place for it."""
+    setting = setting_of(plan)
+    if setting is None or to in CARRY_LOADER:
+        return []
+    return [f"the loader's setting ({setting.describe()}): give it to the DataLoader of your own script or recipe"]
+
+
+def _write(path: Path, export: Export, *, force: bool) -> tuple[Path, ...]:
     """Writes all files atomically; the first under the name of `path`."""
-    written = []
-    for number, (name, text) in enumerate(export.files.items()):
-        file = path if number == 0 else path.with_name(name)
+    files = {
+        path if number == 0 else path.with_name(name): text for number, (name, text) in enumerate(export.files.items())
+    }
+    there = [] if force else [file for file, text in files.items() if _is_another_file(file, text)]
+    if there:
+        raise UsageError(
+            f"{' and '.join(map(str, there))} {'are' if len(there) > 1 else 'is'} there already, and not what this "
+            "export would write",
+            hint="Nothing was written. Give another name with --out, or overwrite with --force (force=True).",
+        )
+    for file, text in files.items():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, text)
@@ -116,5 +162,30 @@ def _write(path: Path, export: Export) -> tuple[Path, ...]:
             raise UsageError(
                 f"the export cannot be written to {file}: {error.strerror}", hint="Give another path with --out."
             ) from error
-        written.append(file)
-    return tuple(written)
+    return tuple(files)
+
+
+def _refuse_other_suffix(path: Path, export: Export, suffix: str) -> None:
+    """Refuses a name for the first file that is not the one by which the other files find it.
+
+    Raises:
+        UsageError: such a name.
+    """
+    (first, _), *others = export.files.items()
+    if path.name != first and any(first in text for _, text in others):
+        raise UsageError(
+            f"{path} does not end in {suffix}, and the other file of this export looks for {first}",
+            hint=f"Nothing was written. For example: --out {path.with_suffix(suffix)}",
+        )
+
+
+def _is_another_file(file: Path, text: str) -> bool:
+    """Whether something is at this path that writing would destroy; a link that leads nowhere is something."""
+    if is_special(file):
+        return False  # a pipe, /dev/stdout
+    try:
+        return file.read_bytes() != text.encode("utf-8", errors="backslashreplace")
+    except (FileNotFoundError, NotADirectoryError):
+        return file.is_symlink()
+    except OSError:  # a folder, or not readable
+        return True

@@ -21,23 +21,32 @@ def _ignore_phase(name: str) -> None:
     pass
 
 
-def reference(workload: Workload, config: TrainingConfig) -> Samples:
+def reference(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Samples:
     """The plain run that a config is compared with."""
     recorder = Recorder()
-    measurement = run_reference(workload, config, torch.device("cpu"), recorder, _ignore_phase, TimeLimit())
-    return Samples(measurement, recorder.samples())
-
-
-def candidate(workload: Workload, config: TrainingConfig, plain: Samples) -> Samples:
-    """What prepare() makes of a config, beside a reference."""
-    recorder = Recorder()
-    measurement = run_candidate(
-        workload, config, plain.measurement, torch.device("cpu"), recorder, _ignore_phase, TimeLimit()
+    measurement = run_reference(
+        workload, config, torch.device("cpu"), recorder, _ignore_phase, TimeLimit(), own_shapes=own_shapes
     )
     return Samples(measurement, recorder.samples())
 
 
-def check_parity(workload: Workload, config: TrainingConfig) -> Parity:
+def candidate(workload: Workload, config: TrainingConfig, plain: Samples, *, own_shapes: bool = False) -> Samples:
+    """What prepare() makes of a config, beside a reference."""
+    recorder = Recorder()
+    measurement = run_candidate(
+        workload,
+        config,
+        plain.measurement,
+        torch.device("cpu"),
+        recorder,
+        _ignore_phase,
+        TimeLimit(),
+        own_shapes=own_shapes,
+    )
+    return Samples(measurement, recorder.samples())
+
+
+def check_parity(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Parity:
     """The verdict on a config."""
-    plain = reference(workload, config)
-    return compare(plain, [candidate(workload, config, plain)], config)
+    plain = reference(workload, config, own_shapes=own_shapes)
+    return compare(plain, [candidate(workload, config, plain, own_shapes=own_shapes)], config)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
-from autoplan.planner.apply import prepare_plan
+from autoplan.planner.apply.prepare import prepare_plan
 from autoplan.planner.plan import Plan
-from autoplan.strategies.analysis.training_facts import read_training_facts
+from autoplan.strategies.analysis.training_facts import optimizer_differences, read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
@@ -184,7 +184,9 @@ def test_a_fixed_micro_batch_is_the_plans():
 
 def test_plan_prepare_and_what_it_calls_have_one_signature():
     given = [list(inspect.signature(function).parameters.values())[1:] for function in (Plan.prepare, prepare_plan)]
-    assert given[0] == given[1] and len(given[0]) == 12
+    read = given[1].pop()  # what apply/loops.py adds of a loop that it read
+    assert read.name == "read" and read.default is None
+    assert given[0] == given[1] and len(given[0]) == 13
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in given[0])
     returns = [inspect.signature(function).return_annotation for function in (Plan.prepare, prepare_plan)]
     assert returns[0] == returns[1] == "TrainingRun"
@@ -212,6 +214,19 @@ def searched_plan(**fields):
     facts = read_training_facts(workload, workload.build_model())
     plan = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(workload), training=facts)
     return Plan.model_validate_json(plan.model_dump_json())
+
+
+def test_a_schedule_that_was_made_already_does_not_change_the_rate_of_the_search():
+    def warmed(parameters):
+        optimizer = sgd(parameters)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+        return optimizer
+
+    workload = dataclasses.replace(classifier(), build_optimizer=warmed)
+    model = workload.build_model()
+    facts, plain = read_training_facts(workload, model), sgd(model.parameters())
+    assert facts.groups[0].options["lr"] == plain.param_groups[0]["lr"]
+    assert optimizer_differences(facts, plain) == optimizer_differences(facts, warmed(model.parameters())) == []
 
 
 def test_clipping_and_seed_are_those_of_the_search():

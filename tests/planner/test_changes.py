@@ -230,7 +230,7 @@ def workload():
 
 
 def test_the_files_that_a_workload_reads_are_its_data(tmp_path: Path) -> None:
-    from autoplan.planner.apply import refuse_changed_code
+    from autoplan.planner.apply.prepare import refuse_changed_code
     from autoplan.strategies.inspect import inspect_workload
     from autoplan.strategies.workloads.sources import make_spec
     from tests.recorded import make_hardware

@@ -139,11 +139,14 @@ class Witness:
         if not self.watches:
             return
         if event in ("os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "subprocess.Popen", "pty.spawn"):
-            if event != "pickle.find_class" or "torch" not in str(given):
+            checks_syntax = event == "subprocess.Popen" and list(given[1]) == [given[0], "-n"]  # bash -n of an export
+            if not checks_syntax and (event != "pickle.find_class" or "torch" not in str(given)):
                 self.note(f"{event} {str(given)[:200]}")
         elif event == "exec":
             code = given[0]
-            if self.is_ours(code.co_filename) or any(word in str(code.co_consts + code.co_names) for word in MARKS):
+            library = "site-packages" in code.co_filename  # imported for the first time
+            words = str(code.co_consts + code.co_names)
+            if self.is_ours(code.co_filename) or (not library and any(word in words for word in MARKS)):
                 self.note(f"ran {code.co_filename}")
         elif event == "open" and isinstance(given[0], str | bytes | os.PathLike):
             path, mode, flags = os.fsdecode(given[0]), given[1], given[2]
@@ -277,16 +280,16 @@ def test_ten_thousand_loads_and_shows(witness: Witness, folder: Path) -> None:
 
 def test_exports_of_data(witness: Witness, folder: Path) -> None:
     for number, to in enumerate(("json", "yaml")):
-        ends = fuzz(witness, folder, 40, number, "export", "--to", to, "--out", str(folder / "out"))
+        ends = fuzz(witness, folder, 40, number, "export", "--to", to, "--force", "--out", str(folder / "out"))
         assert ends["refused"] > 10
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["json", "yaml", "pytorch", "transformers"])
+@pytest.mark.parametrize("to", ["json", "yaml", "pytorch", "torchrun", "slurm", "ray", "transformers"])
 def test_two_hundred_of_each_export(witness: Witness, folder: Path, to: str, monkeypatch) -> None:
     _keep_to_this_process(monkeypatch)
-    fuzz(witness, folder, 200, 7, "export", "--to", to, "--out", str(folder / "out"))
+    fuzz(witness, folder, 200, 7, "export", "--to", to, "--force", "--out", str(folder / "out"))
 
 
 @pytest.mark.exhaustive
@@ -294,17 +297,19 @@ def test_two_hundred_of_each_export(witness: Witness, folder: Path, to: str, mon
 @pytest.mark.parametrize("verb", [("run", "--steps", "1"), ("verify", "--budget", "1s")], ids=" ".join)
 def test_two_hundred_runs_and_verifications(witness: Witness, folder: Path, verb: tuple[str, ...], monkeypatch) -> None:
     """A plan that is right so far is built for `run`, and handed to the ranks of `verify`, which are left out here."""
-    from autoplan.cli import verify
+    from autoplan.cli import run
     from autoplan.errors import NoFeasiblePlanError
+    from autoplan.planner.verify import measure
     from autoplan.strategies.workloads import sources
 
-    def no_ranks(plan: Plan, seconds: float) -> Any:
+    def no_ranks(*given: Any) -> Any:
         raise NoFeasiblePlanError("the ranks would start here")
 
     def no_weights(spec: Any) -> Any:
         raise NoFeasiblePlanError("the model would be built here")
 
-    monkeypatch.setattr(verify, "verify_plan", no_ranks)
+    monkeypatch.setattr(measure, "verify_plan", no_ranks)
+    monkeypatch.setattr(run, "start", no_ranks)
     if verb[0] == "run":
         loads = sources.load_workload
         monkeypatch.setattr(
@@ -340,9 +345,13 @@ def test_two_hundred_prepares(witness: Witness, folder: Path) -> None:
 
 def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two checks that start Python with our own source: the model of the config, and the Trainer's arguments."""
-    from autoplan.planner.export import pytorch_script, transformers_arguments
+    from autoplan.planner.export.launch import launch_script, slurm_script, torchrun_script
     from autoplan.planner.export.model_summary import ModelSummary
+    from autoplan.planner.export.pytorch import pytorch_script
+    from autoplan.planner.export.trainers import transformers_arguments
 
     names = [[f"transformer.h.{number}" for number in range(4)]]
     monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary("causal", names))
     monkeypatch.setattr(transformers_arguments, "read_back_arguments", json.loads)
+    for module in (torchrun_script, slurm_script):
+        monkeypatch.setattr(module, "parse_torchrun", lambda words: launch_script.parse_in_rank(None, words))  # type: ignore[arg-type]

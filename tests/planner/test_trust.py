@@ -17,7 +17,7 @@ import torch
 
 from autoplan.cli import app
 from autoplan.errors import ExportError, PlanError, UsageError, WorkloadError
-from autoplan.planner.export.run import export_plan
+from autoplan.planner.export.run import TARGETS, export_plan
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
@@ -362,7 +362,7 @@ def test_an_edited_plan_is_shown_and_not_used(tmp_path: Path, cli, monkeypatch) 
 def test_a_plan_that_failed_parity_is_not_exported(tmp_path: Path) -> None:
     plan = make_plan()
     failed = plan.model_copy(update={"parity": plan.parity.model_copy(update={"passed": False})})
-    for to in ("json", "yaml", "pytorch", "transformers"):
+    for to in TARGETS:
         with pytest.raises(ExportError, match="parity"):
             export_plan(failed, to, tmp_path / "out")
     with pytest.raises(PlanError, match="parity"):

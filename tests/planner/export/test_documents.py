@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from autoplan.errors import ExportError, UsageError
-from autoplan.planner.export import transformers_arguments
-from autoplan.planner.export.run import TARGETS, export_plan
-from autoplan.planner.export.transformers_arguments import TransformersTarget, key_table, read_back_arguments
+from autoplan.planner.apply.key_tables import pick_table
+from autoplan.planner.export.run import TARGETS, export_plan, load_target
+from autoplan.planner.export.trainers import transformers_arguments
+from autoplan.planner.export.trainers.transformers_arguments import TransformersTarget, read_back_arguments
 from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plan
 
@@ -45,6 +46,35 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     blocked.write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         export_plan(make_plan(), "json", blocked / "plan.json")
+
+
+def test_a_file_that_is_there_is_never_overwritten_without_force(tmp_path: Path) -> None:
+    plan, other = make_plan(), make_plan(CONFIGS[1])
+    path = tmp_path / "args.yaml"
+    export_plan(plan, "yaml", path)
+    first = path.read_bytes()
+    assert export_plan(plan, "yaml", path).paths == (path,), "the same export again changes nothing"
+    with pytest.raises(UsageError, match="args.yaml is there already") as error:
+        export_plan(other, "yaml", path)
+    assert "--force" in error.value.hint and path.read_bytes() == first
+    export_plan(other, "yaml", path, force=True)
+    assert path.read_bytes() != first
+    export_plan(plan, "yaml", "/dev/null")  # no file that could be lost
+
+
+def test_a_companion_that_is_there_keeps_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransformersTarget, "check", lambda *_: ())
+    companion = tmp_path / "args_companion.py"
+    companion.write_text("# theirs\n")
+    with pytest.raises(UsageError, match="args_companion.py is there already"):
+        export_plan(make_plan(), "transformers", tmp_path / "args.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["args_companion.py"]
+    companion.unlink()
+    (tmp_path / "args.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="args.json is there already"):
+        export_plan(make_plan(), "transformers", tmp_path / "args.json")
+    assert len(export_plan(make_plan(), "transformers", tmp_path / "args.json", force=True).paths) == 2
+    assert companion.read_text() != "# theirs\n" and not (tmp_path / "nowhere").exists()
 
 
 CONFIGS = [
@@ -98,7 +128,7 @@ def test_gradient_sync_at_every_micro_step_is_set_in_accelerate(
     plugin_options = {}
     for sync in ("last", "every"):
         config = TrainingConfig.model_validate({"micro_batch": 2, "dp_shard": 2, "gradient_sync": sync})
-        exported = export_plan(make_plan(config), "transformers", tmp_path / f"{sync}.json")
+        exported = export_plan(make_plan(config, device="cuda"), "transformers", tmp_path / f"{sync}.json")
         real = read_back[exported.paths[0].read_text()]
         plugin_options[sync] = real.get("accelerator_config", {}).get("gradient_accumulation_kwargs")
         assert "gradient_sync" not in " ".join(exported.not_carried)
@@ -142,10 +172,10 @@ def test_a_planted_unknown_key_is_caught() -> None:
 
 
 def test_older_versions_have_the_older_key() -> None:
-    assert key_table("5.23.0")["keys"]["checkpointing"] == "activation_checkpointing"
-    assert key_table("4.57.1")["keys"]["checkpointing"] == "gradient_checkpointing"
+    assert pick_table("transformers", "5.23.0")["keys"]["checkpointing"] == "activation_checkpointing"
+    assert pick_table("transformers", "4.57.1")["keys"]["checkpointing"] == "gradient_checkpointing"
     with pytest.raises(ExportError, match="no key table"):
-        key_table("3.0")
+        pick_table("transformers", "3.0")
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "dp_replicate": 2}])
@@ -153,3 +183,48 @@ def test_degrees_that_training_arguments_cannot_express_are_refused(degrees: dic
     with pytest.raises(ExportError) as error:
         export_plan(make_plan(TrainingConfig(micro_batch=2, **degrees)), "transformers", tmp_path / "a.json")
     assert error.value.exit_code == 6 and not list(tmp_path.iterdir())
+
+
+def test_the_help_names_every_target() -> None:
+    from autoplan.cli import export as command
+
+    assert [name for name in TARGETS if name not in Path(command.__file__).read_text()] == []
+
+
+@pytest.mark.parametrize("to", ["transformers", "trl", "accelerate", "deepspeed"])
+def test_a_companion_can_be_imported_and_finds_its_file(to: str, tmp_path: Path) -> None:
+    for stem, module in (("2026-plan.b", "_2026_plan_b_companion.py"), ("plän x", "pl_n_x_companion.py")):
+        first, companion = load_target(to).render(make_plan(), stem).files
+        assert companion == module and module.removesuffix(".py").isidentifier()
+        assert first == stem + load_target(to).suffix
+    with pytest.raises(UsageError, match="does not end in") as error:
+        export_plan(make_plan(), to, tmp_path / "args.txt")
+    assert "args" + load_target(to).suffix in error.value.hint and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["transformers", "trl", "accelerate"])
+def test_shards_on_a_cpu_are_refused_where_accelerate_would_leave_them_out(to: str) -> None:
+    with pytest.raises(ExportError, match="shards on a CPU") as error:
+        load_target(to).render(make_plan(TrainingConfig(micro_batch=2, dp_shard=2)), "args")
+    assert "deepspeed" in error.value.hint
+
+
+@pytest.mark.parametrize("to", ["transformers", "trl", "accelerate"])
+def test_an_fp32_plan_compiles_where_accelerate_does_not_switch_tf32_on(to: str) -> None:
+    """accelerate does so for a compiler among its own settings, without mixed precision, on CUDA."""
+    fp32, bf16 = (TrainingConfig(micro_batch=2, compile="model", precision=p) for p in ("fp32", "bf16"))
+    first, module = load_target(to).render(make_plan(fp32, device="cuda"), "args").files.values()
+    settings = yaml.safe_load(first)  # which reads JSON too
+    assert not settings.get("torch_compile") and "dynamo_config" not in settings
+    assert "model.compile(" in module
+    if to != "accelerate":
+        other = next(iter(load_target(to).render(make_plan(bf16), "args").files.values()))
+        assert yaml.safe_load(other)["torch_compile"]
+
+
+def test_the_head_says_what_the_workload_trains_with() -> None:
+    for to in ("transformers", "trl", "accelerate", "deepspeed"):
+        text = " ".join(list(load_target(to).render(make_plan(), "args").files.values())[-1].split("\n#  "))
+        for said in ("clipping norm 1.0", "schedule none", "seed 0", "weight decay by parameter group", "dropout"):
+            assert said in text, (to, said)
+        assert f"Written for {to}" in text

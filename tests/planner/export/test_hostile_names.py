@@ -63,7 +63,8 @@ def python_does(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def model_summary_once(tmp_path_factory: pytest.TempPathFactory):
     """The summary of the tiny model, made once: names do not change it."""
-    from autoplan.planner.export import model_summary, pytorch_script
+    from autoplan.planner.export import model_summary
+    from autoplan.planner.export.pytorch import pytorch_script
 
     found = model_summary.summarize_model(plan_named("x", tmp_path_factory.mktemp("model")).workload)
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +75,7 @@ def model_summary_once(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_a_name_stays_in_its_comment(name: str, tmp_path: Path, model_summary_once: None) -> None:
     plan, plain = plan_named(name, tmp_path), plan_named("plain", tmp_path)
-    for to in ("pytorch", "transformers", "yaml", "json"):
+    for to in ("pytorch", "ray", "transformers", "lightning", "fabric", "yaml", "json"):
         files, others = (load_target(to).render(one, "out").files for one in (plan, plain))
         assert files.keys() == others.keys()
         for file, text in files.items():
@@ -87,6 +88,19 @@ def test_a_name_stays_in_its_comment(name: str, tmp_path: Path, model_summary_on
                 document = read(text)
                 assert document.keys() == read(others[file]).keys()
                 assert (document["workload"]["name"], document["plan"]["study"]) == (shown_text(name),) * 2
+
+
+@pytest.mark.parametrize("to", ["trl", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_a_name_changes_no_setting(name: str, to: str, tmp_path: Path) -> None:
+    plan, plain = plan_named(name, tmp_path), plan_named("plain", tmp_path)
+    files, others = (load_target(to).render(one, "out").files for one in (plan, plain))
+    assert files.keys() == others.keys()
+    for file, text in files.items():
+        if file.endswith(".py"):
+            assert code_of(text) == code_of(others[file])
+        else:  # YAML reads JSON too
+            assert yaml.safe_load(text) == yaml.safe_load(others[file])
 
 
 def code_of(text: str) -> str:
@@ -164,12 +178,13 @@ HOSTILE_TRAINING = {
 }
 
 
+@pytest.mark.parametrize("to", ["transformers", "trl", "accelerate", "deepspeed"])
 @pytest.mark.parametrize("case", HOSTILE_TRAINING)
-def test_the_companion_calls_no_name_from_a_plan(case: str, tmp_path: Path) -> None:
+def test_the_companion_calls_no_name_from_a_plan(case: str, to: str, tmp_path: Path) -> None:
     import ast
 
     plan = plan_named("x", tmp_path, training=HOSTILE_TRAINING[case])
-    _, module = load_target("transformers").render(plan, "out").files.values()
+    _, module = load_target(to).render(plan, "out").files.values()
     tree = ast.parse(module.encode())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert "__import__" not in names

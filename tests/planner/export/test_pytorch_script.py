@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.pytorch_script import PytorchTarget
-from autoplan.planner.export.run import export_plan
+from autoplan.planner.export.pytorch.pytorch_script import PytorchTarget
+from autoplan.planner.export.run import export_plan, load_target
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import load_workload, make_spec
@@ -176,8 +177,14 @@ CONFIGS = {
     ),
     "every_2": TrainingConfig(micro_batch=8, checkpointing="every_2", optimizer_step="foreach", attention="sdpa"),
     "fused": TrainingConfig(micro_batch=1, loss="fused", optimizer_step="fused", checkpointing="full"),
+    "states_on_host": TrainingConfig(micro_batch=4, offload="optimizer", precision="fp16"),
+    "activations_on_host": TrainingConfig(micro_batch=4, offload="activations", checkpointing="full", precision="bf16"),
     "bf16": TrainingConfig(micro_batch=4, loss="fused", precision="bf16"),
     "fp16": TrainingConfig(micro_batch=4, loss="fused", precision="fp16"),
+    "masters": TrainingConfig(micro_batch=4, precision="bf16", parameters="bf16", optimizer_state="bf16"),
+    "by_chance": TrainingConfig(
+        micro_batch=8, precision="bf16", parameters="bf16_stochastic", optimizer_step="foreach"
+    ),
 }
 
 
@@ -322,11 +329,10 @@ STATE = """
 import sys, torch
 sys.argv = ["train.py"]
 import train
-device = torch.device("cpu")
-module, optimizer, schedule = train.prepare(device)
+run = train.prepare("cpu")
 for number in range(3):
-    train.train_step(module, optimizer, schedule, train.make_batch(train.GLOBAL_BATCH, number), device)
-torch.save(module.model.state_dict(), "state.pt")
+    train.train_step(run, train.make_batch(train.GLOBAL_BATCH, number))
+torch.save(run.module.model.state_dict(), "state.pt")
 """
 
 
@@ -404,15 +410,24 @@ def test_no_cache_is_kept_during_a_step_and_the_setting_is_put_back(tmp_path: Pa
     code = STATE + (
         "import user_workload\n"
         "assert user_workload.seen and not any(cached or used for cached, used in user_workload.seen)\n"
-        "assert module.model.config.use_cache and module.model.decoder.config.use_cache\n"
+        "model = run.module.model\n"
+        "assert model.config.use_cache and model.decoder.config.use_cache\n"
         "print('put back')\n"
     )
     assert "put back" in in_the_script(path, tmp_path, code)
 
 
+def test_a_name_that_is_defined_twice_is_refused(tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=4))
+    export = PytorchTarget().render(plan, "train")
+    export.files["train.py"] += "\n\ndef shifted_labels():\n    pass\n"
+    with pytest.raises(ExportError, match="defines shifted_labels twice"):
+        PytorchTarget().check(plan, export)
+
+
 def test_what_the_script_cannot_carry_is_refused(tmp_path: Path) -> None:
     for plan in (
-        make_plan(TrainingConfig(micro_batch=2, dp_replicate=2)),
+        make_plan(TrainingConfig(micro_batch=2, pp=2, pp_microbatches=2)),
         make_plan(workload=make_plan().workload.model_copy(update={"kind": "object"})),
     ):
         with pytest.raises(ExportError) as error:
@@ -479,3 +494,27 @@ def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(t
     assert run_script(path, tmp_path) == pytest.approx(
         run_plan(make_plan(config, workload=spec, accumulation=2)), rel=1e-6
     )
+
+
+ON_CUDA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"loss": "fused", "precision": "bf16"},
+    "compiled": {"loss": "fused", "compile": "model"},
+    "states": {"offload": "optimizer"},
+    "activations": {"offload": "activations", "precision": "bf16"},
+    "shards": {"offload": "parameters", "dp_shard": 2},
+    "states_of_shards": {"offload": "optimizer", "dp_shard": 2},
+    "liger": {"kernels": "liger"},
+}
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_script_for_a_gpu_defines_every_name_that_it_uses(name: str, tmp_path: Path) -> None:
+    plan = make_plan(TrainingConfig(micro_batch=1, **ON_CUDA[name]), device="cuda")
+    target = load_target("pytorch")
+    export = target.render(plan, "train")
+    target.check(plan, export)
+    (tmp_path / "train.py").write_text(next(iter(export.files.values())))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F811,E9", "train.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export import pytorch_training, pytorch_workload
+from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.export.base import CODING, Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.model_summary import ModelSummary, stack_source, summarize_model
+from autoplan.planner.export.pytorch import pytorch_ranks, pytorch_step, pytorch_training, pytorch_workload
+from autoplan.planner.export.source_text import defined_names
+from autoplan.planner.export.variables import rank_variables
 from autoplan.planner.plan import Plan
+from autoplan.strategies.rounding_knobs import rounds_steps
 
 
 class PytorchTarget:
@@ -31,21 +35,26 @@ class PytorchTarget:
         config = plan.config
         model = summarize_model(plan.workload)
         needs_blocks = config.checkpointing != "none" or config.compile == "block"
+        names_blocks = needs_blocks or config.tp > 1 or pytorch_ranks.uses_fsdp(config)
         if needs_blocks and not model.stacks:
             raise ExportError(
                 f"{plan.workload.name} has no repeated blocks, which {plan.config.describe()} needs",
                 hint="The workload's files are no longer those that the plan was made from: search again.",
             )
         function = plan.workload.kind == "function"
+        fields = pytorch_step.run_fields(plan)
         sections = [
-            _head(plan) + "\n\n" + pytorch_workload.imports(plan, model.task, model.head),
-            _settings_section(plan, model, needs_blocks=needs_blocks),
+            _head(plan, stem) + "\n\n" + pytorch_workload.imports(plan, model.task, model.head),
+            _settings_section(plan, model, names_blocks=names_blocks),
             pytorch_workload.user_file(plan, model.head)
             if function
             else pytorch_workload.language_model(plan, model.task, model.head),
-            pytorch_training.techniques(plan, model.head),
-            pytorch_training.step(plan),
-            pytorch_training.main(plan),
+            pytorch_training.techniques(plan),
+            pytorch_step.run_class(plan),
+            pytorch_training.prepare(plan, model.head, fields),
+            pytorch_step.step(plan),
+            *pytorch_step.loader(plan),
+            pytorch_step.main(plan),
         ]
         return Export(files={f"{stem}.py": "\n\n\n".join(section.strip("\n") for section in sections) + "\n"})
 
@@ -55,6 +64,7 @@ class PytorchTarget:
             tree = ast.parse(text)
         except SyntaxError as error:
             raise ExportError(f"the script is not Python: {error}", hint="Please report it.") from error
+        _refuse_names_defined_twice(tree)
         constants = read_constants(tree)
         for name, wanted in settings(plan).items():
             same_or_error(name, constants.get(name), wanted)
@@ -66,12 +76,32 @@ class PytorchTarget:
         return ()
 
 
+def _refuse_names_defined_twice(tree: ast.Module) -> None:
+    """The script takes code of many files, and the later of two definitions would be used by both.
+
+    Raises:
+        ExportError: a name is defined twice.
+    """
+    seen: set[str] = set()
+    for node in tree.body:
+        for name in defined_names(node):
+            if name in seen:
+                raise ExportError(f"the script defines {name} twice", hint="Please report it.")
+            seen.add(name)
+
+
 def _refuse_what_cannot_be_carried(plan: Plan) -> None:
-    config = plan.config
-    if config.world_size > 1:
+    pytorch_ranks.refuse_pipelines(plan)
+    if plan.config.dp_shard > 1 and rounds_steps(plan.config):
         raise ExportError(
-            f"the plan is for {config.world_size} ranks; the script is for one",
-            hint="Use plan.prepare() in a script under torchrun, which applies every degree.",
+            f"the script does not carry parameters={plan.config.parameters} "
+            f"optimizer_state={plan.config.optimizer_state} on shards: what FSDP2 holds is rounded by autoplan alone",
+            hint="Use plan.prepare() or autoplan run, or the targets torchrun and slurm, which run it.",
+        )
+    if plan.workload.taken_from:
+        raise ExportError(
+            f"{plan.workload.name} was read from a {plan.workload.taken_from}, whose loop the script would not have",
+            hint="Use plan.apply_to(trainer), or export to transformers, json or yaml.",
         )
     if plan.workload.kind == "object":
         raise ExportError(
@@ -104,7 +134,9 @@ def settings(plan: Plan) -> dict[str, Any]:
             "MAX_GRAD_NORM": options["max_grad_norm"],
             "SEED": options["seed"],
         }
-    constants |= pytorch_training.knob_settings(config)
+    constants |= pytorch_training.knob_settings(config) | pytorch_ranks.rank_settings(plan)
+    setting = setting_of(plan)
+    constants |= {} if setting is None else {"LOADER_ARGUMENTS": setting.arguments}
     return constants
 
 
@@ -123,12 +155,18 @@ def _function_options(plan: Plan) -> dict[str, Any]:
     return given
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: Plan, stem: str) -> str:
     changed = " Numerics: changed, within the tolerance of the parity check." if plan.parity.changes_numerics else ""
     lines = [
         *provenance_lines(plan),
         f"Loss: summed over every micro-batch and divided by the count of the whole global batch.{changed}",
+        "Written for torch 2.11 and later; the code of the techniques is that of this version of autoplan.",
     ]
+    start = f"python {stem}.py --steps 10"
+    if pytorch_ranks.has_ranks(plan.config):
+        variables = "".join(f"{name}={value} " for name, value in rank_variables(plan).items())
+        start = f"{variables}torchrun --nproc-per-node {plan.config.world_size} {stem}.py --steps 10"
+    lines.append(f"Start it: {start}")
     return "\n".join(
         [
             CODING,
@@ -140,16 +178,18 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _settings_section(plan: Plan, model: ModelSummary, *, needs_blocks: bool) -> str:
+def _settings_section(plan: Plan, model: ModelSummary, *, names_blocks: bool) -> str:
     lines = [f"{name} = {value!r}" for name, value in settings(plan).items()]
     if plan.config.loss == "fused" and model.head:
         lines.append(f"HEAD = {model.head!r}  # the output head, whose logits are not computed all at once")
-    if needs_blocks:
+    if names_blocks:
         stacks = model.stacks
         lines.append("# The repeated blocks of the model, by name, one list for each run of them.")
         lines.append("STACKS = [" + ", ".join(stack_source(stack) for stack in stacks) + "]")
         frozen = ", ".join(stack_source(stack) for stack in model.frozen_stacks)
         lines.append(f"FROZEN_STACKS = [{frozen}]  # those of parts that do not train")
+    if plan.config.tp > 1:
+        lines += pytorch_ranks.tensor_plan_lines(model.tensor_plan, plan)
     if plan.workload.kind != "function":
         lines += ["MODEL_FIELDS = json.loads(", *_text_lines(json.dumps(model_fields(plan), indent=4)), ")"]
     return "\n".join(lines)
@@ -163,7 +203,7 @@ def _text_lines(text: str) -> list[str]:
 def model_fields(plan: Plan) -> dict[str, Any]:
     """The fields of the model's configuration, as transformers' config.json has them."""
     from autoplan.strategies.workloads import registry
-    from autoplan.strategies.workloads.sources import read_config_file
+    from autoplan.strategies.workloads.model_folders import read_config_file
 
     spec = plan.workload
     if spec.kind == "model":

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
+from autoplan.planner.apply.parts import AS_SEARCHED, Parts, PlanLike, make_workload
 from autoplan.planner.changes import HINT, name_pieces, refuse_changed_parts
-from autoplan.planner.plan_parts import AS_SEARCHED, Parts, PlanLike, make_workload
 from autoplan.planner.trust import TRAINING_CODE, refuse_odd_file
 
 if TYPE_CHECKING:
@@ -40,11 +40,16 @@ def prepare_plan(
     max_grad_norm: float | None = AS_SEARCHED,
     global_batch: int | None = None,
     head: OutputHead | None = None,
+    count: Callable[[Any], int] | None = None,
     changed_ok: bool = False,
     trust_code: bool = False,
     workload: str | Path | None = None,
+    read: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
-    """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them."""
+    """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them.
+
+    `read` has fields of the workload that none of these is, where the parts were read from a loop.
+    """
     from torch import nn
 
     from autoplan.strategies.prepare import prepare
@@ -75,8 +80,8 @@ def prepare_plan(
     if changed is not None:
         warnings.warn(changed, stacklevel=3)
     made = make_workload(plan, parts, trust_code=trust_code)
-    if head is not None:
-        made = dataclasses.replace(made, head=head)
+    named: dict[str, Any] = {name: value for name, value in (("head", head), ("count", count)) if value is not None}
+    made = dataclasses.replace(made, **named, **(read or {}))
     state = _state_of(optimizer)
     instance = model if isinstance(model, nn.Module) else None
     if instance is not None and not changed_ok:  # before anything is changed in place

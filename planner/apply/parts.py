@@ -16,6 +16,7 @@ from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.trust import require_trust
 
 if TYPE_CHECKING:
+    from autoplan.planner.loading import Loading
     from autoplan.planner.records import Parity
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -47,6 +48,9 @@ class PlanLike(Protocol):
 
     @property
     def parity(self) -> Parity: ...
+
+    @property
+    def loading(self) -> Loading | None: ...
 
     @property
     def edited(self) -> tuple[str, ...]: ...
@@ -163,7 +167,8 @@ def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
             max_grad_norm=norm,
         ),
     )
-    made = dataclasses.replace(made, seed=searched.seed)
+    fixed = made.fixed_micro_batch or searched.fixed_micro_batch
+    made = dataclasses.replace(made, seed=searched.seed, fixed_micro_batch=fixed)
     if parts.loss is not None and parts.loss is not searched.loss:
         return made  # another loss has another head and another count
     return dataclasses.replace(made, count=searched.count, head=searched.head)

@@ -6,12 +6,19 @@ are copied from its source files (`source_text.take`).
 
 from __future__ import annotations
 
+from autoplan.planner.export.pytorch import pytorch_ranks
 from autoplan.planner.export.source_text import take
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import ATTENTION_BACKENDS, CUDAGRAPH_MODES
+from autoplan.strategies.rounding_knobs import rounds_steps
 
 LANGUAGE_MODEL = "workloads/language_model.py"
 KERNELS = "techniques/loss_kernels.py"
+GPU_KERNELS = "techniques/loss_kernels_gpu.py"
+_GPU_NAMES = (
+    *("tl", "LARGEST_DIFFERENCE", "choose_gpu_kernel", "has_liger", "gpu_cross_entropy", "rows_cross_entropy_gpu"),
+    *("liger_cross_entropy", "rows_in_place", "_compiled_row_kernel", "_row_kernel", "_AGREED", "agrees", "_agree"),
+)
 AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 LOSSES = {
     "causal": ("shifted_labels", "_cross_entropy", "causal_loss"),
@@ -20,11 +27,21 @@ LOSSES = {
 }
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 """The precisions that use autocast, and its dtype in the script."""
+WORKLOAD_ERROR = """class WorkloadError(ValueError):
+    def __init__(self, message, *, hint=None):
+        super().__init__(message if hint is None else f"{message}. {hint}")"""
 
 
 def any_containers(plan: Plan) -> bool:
     """Whether the script has autoplan's own code for batches: those of a user's function, and all on CUDA."""
     return plan.workload.kind == "function" or plan.device == "cuda"
+
+
+def takes_gpu_kernels(plan: Plan) -> bool:
+    """Whether the fused loss may run on kernels of Triton, as techniques/loss_kernels_gpu.py decides."""
+    config = plan.config
+    on_cuda = plan.device == "cuda" and config.compile != "model" and config.precision != "fp16"
+    return on_cuda and config.loss == "fused"
 
 
 def imports(plan: Plan, task: str, head: str) -> str:
@@ -36,23 +53,38 @@ def imports(plan: Plan, task: str, head: str) -> str:
     modules |= {"inspect", "importlib.util", "sys", "types"} if function else {"json"}
     modules |= {"sys"} if config.compile == "model" or plan.device == "cuda" else set()
     modules |= {"ctypes", "sys"} if config.allocator == "keep" else set()
+    modules |= {"inspect", "sys", "types"} if config.kernels != "own" else set()
+    modules |= {"optimizer": {"types"}, "activations": {"weakref"}}.get(config.offload, set())
     modules |= {"dataclasses"} if any_containers(plan) else set()
     modules |= {"math"} if deferred else set()
+    modules |= {"importlib.util"} if takes_gpu_kernels(plan) else set()
     modules |= {"functools"} if fused or config.checkpointing != "none" or plan.device == "cuda" else set()
+    rounded = rounds_steps(config)
+    modules |= {"importlib.util"} if rounded else set()
+    ranks = pytorch_ranks.has_ranks(config)
+    rank_modules, rank_lines = pytorch_ranks.imports(plan)
+    modules |= rank_modules
     lines = [f"import {name}" for name in sorted(modules)]
-    replays = config.compile_mode in CUDAGRAPH_MODES
-    kinds = (
-        ["Iterator"]
-        + (["Sequence"] if replays else [])
-        + (["Iterable", "Mapping"] if any_containers(plan) else [])
-        + (["Callable"] if fused or any_containers(plan) else [])
-    )
+    kinds = {"Iterator"}
+    kinds |= {"Sequence"} if config.compile_mode in CUDAGRAPH_MODES or ranks else set()
+    kinds |= {"Iterable", "Mapping"} if any_containers(plan) or ranks or rounded else set()
+    calls = fused or any_containers(plan) or ranks or rounded or config.offload == "optimizer"
+    kinds |= {"Callable"} if calls else set()
+    lines += ["from collections import deque"] if config.offload in ("optimizer", "activations") else []
     lines += [f"from collections.abc import {', '.join(sorted(kinds))}"]
-    lines += ["from dataclasses import dataclass"] if function else []
-    lines += ["from typing import Any, NamedTuple, Protocol" if function else "from typing import Any, NamedTuple"]
+    lines += ["from dataclasses import dataclass, field"] if config.tp > 1 else []
+    lines += ["from dataclasses import dataclass"] if function and config.tp == 1 else []
+    lines += ["from pathlib import Path"] if ranks else []
+    lines += ["from typing import Any, NamedTuple" + (", Protocol" if function or config.tp > 1 else "")]
     lines += ["", "import torch"]
-    lines += ["import torch.nn.functional as F"] if fused or not function else []
-    lines += ["from torch import nn"]
+    lines += ["import torch.nn.functional as F"] if fused or not function or config.tp > 1 else []
+    lines += ["from torch import nn", *rank_lines]
+    if (config.offload == "optimizer" or rounded) and not ranks:
+        lines += ["from torch.distributed.tensor import DTensor"]
+    if config.offload == "activations":
+        lines += ["from torch.multiprocessing.reductions import StorageWeakRef"]
+    if takes_gpu_kernels(plan):
+        lines += ["from torch._guards import detect_fake_mode"]
     if config.attention in ATTENTION_BACKENDS:
         lines += ["from torch.nn.attention import SDPBackend, sdpa_kernel"]
     lines += ["from torch.utils import _pytree as pytree"] if deferred or any_containers(plan) else []
@@ -87,11 +119,20 @@ def language_model(plan: Plan, task: str, head: str) -> str:
         f"def count_items(batch):\n    return count_labels(batch, shifted={task == 'causal'})",
         "loss_sum = fused_loss" if by_formula else f"loss_sum = {task}_loss",
         *([_deferred()] if fused and head else []),
+        *_output_head(plan, task),
         "def build_optimizer(parameters):\n    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, "
         f"weight_decay=WEIGHT_DECAY{', **OPTIMIZER_FLAGS' if plan.config.optimizer_step != 'own' else ''})",
         "def build_schedule(optimizer):\n    return None",
     ]
     return "\n\n\n".join(sections)
+
+
+def _output_head(plan: Plan, task: str) -> list[str]:
+    """How the model splits into hidden states and output head, where tensor parallelism splits the vocabulary."""
+    if plan.config.tp == 1 or task != "causal":
+        return []
+    head = take("workloads/workload.py", "OutputHead"), take(LANGUAGE_MODEL, "_SCALED_LOGITS", "CausalHead")
+    return [WORKLOAD_ERROR, *head, "output_head = CausalHead()"]
 
 
 def _model(plan: Plan, task: str) -> str:
@@ -135,11 +176,21 @@ _BATCHES = {
 
 
 def _kernels(plan: Plan) -> str:
-    names = ["Kernel", "_CHUNK_ELEMENTS", "_most_rows", "limited_rows", "chunk_rows"]
+    names = ["Kernel", "LossOfLogits", "_CHUNK_ELEMENTS", "_most_rows", "limited_rows", "chunk_rows"]
     names += ["ROW_MULTIPLE", "padded_rows", "recomputed_cross_entropy", "rows_cross_entropy", "_chunk_loss"]
-    names += ["precomputed_cross_entropy", "_Precomputed", "has_torch_kernel", "_torch_kernel", "choose_kernel"]
+    names += [
+        "precomputed_cross_entropy",
+        "loss_of_logits",
+        "_Precomputed",
+        "has_torch_kernel",
+        "_torch_kernel",
+        "choose_kernel",
+    ]
     compiled = plan.config.compile == "model"
-    return take(KERNELS, *names) + f"\n\n\nKERNEL = choose_kernel(PRECISION, compiled={compiled})"
+    if not takes_gpu_kernels(plan):
+        return take(KERNELS, *names) + f"\n\n\nKERNEL = choose_kernel(PRECISION, compiled={compiled})"
+    own = take(GPU_KERNELS, *_GPU_NAMES)
+    return f"{take(KERNELS, *names)}\n\n\n{own}\n\n\nKERNEL = choose_gpu_kernel(PRECISION, compiled=False)"
 
 
 def _deferred() -> str:
@@ -168,9 +219,7 @@ _FUSED_LANGUAGE_MODEL = '''def fused_loss(model, batch):
 def user_file(plan: Plan, head: str) -> str:
     """A workload of the user's own file, with copies of the classes that the file imports from autoplan."""
     sections = [
-        """class WorkloadError(ValueError):
-    def __init__(self, message, *, hint=None):
-        super().__init__(message if hint is None else f"{message}. {hint}")""",
+        WORKLOAD_ERROR,
         take("workloads/workload.py", "LossSum", "OutputHead", "Workload"),
         _LOAD_USER_FILE,
         "workload = load_user_file()\nbuild_model, make_batch = workload.build_model, workload.make_batch\n"
@@ -185,7 +234,7 @@ def user_file(plan: Plan, head: str) -> str:
     sections += [
         _USER_OPTIMIZER if plan.config.optimizer_step != "own" else "build_optimizer = workload.build_optimizer"
     ]
-    sections += [_USER_SCHEDULE]
+    sections += [_USER_SCHEDULE, *(["output_head = workload.head"] if plan.config.tp > 1 else [])]
     return "\n\n\n".join(sections)
 
 

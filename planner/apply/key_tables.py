@@ -1,0 +1,121 @@
+"""The names of a tool's settings, as data: which key says what, per version of the tool.
+
+In: a tool's name, and its version. Out: the table that fits, from `keys/<tool>.json`. A table is for the versions from
+its `since` on (and before its `before`); `verified` is the version whose own reader read every key of it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from autoplan.errors import ExportError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyTable:
+    """One table.
+
+    Attributes:
+        tool: The package.
+        since: The first version that it is for.
+        written_for: The version whose sources it was written from.
+        verified: The version whose reader read every key back; None: none did.
+        keys: By the plan's term, the key; a dot leads into a section.
+    """
+
+    tool: str
+    since: str
+    written_for: str
+    verified: str | None
+    keys: dict[str, str]
+
+    def nest(self, values: dict[str, object]) -> dict[str, object]:
+        """Values by the plan's term as the tool's document; what is None is left out."""
+        document: dict[str, object] = {}
+        for term, value in values.items():
+            if value is None:
+                continue
+            section = document
+            *parents, key = self.keys[term].split(".")
+            for parent in parents:
+                section = section.setdefault(parent, {})  # type: ignore[assignment]
+            section[key] = value
+        return document
+
+    def line(self) -> str:
+        """What the head of a file says of its version."""
+        installed = installed_version(self.tool)
+        verified = f", verified on {self.verified}" if self.verified else ", not verified"
+        here = f"; {installed} is installed where it was written" if installed not in (None, self.verified) else ""
+        return f"Written for {self.tool} {self.written_for}{verified}{here}."
+
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said where the installed version is not the one that the table was verified on."""
+        installed = installed_version(self.tool)
+        if installed is None or installed == self.verified:
+            return ()
+        return (
+            f"the keys for {self.tool} were verified on {self.verified or 'no version'}; {installed} is installed here "
+            "and read every value back as the plan has it",
+        )
+
+
+def key_table(tool: str, version: str | None) -> KeyTable:
+    """The newest table for a version of a tool, whose keys are all there is in it.
+
+    Args:
+        tool: The package.
+        version: Its version; None: the newest table.
+
+    Raises:
+        ExportError: no table is for that version.
+    """
+    return KeyTable(tool=tool, **pick_table(tool, version))
+
+
+def pick_table(tool: str, version: str | None) -> dict[str, Any]:
+    """The newest table for a version of a tool, as it stands in the file.
+
+    Raises:
+        ExportError: no table is for that version.
+    """
+    tables = _tables(tool)
+    fitting = [table for table in tables if version is None or _is_for(table, version)]
+    if not fitting:
+        since = ", ".join(table["since"] for table in tables)
+        before = "".join(f", and end before {table['before']}" for table in tables[:1] if "before" in table)
+        raise ExportError(
+            f"no key table fits {tool} {version}",
+            hint=f"Tables start at {since}{before}. Install such a version, or use another target.",
+        )
+    return max(fitting, key=lambda table: _number(table["since"]))
+
+
+def _is_for(table: dict[str, Any], version: str) -> bool:
+    return _number(table["since"]) <= _number(version) and (
+        "before" not in table or _number(version) < _number(table["before"])
+    )
+
+
+@functools.cache
+def _tables(tool: str) -> list[dict[str, Any]]:
+    text = resources.files("autoplan.planner.apply").joinpath("keys", f"{tool}.json").read_text()
+    tables: list[dict[str, Any]] = json.loads(text)["tables"]
+    return tables
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,73 @@
+"""The DataLoader of a training under a plan: its batch size, its share of the samples, its measured setting.
+
+In: a plan and a dataset. Out: a DataLoader whose batches `run.step` takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import PlanError
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from autoplan.planner.apply.parts import PlanLike
+    from autoplan.strategies.run import TrainingRun
+
+
+def make_plan_loader(
+    plan: PlanLike,
+    dataset: Any,
+    *,
+    run: TrainingRun | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    shuffle: bool | None,
+    seed: int,
+    start: int,
+) -> DataLoader[Any]:
+    """What Plan.loader calls; its docstring says the parameters and errors."""
+    from autoplan.strategies.workloads.loading.source import make_loader, source_of
+
+    source = source_of(dataset)
+    if collate_fn is not None:
+        source = dataclasses.replace(source, collate_fn=collate_fn)
+    if shuffle is not None:
+        source = dataclasses.replace(source, shuffled=shuffle, sampler=None)
+    rank, ranks = _position(plan, run)
+    return make_loader(
+        source,
+        setting_of(plan) or LoaderSetting(workers=0, pin_memory=plan.device == "cuda"),
+        batch_size=plan.workload.global_batch // plan.config.dp,
+        rank=rank,
+        ranks=ranks,
+        seed=seed,
+        start=start,
+    )
+
+
+def setting_of(plan: PlanLike) -> LoaderSetting | None:
+    """The loader's setting that the search measured; None where it measured none."""
+    return None if plan.loading is None else plan.loading.setting
+
+
+def _position(plan: PlanLike, run: TrainingRun | None) -> tuple[int, int]:
+    """Which share of the samples this process takes, of how many."""
+    config = plan.config
+    if config.dp == 1:
+        return 0, 1
+    if run is not None:
+        from autoplan.strategies.techniques.mesh import data_position
+
+        return data_position(run.mesh)
+    import torch.distributed as dist
+
+    if config.tp * config.pp == 1 and dist.is_initialized() and dist.get_world_size() == config.dp:
+        return dist.get_rank(), config.dp
+    raise PlanError(
+        f"the plan splits each batch over {config.dp} data-parallel ranks, and it is not known which of them this is",
+        hint="Make the run first, and hand it in: plan.loader(dataset, run=plan.prepare(...)).",
+    )

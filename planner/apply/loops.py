@@ -1,0 +1,194 @@
+"""Applies a plan to a training loop, a LightningModule or a step function: what Plan.apply_to does with each.
+
+In: a plan, and the same parts that the search had. Out: the training run with a DataLoader of its size; the arguments
+of a lightning.Trainer; the step under the plan's settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autoplan.errors import PlanError
+from autoplan.planner.apply.loader import setting_of
+from autoplan.planner.apply.parts import PlanLike
+from autoplan.planner.apply.prepare import check_before_use, prepare_plan, refuse_other_training, warn_of_other_hardware
+from autoplan.planner.changes import refuse_changed_parts
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from autoplan.strategies.run import TrainingRun
+    from autoplan.strategies.workloads.workload import Workload
+
+
+class AppliedLoop(NamedTuple):
+    """A loop under a plan: `for batch in loader: result = run.step(batch)`.
+
+    Attributes:
+        run: The training run over the loop's own model.
+        loader: The loop's DataLoader with batches of `run.local_batch` samples; a last, smaller batch is dropped. It
+            has the workers that the search measured, where it was given `loader=`.
+    """
+
+    run: TrainingRun
+    loader: DataLoader[Any]
+
+
+class PlannedStep:
+    """A step function under a plan: `planned(index)` runs it, and gives its loss as a float.
+
+    Args:
+        run: The step's training run.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+
+    def __call__(self, index: int) -> float:
+        """Runs step(index)."""
+        workload = self.run.workload
+        return float(self.run.step(workload.make_batch(workload.global_batch, index)).loss)
+
+
+@dataclass(frozen=True)
+class LightningSettings:
+    """What a lightning.Trainer needs for a plan; the module itself was changed in place where the plan says so.
+
+    Attributes:
+        trainer_arguments: For `lightning.Trainer(**settings.trainer_arguments)`.
+        batch_size: Of the DataLoader of a rank.
+        not_carried: What of the plan the Trainer does not do, in sentences.
+        loader_arguments: For the DataLoader: workers, prefetch factor and pinned memory as they were measured.
+    """
+
+    trainer_arguments: dict[str, Any]
+    batch_size: int
+    not_carried: tuple[str, ...]
+    loader_arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def apply_parts(plan: PlanLike, training: Any, parts: tuple[Any, ...], *, changed_ok: bool, **settings: Any) -> Any:
+    """Applies a plan to a loop, a LightningModule or a step; None: the training is none of them.
+
+    Raises:
+        AutoplanError: see Plan.apply_to.
+    """
+    from autoplan.strategies.workloads.trainers.parts import LIGHTNING_MODULES, is_one_of
+
+    if is_one_of(training, LIGHTNING_MODULES):
+        return apply_to_module(plan, training, *parts, changed_ok=changed_ok)
+    if is_one_of(training, ("torch.nn.modules.module.Module",)):
+        return apply_to_loop(plan, (training, *parts), changed_ok=changed_ok, **settings)
+    if inspect.isroutine(training) or isinstance(training, functools.partial):
+        return apply_to_step(plan, training, changed_ok=changed_ok)
+    return None
+
+
+def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = False, **settings: Any) -> AppliedLoop:
+    """The training run of a loop's parts, and its DataLoader.
+
+    Args:
+        plan: Of a search with such parts.
+        parts: model, optimizer, dataloader, and the loss where the search had one.
+        changed_ok: See Plan.prepare.
+        settings: schedule, max_grad_norm, loss_mean, accelerator: as the search had them.
+
+    Raises:
+        WorkloadError: the parts make no training.
+        PlanError: they are not those of the search.
+    """
+    from autoplan.strategies.workloads.trainers.accelerate import read_loop, unwrap_model
+    from autoplan.strategies.workloads.trainers.loader import resized
+    from autoplan.strategies.workloads.trainers.schedules import at_the_start, plain_optimizer
+
+    model, optimizer, dataloader, loss = (*parts, None, None, None, None)[:4]
+    settings["global_batch"] = plan.workload.global_batch
+    workload = read_loop(model, optimizer, dataloader, loss, **settings).workload
+    run = prepare_plan(
+        plan,
+        unwrap_model(model),
+        at_the_start(plain_optimizer(optimizer)),
+        workload.loss,
+        schedule=workload.build_schedule,
+        max_grad_norm=workload.max_grad_norm,
+        head=workload.head,
+        changed_ok=changed_ok,
+        read={"count": workload.count, "fixed_micro_batch": workload.fixed_micro_batch},
+    )
+    return AppliedLoop(run, resized(dataloader, run.local_batch, setting_of(plan)))
+
+
+def apply_to_step(plan: PlanLike, make_step: Any, *, changed_ok: bool = False) -> PlannedStep:
+    """The step that make_step gives, under the plan's settings of this process.
+
+    Threads, the allocator and TF32 are set for the whole process, and stay set.
+
+    Raises:
+        PlanError: the plan is not of a step function, or the step's code is not that of the search.
+    """
+    from autoplan.strategies.prepare import prepare
+    from autoplan.strategies.workloads.trainers.step import read_step
+
+    if plan.workload.taken_from != "step function":
+        raise PlanError(
+            f"the plan is of {plan.workload.name}, which is no step function, and a function was given",
+            hint="plan.prepare(model, optimizer, loss) applies it; search with step=make_step for a plan of a step.",
+        )
+    workload = read_step(make_step, global_batch=plan.workload.global_batch, name=plan.workload.name)
+    _check(plan, workload, changed_ok=changed_ok)
+    return PlannedStep(prepare(workload, plan.config, device=plan.device))
+
+
+def apply_to_module(plan: PlanLike, module: Any, data: Any = None, *, changed_ok: bool = False) -> LightningSettings:
+    """Changes a LightningModule in place as the plan says, and gives the arguments of the Trainer that trains it.
+
+    Raises:
+        PlanError: the module is not that of the search, or the plan has what no Trainer does.
+    """
+    import torch
+
+    from autoplan.planner.apply.lightning_arguments import lightning_arguments
+    from autoplan.strategies.prepare import apply_to_model
+    from autoplan.strategies.workloads.optimizers import trainable
+    from autoplan.strategies.workloads.trainers.lightning import read_module
+
+    training, config = plan.training, plan.config
+    workload = read_module(module, data, global_batch=plan.workload.global_batch).workload
+    _check(plan, workload, changed_ok=changed_ok, model=module)
+    if not changed_ok:
+        refuse_other_training(plan, workload.build_optimizer(trainable(module)), module)
+    norm = None if training is None else training.max_grad_norm
+    arguments = lightning_arguments(
+        config, device=plan.device, accumulation=config.accumulation(plan.workload.global_batch), max_grad_norm=norm
+    )
+    left = apply_to_model(workload, config, module, device=torch.device(plan.device))
+    left = tuple(text for text in left if not text.startswith(("offload=", "kernels=")))  # the arguments say it
+    setting = setting_of(plan)
+    return LightningSettings(
+        arguments.make(),
+        config.micro_batch,
+        tuple(dict.fromkeys((*arguments.not_carried, *left))),
+        {} if setting is None else setting.arguments,
+    )
+
+
+def _check(plan: PlanLike, workload: Workload, *, changed_ok: bool, model: Any = None) -> None:
+    """What every way to apply a plan asks first; warns of what else changed."""
+    said = [check_before_use(plan, changed_ok=changed_ok)]
+    said.append(
+        refuse_changed_parts(
+            plan.workload,
+            changed_ok=changed_ok,
+            model=workload.build_model if model is None else model,
+            loss=workload.loss,
+            schedule=workload.build_schedule,
+        )
+    )
+    warn_of_other_hardware(plan, plan.device)
+    for text in said:
+        if text is not None:
+            warnings.warn(text, stacklevel=4)

@@ -1,0 +1,216 @@
+"""Applies a plan to a Trainer of transformers or TRL: a new one of the same class, with the plan's arguments.
+
+In: a plan, a Trainer that has not trained. Out: a new Trainer. The accelerator, the precision and the compiler of a
+Trainer are fixed when it is made, so the parts of the old one go into a new one (trainer_build.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import ExportError, PlanError, WorkloadError
+from autoplan.planner.apply.key_tables import pick_table
+from autoplan.planner.apply.loader import setting_of
+from autoplan.planner.apply.prepare import check_before_use, refuse_other_training, warn_of_other_hardware
+from autoplan.planner.apply.trainer_arguments import loader_values, named_arguments, plan_values
+from autoplan.planner.apply.trainer_build import build_anew, divide_loss, switch_on
+from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
+from autoplan.planner.changes import refuse_changed_parts
+from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
+
+if TYPE_CHECKING:
+    import torch
+
+    from autoplan.planner.apply.parts import PlanLike
+    from autoplan.strategies.workloads.workload import Workload
+
+NOT_DIVIDED = 0.01
+"""Below this share of the loss, none of it is divided by num_items_in_batch."""
+
+
+def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, changed_ok: bool = False) -> Any:
+    """What Plan.apply_to calls; its docstring says the parameters and errors."""
+    from autoplan.strategies.workloads.trainers import class_names, read_source
+
+    if "transformers.trainer.Trainer" not in class_names(trainer):
+        raise WorkloadError(
+            f"this is a {type(trainer).__name__}, and no Trainer of transformers",
+            hint="plan.prepare(model, optimizer, loss) gives a training run for a loop of your own.",
+        )
+    said = [check_before_use(plan, changed_ok=changed_ok)]
+    _refuse_world(plan, trainer)
+    workload = read_source(_as_one_process(trainer))
+    assert workload is not None, "the class was looked at above"
+    if plan.workload.taken_from not in ("", workload.taken_from) and not changed_ok:
+        raise PlanError(
+            f"the plan is of a {plan.workload.taken_from}, and this is a {workload.taken_from}: another loss",
+            hint="Search this one. To apply it all the same: apply_to(changed_ok=True).",
+        )
+    warn_of_other_hardware(plan, plan.device)
+    said.append(
+        refuse_changed_parts(
+            plan.workload,
+            changed_ok=changed_ok,
+            model=trainer.model,
+            loss=workload.loss,
+            schedule=workload.build_schedule,
+            make_batch=workload.make_batch,
+        )
+    )
+    optimizer = _optimizer(plan, trainer)
+    if not changed_ok:
+        refuse_other_training(plan, optimizer, trainer.model)
+    arguments, not_carried = _arguments(plan, trainer)
+    share = _divided_share(plan, trainer, workload)
+    not_carried += _prepare_model(plan, trainer, workload)
+    switch_on(trainer.model, plan.config, plan.device)
+    made = build_anew(trainer, arguments, optimizers=_optimizers(plan, trainer, optimizer))
+    made.plan_config = plan.config
+    if share is not None and share < NOT_DIVIDED:
+        divide_loss(made, workload.loss)
+        said.append(
+            "the model's loss is a mean that does not divide by num_items_in_batch; the new Trainer divides it, so "
+            f"that its {plan.config.accumulation(plan.workload.global_batch)} micro-batches add up to the same loss"
+        )
+    said += [f"not carried by the Trainer: {text}" for text in not_carried]
+    said.append(_steps_note(trainer, made))
+    said.append(describe_speed(plan, run_own_loop(made)) if measure else None)
+    for text in said:
+        if text is not None:
+            warnings.warn(text, stacklevel=3)
+    return made
+
+
+def _refuse_world(plan: PlanLike, trainer: Any) -> None:
+    """Refuses a plan of another number of processes than this Trainer trains on."""
+    here, wanted = int(trainer.args.world_size), plan.config.world_size
+    if here == wanted:
+        return
+    raise PlanError(
+        f"the plan is for {wanted} process(es), and this {type(trainer).__name__} trains on {here}",
+        hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), and "
+        "apply it."
+        if wanted > 1
+        else "Start the script without torchrun, or search with nproc=.",
+    )
+
+
+def _as_one_process(trainer: Any) -> Any:
+    """The Trainer as its parts are read: under torchrun, one process of several is as good as another."""
+    if trainer.args.world_size == 1:
+        return trainer
+    alone = copy.copy(trainer)
+    alone.args = copy.copy(trainer.args)
+    alone.args.distributed_state = None
+    return alone
+
+
+def _optimizer(plan: PlanLike, trainer: Any) -> torch.optim.Optimizer:
+    """The Trainer's optimizer over the Trainer's own parameters, in the plan's form."""
+    from autoplan.strategies.workloads.optimizers import rebuild
+    from autoplan.strategies.workloads.trainers.transformers import make_optimizer
+
+    step = plan.config.optimizer_step
+    return rebuild(make_optimizer(trainer), {} if step == "own" else OPTIMIZER_FLAGS[step])
+
+
+def _optimizers(plan: PlanLike, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """What Trainer(optimizers=) takes; with FSDP it makes the optimizer itself."""
+    from autoplan.strategies.workloads.trainers.trainer_loss import SameSchedule
+
+    if plan.config.dp_shard > 1:
+        return None, None
+    return optimizer, None if trainer.lr_scheduler is None else SameSchedule(trainer.lr_scheduler)(optimizer)
+
+
+def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
+    """The Trainer's arguments with the plan's values, and what they cannot express.
+
+    Raises:
+        PlanError: the plan has a layout that no argument says.
+    """
+    keys = pick_table("transformers", importlib.metadata.version("transformers"))["keys"]
+    config = plan.config
+    accumulation = config.accumulation(plan.workload.global_batch)
+    try:
+        values, not_carried = plan_values(config, accumulation=accumulation, device=plan.device, keys=keys)
+    except ExportError as error:
+        raise PlanError(error.flag_message, hint=error.flag_hint) from error
+    named = named_arguments(config, values | loader_values(setting_of(plan)), keys)
+    fields = {field.name for field in dataclasses.fields(trainer.args) if field.init}
+    for new, old in (("activation_checkpointing", "gradient_checkpointing"),):
+        for suffix in ("", "_kwargs"):
+            if new + suffix in named and old + suffix in fields:
+                named[old + suffix] = named[new + suffix]
+    named |= {"auto_find_batch_size": False, "deepspeed": None}
+    if config.dp_shard == 1:
+        named["fsdp"] = type(trainer.args.fsdp)() if trainer.args.fsdp else trainer.args.fsdp
+    if not named.get("torch_compile"):
+        named |= {"torch_compile_backend": None, "torch_compile_mode": None}
+    left_out = [text for text in not_carried if not text.startswith("compile=block")]  # blocks are compiled in place
+    arguments = dataclasses.replace(trainer.args, **{name: value for name, value in named.items() if name in fields})
+    return arguments, left_out
+
+
+def _divided_share(plan: PlanLike, trainer: Any, workload: Workload) -> float | None:
+    """Whether the loss divides by the number of items, where several micro-batches make that matter."""
+    if plan.config.accumulation(plan.workload.global_batch) * plan.config.dp == 1:
+        return None
+    import torch
+
+    from autoplan.strategies.analysis.additivity import buffers_kept
+    from autoplan.strategies.workloads.batch import move_batch
+    from autoplan.strategies.workloads.randomness import seeded
+    from autoplan.strategies.workloads.trainers.trainer_loss import TrainerLoss
+
+    assert isinstance(workload.loss, TrainerLoss), "read_trainer makes it"
+    device = next((parameter.device for parameter in trainer.model.parameters()), torch.device("cpu"))
+    with seeded(0), buffers_kept(trainer.model):
+        return workload.loss.divided_share(trainer.model, move_batch(workload.make_batch(2, 0), device))
+
+
+def _prepare_model(plan: PlanLike, trainer: Any, workload: Workload) -> list[str]:
+    """Changes the model as the trials did, by the same techniques; returns what the Trainer cannot carry."""
+    import torch
+
+    from autoplan.strategies.analysis.structure import find_structure
+    from autoplan.strategies.techniques.attention import AttentionStrategy
+    from autoplan.strategies.techniques.base import Build
+    from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
+    from autoplan.strategies.techniques.gelu import GeluStrategy
+    from autoplan.strategies.workloads.training_mode import own_checkpointing
+    from autoplan.strategies.workloads.workload import TrainingModule
+
+    config, model = plan.config, trainer.model
+    build = Build(
+        workload=workload,
+        config=config,
+        device=torch.device(plan.device),
+        model=model,
+        module=TrainingModule(model, workload.loss),
+        structure=find_structure(model),
+    )
+    for strategy in (AttentionStrategy(), GeluStrategy(), BatchNormStrategy()):
+        strategy.apply(build)
+    for module, flag in own_checkpointing(model):
+        setattr(module, flag, False)  # from here on the arguments decide
+    if config.compile != "off" and config.compile_mode in CUDAGRAPH_MODES:
+        return [f"compile_mode={config.compile_mode} with accumulation: the Trainer does not mark where a step begins"]
+    return []
+
+
+def _steps_note(old: Any, new: Any) -> str | None:
+    """A sentence where the new Trainer takes another number of steps: the last step of an epoch may be cut."""
+    from autoplan.strategies.workloads.trainers.trainer_data import steps_of_training
+
+    totals = [steps_of_training(trainer) for trainer in (old, new)]
+    if totals[0] == totals[1]:
+        return None
+    return (
+        f"the new Trainer trains for {totals[1]} optimizer steps, the old one for {totals[0]}: the last step of an "
+        "epoch is cut differently. max_steps in the arguments fixes it"
+    )

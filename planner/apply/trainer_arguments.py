@@ -1,0 +1,136 @@
+"""What a configuration is as TrainingArguments of transformers: for the export, and for `plan.apply_to(trainer)`.
+
+In: a configuration. Out: argument values by the plan's terms, the names of the arguments in a version of transformers
+(keys/transformers.json has a table per version), and sentences on what no argument says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.errors import ExportError
+from autoplan.strategies.config import PLAIN, TrainingConfig
+from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
+
+
+def plan_values(
+    config: TrainingConfig, *, accumulation: int, device: str, keys: dict[str, str | None]
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of the arguments by the plan's terms, and sentences on what they cannot express.
+
+    Args:
+        config: The configuration.
+        accumulation: Micro-steps per optimizer step.
+        device: cuda or cpu.
+        keys: The names of the arguments, by the plan's terms.
+
+    Raises:
+        ExportError: it uses tensor or pipeline parallelism, or replicas of shards.
+    """
+    if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
+        raise ExportError(
+            f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
+            f"dp_shard={config.dp_shard}",
+            hint="Use plan.prepare() under torchrun, or search with --fix tp=1 --fix pp=1.",
+        )
+    not_carried: list[str] = []
+    values: dict[str, Any] = {
+        "micro_batch": config.micro_batch,
+        "accumulation": accumulation,
+        "bf16": config.precision == "bf16",
+        "fp16": config.precision == "fp16",
+        "use_cpu": device == "cpu",
+    }
+    if device == "cuda":
+        values["tf32"] = config.precision == "tf32"
+    values |= _data_parallel(config, keys, not_carried)
+    values |= _checkpointing(config.checkpointing, keys, not_carried)
+    values |= _compilation(config, device, not_carried)
+    not_carried += rounding_not_carried(config.model_dump(), "the Trainer")
+    not_carried += device_not_carried(config, "the Trainer")
+    if config.loss == "fused":
+        not_carried.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
+    return values, not_carried
+
+
+def loader_values(setting: LoaderSetting | None) -> dict[str, Any]:
+    """The loader's setting by the plan's terms; empty where none was measured: the Trainer's own stays."""
+    if setting is None:
+        return {}
+    values: dict[str, Any] = {"loader_workers": setting.workers, "loader_pin_memory": setting.pin_memory}
+    if setting.workers:
+        values |= {"loader_prefetch_factor": setting.prefetch_factor or 2, "loader_persistent_workers": True}
+    return values
+
+
+def device_not_carried(config: TrainingConfig, tool: str) -> list[str]:
+    """Sentences where a tool leaves on the device what the plan has on the host, or leaves the model its kernels."""
+    return _kernels_not_carried(config, tool) + offload_not_carried(config, tool)
+
+
+def _kernels_not_carried(config: TrainingConfig, tool: str) -> list[str]:
+    if config.kernels == "own":
+        return []
+    return [f"kernels={config.kernels}: with {tool} the model keeps its own norms, rotary embeddings and gated MLPs"]
+
+
+def offload_not_carried(config: TrainingConfig, tool: str) -> list[str]:
+    """A sentence where a tool leaves on the device what the plan has on the host; none without offload."""
+    if config.offload == "none":
+        return []
+    what = {"optimizer": "optimizer states", "activations": "activations", "parameters": "shards"}[config.offload]
+    return [f"offload={config.offload}: {tool} leaves the {what} on the device, where they may not fit"]
+
+
+def named_arguments(config: TrainingConfig, values: dict[str, Any], keys: dict[str, str | None]) -> dict[str, Any]:
+    """The values under the names of the arguments, with those of FSDP; terms without an argument are left out."""
+    named = {key: value for term, value in values.items() if value is not None and (key := keys.get(term)) is not None}
+    if config.dp_shard > 1:
+        named |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "reshard_after_forward": config.reshard_after_forward},
+        }
+    return named
+
+
+def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
+    """The knobs of DDP and FSDP2 that are not at torch's default."""
+    values: dict[str, Any] = {}
+    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
+        values["ddp_bucket_mb"] = config.ddp_bucket_mb
+    if config.ddp_static_graph:
+        values["ddp_static_graph"] = True
+    if config.gradient_sync == "every":
+        values["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    not_carried += [
+        f"{knob}={value} is no training argument here" for knob, value in values.items() if keys.get(knob) is None
+    ]
+    if config.fsdp_prefetch:
+        not_carried.append(f"fsdp_prefetch={config.fsdp_prefetch}: the Trainer leaves FSDP2 in torch's own order")
+    return values
+
+
+def _checkpointing(value: str, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
+    if value == "none":
+        return {"checkpointing": False}
+    values: dict[str, Any] = {"checkpointing": True, "checkpointing_options": {"use_reentrant": False}}
+    every = keys.get("checkpointing_every")
+    if value.startswith("every_") and every:
+        values["checkpointing_options"] |= {every: int(value.removeprefix("every_"))}
+    elif value != "full":
+        not_carried.append(f"checkpointing={value}: every block is checkpointed, which is slower and takes less memory")
+    return values
+
+
+def compiles_in_place(config: TrainingConfig, device: str) -> bool:
+    """Whether the whole model is compiled by its own method: by the argument, accelerate switches TF32 on for fp32."""
+    return config.compile == "model" and config.precision == "fp32" and device == "cuda"
+
+
+def _compilation(config: TrainingConfig, device: str, not_carried: list[str]) -> dict[str, Any]:
+    if config.compile == "block":
+        not_carried.append("compile=block is no training argument: the companion's prepare_model() compiles each block")
+    if config.compile != "model" or compiles_in_place(config, device):
+        return {"compile": False}
+    return {"compile": True, "compile_mode": config.compile_mode}

@@ -1,0 +1,137 @@
+"""Makes a Trainer of transformers or TRL anew with other arguments, and has it divide a loss that nothing divides.
+
+In: a Trainer. Out: one of the same class. The class's own __init__ is not run again: it may tokenise, pack or wrap what
+is prepared already. That of transformers.Trainer is, which makes the accelerator; the attributes that do not depend on
+the arguments are carried over.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from autoplan.planner.apply.trainer_arguments import compiles_in_place
+from autoplan.strategies.config import ATTENTION_BACKENDS
+
+if TYPE_CHECKING:
+    from autoplan.strategies.config import TrainingConfig
+
+BUILT_ANEW = (
+    "args",
+    "accelerator",
+    "gather_function",
+    "deepspeed",
+    "is_deepspeed_enabled",
+    "is_fsdp_enabled",
+    "is_fsdp_xla_enabled",
+    "is_fsdp_xla_v1_enabled",
+    "is_fsdp_xla_v2_enabled",
+    "_memory_tracker",
+    "place_model_on_device",
+    "model",
+    "model_wrapped",
+    "optimizer",
+    "lr_scheduler",
+    "callback_handler",
+    "control",
+    "state",
+    "current_flos",
+    "_train_batch_size",
+    "_created_lr_scheduler",
+)
+"""Attributes of a Trainer that depend on its arguments, or that no two Trainers share; the others are carried over."""
+
+COMPILER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
+"""What older TrainingArguments leave in the environment, for every Trainer that is made later."""
+
+
+def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (None, None)) -> Any:
+    """A Trainer of the same class with other arguments: everything that does not depend on them is the old one's.
+
+    Args:
+        trainer: The old one.
+        arguments: Its TrainingArguments, of the class of the old ones.
+        optimizers: The optimizer and the schedule; None: as the arguments say.
+    """
+    from transformers import Trainer
+
+    for name in COMPILER_VARIABLES:
+        if not arguments.torch_compile:
+            os.environ.pop(name, None)
+    made: Any = object.__new__(type(trainer))
+    Trainer.__init__(
+        made,
+        model=trainer.model,
+        args=arguments,
+        data_collator=trainer.data_collator,
+        train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset,
+        processing_class=trainer.processing_class,
+        compute_loss_func=trainer.compute_loss_func,
+        compute_metrics=trainer.compute_metrics,
+        optimizers=optimizers,
+        preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
+    )
+    for name, value in vars(trainer).items():
+        if name not in BUILT_ANEW:
+            setattr(made, name, value)
+    made.model_init = None  # it would make another model when train() begins
+    made.callback_handler.callbacks = list(trainer.callback_handler.callbacks)
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None and made.accelerator.mixed_precision != "no":
+        made.ref_model = made.accelerator.prepare_model(reference, evaluation_mode=True)
+    return made
+
+
+def switch_on(model: Any, config: TrainingConfig, device: str) -> None:
+    """Sets what a process has of a plan, beside the model itself: threads, allocator, kernels, compiled blocks.
+
+    Args:
+        model: Its blocks are compiled in place, where the plan says so.
+        config: The plan's configuration.
+        device: cuda or cpu.
+    """
+    import torch
+
+    from autoplan.strategies.analysis.structure import find_structure, language_models
+    from autoplan.strategies.techniques.allocator import keep_freed_memory
+    from autoplan.strategies.techniques.causal_attention import reason_against_maskless
+
+    if config.threads is not None and device == "cpu":
+        torch.set_num_threads(config.threads)
+    if config.allocator == "keep" and device == "cpu":
+        keep_freed_memory()
+    if config.attention in ATTENTION_BACKENDS:
+        kernel = config.attention.removeprefix("sdpa_")
+        names = {"flash": "flash_sdp", "cudnn": "cudnn_sdp", "efficient": "mem_efficient_sdp", "math": "math_sdp"}
+        for key, name in names.items():
+            getattr(torch.backends.cuda, f"enable_{name}")(key == kernel)
+    for inner in language_models(model):
+        reason_against_maskless(getattr(inner, "base_model", inner))  # registers the attention that takes no mask
+    if config.compile == "block":
+        options: dict[str, Any] = {} if config.compile_mode == "default" else {"mode": config.compile_mode}
+        for name, _ in find_structure(model).all_blocks:
+            model.get_submodule(name).compile(dynamic=False, **options)
+    elif compiles_in_place(config, device):
+        model.compile(mode=config.compile_mode, dynamic=False)
+
+
+def divide_loss(trainer: Any, loss: Any) -> None:
+    """Has a Trainer divide its loss by the items of the whole step, where its model gives the micro-batch's mean.
+
+    Args:
+        trainer: Its compute_loss is replaced, on this one object.
+        loss: The TrainerLoss of its workload, which counts the items of a micro-batch.
+    """
+    own = trainer.compute_loss
+
+    def compute_loss(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **options: Any
+    ) -> Any:
+        if num_items_in_batch is None or return_outputs:  # an evaluation
+            return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **options)
+        items = loss.count(inputs)
+        return own(model, inputs, num_items_in_batch=num_items_in_batch, **options) * (items / num_items_in_batch)
+
+    trainer.compute_loss = compute_loss
+    trainer.divided_by = loss  # so that it can be done again where the Trainer is made again

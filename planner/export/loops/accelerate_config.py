@@ -1,0 +1,234 @@
+"""The export target accelerate: a config file for `accelerate launch --config_file`, and a companion module.
+
+In: a plan. Out: two files. The names of the keys are in keys/accelerate.json. The check gives the file to accelerate's
+own launcher in a process of its own, and compares what a started process would find with the plan: the launcher takes
+unknown keys of a section without a word.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from autoplan.errors import ExportError
+from autoplan.planner.apply.key_tables import installed_version, key_table
+from autoplan.planner.apply.trainer_arguments import device_not_carried
+from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.loops import loop_companion
+from autoplan.planner.export.loops.accelerate_companion import PRECISIONS, companion
+from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
+from autoplan.planner.export.pytorch.pytorch_script import read_constants
+from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
+
+
+class AccelerateTarget:
+    """A YAML file for the launcher, and a module for the loop."""
+
+    name = "accelerate"
+    suffix = ".yaml"
+    runs_code = False
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        table = key_table("accelerate", installed_version("accelerate"))
+        missing = not_carried(plan)
+        module = companion_name(stem)
+        said = [table.line(), f"The other settings of the plan are in {module}.", *_type_lines(plan)]
+        document = yaml.safe_dump(table.nest(values(plan)), sort_keys=False)
+        return Export(
+            files={
+                f"{stem}.yaml": loop_companion.head(plan, said, missing) + "\n" + document,
+                module: companion(plan, f"{stem}.yaml", table.line(), missing),
+            },
+            not_carried=tuple(missing),
+        )
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        text, module = export.files.values()
+        check_module(plan, module)
+        if installed_version("accelerate") is None:
+            return ("not read by accelerate's own launcher: install accelerate to have that checked",)
+        found = read_back(text)
+        for what, wanted in expected(plan).items():
+            same_or_error(what, found.get(what), wanted)
+        return key_table("accelerate", installed_version("accelerate")).notes()
+
+
+def check_module(plan: Plan, text: str) -> None:
+    """Checks that a companion is Python and has the plan's constants.
+
+    Raises:
+        ExportError: it is not, or has not.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ExportError(f"the companion is not Python: {error}", hint="Please report it.") from error
+    constants = read_constants(tree)
+    for name, wanted in loop_companion.settings(plan).items():
+        same_or_error(name, constants.get(name), wanted)
+
+
+def values(plan: Plan) -> dict[str, Any]:
+    """The values of the file by the plan's term; None: not in the file.
+
+    Raises:
+        ExportError: tensor or pipeline parallelism, or shards on a CPU.
+    """
+    config = plan.config
+    refuse_model_parallelism("Accelerate", config, replicas_of_shards=True)
+    shards = config.dp_shard > 1
+    if shards and plan.device == "cpu":
+        raise refusal("Accelerate", "shards on a CPU", f"dp_shard={config.dp_shard} for a CPU")
+    document: dict[str, Any] = {
+        "environment": "LOCAL_MACHINE",
+        "distributed": "FSDP" if shards else "MULTI_GPU" if config.dp > 1 else "NO",
+        "precision": PRECISIONS[config.precision],
+        "ranks": config.world_size,
+        "machines": 1,
+        "machine": 0,
+        "port": 0 if config.world_size > 1 else None,
+        "use_cpu": plan.device == "cpu",
+    }
+    if shards:
+        document |= {
+            "fsdp_version": 2,
+            "reshard": config.reshard_after_forward,
+            "offload": config.offload == "parameters",
+            "units": "TRANSFORMER_BASED_WRAP",
+            "cpu_loading": False,
+            "checkpointing": False,
+            "state_dict": "SHARDED_STATE_DICT",
+        }
+    if shards and config.dp_replicate > 1:
+        document |= {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard}
+    return document
+
+
+def not_carried(plan: Plan) -> list[str]:
+    """Sentences on what neither file says."""
+    config = plan.config
+    found = loop_companion.not_carried(plan)
+    carried = config.offload == "parameters" and config.dp_shard > 1  # offload, above
+    found += device_not_carried(config.model_copy(update={"offload": "none"}) if carried else config, "accelerate")
+    if config.fsdp_prefetch:
+        found.append(f"fsdp_prefetch={config.fsdp_prefetch}: accelerate leaves FSDP2 in torch's own order")
+    if config.dp_shard > 1 and config.precision == "fp16":
+        found.append("gradients reduced in fp32: under FSDP2, accelerate gathers and reduces in fp16")
+    if config.precision in ("bf16", "fp16"):
+        found.append("outputs of the model as autocast leaves them: accelerate makes them fp32, which takes memory")
+    return found
+
+
+def _type_lines(plan: Plan) -> list[str]:
+    """Why the file says what surprises."""
+    said = [
+        "checkpointing and compile are not in this file: the companion applies them to the blocks that were measured."
+    ]
+    if plan.device == "cpu" and plan.config.dp > 1:
+        said.append(
+            "MULTI_GPU on a CPU is no mistake: with MULTI_CPU, accelerate starts one process. make_accelerator() says "
+            "cpu=True, with which the ranks are a group over gloo."
+        )
+    return said
+
+
+def expected(plan: Plan) -> dict[str, Any]:
+    """What a process finds that accelerate started with the file; see `read_back_in_rank`."""
+    config = plan.config
+    found: dict[str, Any] = {
+        "unknown keys": [],
+        "launcher": "torchrun" if config.world_size > 1 else "one process",
+        "ranks": config.world_size,
+        "precision": PRECISIONS[config.precision],
+        "dynamo": "NO",
+        "use_cpu": plan.device == "cpu",
+        "fsdp": config.dp_shard > 1,
+    }
+    if config.dp_shard > 1:
+        found |= {
+            "fsdp_version": 2,
+            "reshard": config.reshard_after_forward,
+            "units": "transformer_auto_wrap_policy",
+            "offload": False,
+            "cpu_loading": False,
+            "checkpointing": False,
+        }
+    if config.dp_shard > 1 and config.dp_replicate > 1:
+        found |= {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard, "tp": 1}
+    return found
+
+
+def read_back(text: str) -> dict[str, Any]:
+    """What a process would find that accelerate's launcher starts with a file, in a process of its own.
+
+    Raises:
+        ExportError: the launcher refuses the file.
+    """
+    found: dict[str, Any] = run_user_code(
+        "autoplan.planner.export.loops.accelerate_config:read_back_in_rank",
+        (text,),
+        doing=f"the check with accelerate {installed_version('accelerate')}",
+        functions={},
+        refused=f"accelerate {installed_version('accelerate')} refuses the file",
+        hint="Nothing was written. The key table of this version may be out of date: please report it.",
+    )
+    return found
+
+
+def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
+    """What the launcher makes of a file: its arguments, and the plugins that a process makes of its variables."""
+    import os
+
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    path = context.directory / "config.yaml"
+    path.write_text(text)
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    known = set(vars(arguments))
+    arguments, _, _ = _validate_launch_command(arguments)
+    document = yaml.safe_load(text)
+    sections = [key for key, value in document.items() if isinstance(value, dict)]
+    unknown = sorted(key for section in sections for key in document[section] if key not in known)
+    several = bool(arguments.multi_gpu or arguments.use_fsdp)
+    if several:
+        variables = prepare_multi_gpu_env(arguments)
+    else:
+        _, variables = prepare_simple_launcher_cmd_env(arguments)
+    os.environ.update(variables)
+    found: dict[str, Any] = {
+        "unknown keys": unknown,
+        "launcher": "torchrun" if several else "one process",
+        "ranks": int(arguments.nproc_per_node) if several else arguments.num_processes,
+        "precision": variables["ACCELERATE_MIXED_PRECISION"],
+        "dynamo": variables["ACCELERATE_DYNAMO_BACKEND"].upper(),
+        "use_cpu": bool(arguments.use_cpu),
+        "fsdp": variables.get("ACCELERATE_USE_FSDP") == "true",
+    }
+    if found["fsdp"]:
+        plugin: Any = FullyShardedDataParallelPlugin()  # of the variables, as Accelerator() makes it
+        found |= {
+            "fsdp_version": plugin.fsdp_version,
+            "reshard": plugin.reshard_after_forward,
+            "units": getattr(plugin.auto_wrap_policy, "__name__", None),
+            "offload": bool(plugin.cpu_offload and getattr(plugin.cpu_offload, "pin_memory", False)),
+            "cpu_loading": plugin.cpu_ram_efficient_loading,
+            "checkpointing": plugin.activation_checkpointing,
+        }
+    if variables.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        from accelerate.parallelism_config import ParallelismConfig
+
+        degrees: Any = ParallelismConfig()
+        found |= {
+            "dp_replicate": degrees.dp_replicate_size,
+            "dp_shard": degrees.dp_shard_size,
+            "tp": degrees.tp_size,
+        }
+    return found

@@ -1,0 +1,228 @@
+"""The export target deepspeed: its JSON configuration, and a companion module.
+
+In: a plan. Out: two files. The names of the keys are in planner/apply/keys/deepspeed.json. The check gives the JSON to
+DeepSpeedConfig in a process of its own, at the plan's number of ranks, and compares what it holds with the plan:
+DeepSpeed takes unknown keys at the top level without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import ExportError
+from autoplan.planner.apply.key_tables import installed_version, key_table
+from autoplan.planner.apply.trainer_arguments import device_not_carried
+from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.loops import loop_companion
+from autoplan.planner.export.loops.accelerate_config import check_module
+from autoplan.planner.export.loops.deepspeed_companion import companion
+from autoplan.planner.export.nearest import refuse_model_parallelism
+from autoplan.planner.export.optimizer_source import last_part, training_of
+from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.plan import Plan
+from autoplan.strategies.config import PLAIN
+
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
+
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+"""The precisions that use autocast, and DeepSpeed's name of the dtype."""
+
+BY_TENSOR = ("Adafactor", "Muon", "LBFGS")
+"""Optimizers whose step looks at whole tensors; ZeRO gives them flat pieces."""
+
+
+class DeepspeedTarget:
+    """JSON for deepspeed.initialize, and a module for the loop."""
+
+    name = "deepspeed"
+    suffix = ".json"
+    runs_code = False
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        table = key_table("deepspeed", installed_version("deepspeed"))
+        document = table.nest(values(plan))
+        missing = not_carried(plan)
+        module = companion_name(stem)
+        return Export(
+            files={
+                f"{stem}.json": json.dumps(document, indent=2) + "\n",
+                module: companion(plan, f"{stem}.json", table.line(), missing),
+            },
+            not_carried=tuple(missing),
+        )
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        text, module = export.files.values()
+        check_module(plan, module)
+        if installed_version("deepspeed") is None:
+            return ("not read by the real DeepSpeedConfig: install deepspeed to have that checked",)
+        found = read_back(text, plan.config.world_size)
+        for what, wanted in expected(plan).items():
+            same_or_error(what, found.get(what), wanted)
+        return key_table("deepspeed", installed_version("deepspeed")).notes()
+
+
+def stage(plan: Plan) -> int:
+    """The stage of ZeRO: 3 where parameters are sharded between uses, 2 where they stay, 0 without shards."""
+    if plan.config.dp_shard == 1:
+        return 0
+    return 3 if plan.config.reshard_after_forward else 2
+
+
+def values(plan: Plan) -> dict[str, Any]:
+    """The values of the file by the plan's term; None: not in the file.
+
+    `train_batch_size` is left out: where a file has it, DeepSpeed compares it with a world of one rank as long as
+    there is no process group, and refuses the file.
+
+    Raises:
+        ExportError: tensor or pipeline parallelism, replicas of shards, or an optimizer that ZeRO would change.
+    """
+    config, training = plan.config, training_of(plan)
+    refuse_model_parallelism("DeepSpeed's ZeRO", config, replicas_of_shards=False)
+    name = "" if training is None else last_part(training.optimizer)
+    if stage(plan) and name in BY_TENSOR:
+        raise ExportError(
+            f"ZeRO gives the optimizer flat pieces of tensors; {name} looks at whole ones and would train otherwise",
+            hint="Use plan.prepare() under torchrun, or search with --fix dp_shard=1.",
+        )
+    autocast = AUTOCAST.get(config.precision)
+    return {
+        "micro_batch": config.micro_batch,
+        "accumulation": plan.accumulation,
+        "max_grad_norm": None if training is None else training.max_grad_norm,
+        "stage": stage(plan),
+        "any_optimizer": True if stage(plan) else None,
+        "gradient_dtype": "fp32",
+        "autocast": None if autocast is None else True,
+        "autocast_dtype": autocast,
+        "autocast_modules": None if autocast is None else [],
+    }
+
+
+def not_carried(plan: Plan) -> list[str]:
+    """Sentences on what neither file says."""
+    config = plan.config
+    found = loop_companion.not_carried(plan) + device_not_carried(config, "this file of DeepSpeed")
+    if stage(plan) and config.gradient_sync == "last" and plan.accumulation > 1:
+        found.append(
+            "gradient_sync=last: ZeRO scatters gradients at every micro-step, which sends more and keeps less memory"
+        )
+    if config.dp_shard == 1 and config.gradient_sync == "every":
+        found.append("gradient_sync=every: without ZeRO, DeepSpeed reduces gradients at the last micro-step")
+    if config.dp_shard > 1 and config.precision in AUTOCAST:
+        found.append(
+            f"parameters gathered in {config.precision}: they are sent in fp32, so that gradients are summed in fp32 "
+            "as measured (lower_precision_safe_modules of torch_autocast is empty; one list says both)"
+        )
+    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
+        found.append(f"ddp_bucket_mb={config.ddp_bucket_mb}: DeepSpeed has its own buckets")
+    if config.ddp_static_graph:
+        found.append("ddp_static_graph=True: DeepSpeed does not use DDP")
+    if config.fsdp_prefetch:
+        found.append(f"fsdp_prefetch={config.fsdp_prefetch}: ZeRO-3 prefetches by its own stage3_prefetch_bucket_size")
+    if config.compile != "off" and stage(plan) == 3:
+        found.append(f"compile={config.compile} as measured: the hooks of ZeRO-3 break the compiled graphs")
+    return found
+
+
+def expected(plan: Plan) -> dict[str, Any]:
+    """What DeepSpeedConfig holds where the file says what the plan has."""
+    training = training_of(plan)
+    autocast = AUTOCAST.get(plan.config.precision)
+    return {
+        "unknown keys": [],
+        "ranks": plan.config.world_size,
+        "global_batch": plan.workload.global_batch,
+        "micro_batch": plan.config.micro_batch,
+        "accumulation": plan.accumulation,
+        "max_grad_norm": (training.max_grad_norm if training is not None else None) or 0.0,
+        "stage": stage(plan),
+        "offload": False,
+        "fp16": False,
+        "bf16": False,
+        "gradient_dtype": "fp32",
+        "autocast": autocast is not None,
+        "autocast_dtype": None if autocast is None else f"torch.{autocast}",
+        "autocast_modules": None if autocast is None else [],
+        "any_optimizer": bool(stage(plan)),
+    }
+
+
+def read_back(text: str, ranks: int) -> dict[str, Any]:
+    """What DeepSpeedConfig holds after it read a file in a world of some ranks, in a process of its own.
+
+    Raises:
+        ExportError: it refuses the file.
+    """
+    found: dict[str, Any] = run_user_code(
+        "autoplan.planner.export.loops.deepspeed_config:read_back_in_rank",
+        (text, ranks),
+        doing=f"the check with deepspeed {installed_version('deepspeed')}",
+        functions={},
+        refused=f"deepspeed {installed_version('deepspeed')} refuses the file",
+        hint="Nothing was written. The key table of this version may be out of date: please report it.",
+        env={"DS_ACCELERATOR": "cpu"},
+    )
+    return found
+
+
+def read_back_in_rank(context: RankContext, text: str, ranks: int) -> dict[str, Any]:
+    """What DeepSpeedConfig holds, in this process. The other ranks are a fake process group: nothing is sent.
+
+    A key at the top level that DeepSpeed never looks up is unknown; so is one in a section of plain dictionaries.
+    """
+    import torch.distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False)
+    looked_up: set[str] = set()
+    given = _watched(json.loads(text), looked_up)
+    config: Any = DeepSpeedConfig(given)
+    unknown = sorted(key for key in given if key not in looked_up)
+    zero = config.zero_config
+    return {
+        "unknown keys": unknown,
+        "ranks": int(config.world_size),
+        "global_batch": int(config.train_batch_size),
+        "micro_batch": config.train_micro_batch_size_per_gpu,
+        "accumulation": config.gradient_accumulation_steps,
+        "max_grad_norm": float(config.gradient_clipping),
+        "stage": int(config.zero_optimization_stage),
+        "offload": zero.offload_optimizer is not None or zero.offload_param is not None,
+        "fp16": config.float16_config.enabled,
+        "bf16": config.bfloat16_config.enabled,
+        "gradient_dtype": config.grad_accum_dtype,
+        "autocast": config.torch_autocast_enabled,
+        "autocast_dtype": None if config.torch_autocast_dtype is None else str(config.torch_autocast_dtype),
+        "autocast_modules": config.torch_autocast_lower_precision_safe_modules,
+        "any_optimizer": config.zero_allow_untested_optimizer,
+    }
+
+
+def _watched(document: dict[str, Any], looked_up: set[str]) -> dict[str, Any]:
+    """The document, which remembers the keys that it is asked for; copies of it do too."""
+
+    class Watched(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            looked_up.add(key)
+            return super().__getitem__(key)
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            looked_up.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: Any) -> bool:
+            looked_up.add(key)
+            return super().__contains__(key)
+
+        def __copy__(self) -> Watched:
+            return Watched(self)
+
+    return Watched(document)

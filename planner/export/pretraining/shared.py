@@ -1,0 +1,83 @@
+"""What the targets torchtitan and megatron share: they train causal language models of their own, from a configuration.
+
+In: a plan. Out: the model's configuration, what the workload trains with, and sentences on what neither tool carries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.optimizer_source import ADAMW, last_part, training_of
+from autoplan.planner.export.pytorch.pytorch_script import model_fields
+from autoplan.planner.plan import Plan
+from autoplan.strategies.analysis.training_facts import TrainingFacts
+
+NEAREST = "Nearest targets: pytorch, lightning, fabric, transformers; or plan.prepare() under torchrun."
+
+
+def causal_fields(plan: Plan, tool: str) -> dict[str, Any]:
+    """The configuration of the plan's model, whole: with the defaults of its type, as transformers' config.json has it.
+
+    Raises:
+        ExportError: the workload is no causal language model that a configuration describes, or the plan is for a CPU.
+    """
+    from autoplan.strategies.workloads.language_model import make_config, task_of
+
+    if plan.workload.kind in ("function", "object"):
+        raise ExportError(
+            f"{plan.workload.name} is Python code; {tool} trains language models of its own, from a configuration",
+            hint=NEAREST,
+        )
+    fields = model_fields(plan)
+    task = task_of(fields)
+    if task != "causal":
+        raise ExportError(f"{plan.workload.name} is a {task} model; {tool} trains causal language models", hint=NEAREST)
+    if plan.device != "cuda":
+        raise ExportError(f"the plan is for {plan.device}; {tool} trains on GPUs", hint=NEAREST)
+    # transformers' own defaults are written out; code that a downloaded configuration names is left out.
+    whole: dict[str, Any] = make_config(fields).to_dict()
+    return {key: value for key, value in whole.items() if key not in ("auto_map", "architectures")} | {
+        "architectures": [_causal_class(str(whole["model_type"]))]
+    }
+
+
+def _causal_class(model_type: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
+
+
+def is_tied(fields: dict[str, Any]) -> bool:
+    """Whether the output head is the embedding."""
+    return bool(fields.get("tie_word_embeddings"))
+
+
+def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
+    """What the workload trains with.
+
+    Raises:
+        ExportError: that is not torch's AdamW with one group, which is what these tools have.
+    """
+    training = training_of(plan)
+    assert training is not None, "a workload that a configuration describes has an optimizer"
+    if training.optimizer != ADAMW or len(training.groups) != 1:
+        what = last_part(training.optimizer)
+        raise ExportError(
+            f"the workload trains with {what} over {len(training.groups)} parameter group(s); for {tool}, AdamW over "
+            "one is written",
+            hint=NEAREST,
+        )
+    return training
+
+
+def data_not_carried(plan: Plan) -> list[str]:
+    """What no such tool takes from a workload."""
+    training = training_of(plan)
+    found = ["the data: the workload's batches are random tokens; give the tool its own data set and tokenizer"]
+    if training is not None and training.schedule is not None:
+        rates = ", ".join(f"{max(rates):.6g}" for rates in training.schedule.learning_rates[:4])
+        found.append(
+            f"the schedule {last_part(training.schedule.kind)}: the rate is constant; its first rates are {rates}"
+        )
+    return found

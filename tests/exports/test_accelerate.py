@@ -1,0 +1,89 @@
+"""The target accelerate: its launcher reads the file back, and starts what trains as the plan does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.loops.accelerate_config import expected, read_back
+from autoplan.planner.export.run import load_target
+from tests.exports import planted
+from tests.exports.environments import run_python
+from tests.exports.six_steps import BATCH_NORM, WORKLOAD, make_plan
+from tests.exports.trained import differences, on_gpus
+
+pytest.importorskip("accelerate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workload", "knobs"),
+    [
+        pytest.param(WORKLOAD, {}, marks=pytest.mark.exhaustive),
+        (WORKLOAD, {"dp_replicate": 2}),
+        pytest.param(BATCH_NORM, {"dp_replicate": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["one rank", "two ranks", "BatchNorm on two ranks"],
+)
+def test_what_accelerate_launches_trains_as_the_plan_does(workload: str, knobs: dict[str, Any], tmp_path: Path) -> None:
+    assert differences("accelerate", tmp_path, workload, interleaved=True, **knobs) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+def test_its_fsdp2_trains_as_the_plan_does(reshard: bool, tmp_path: Path) -> None:
+    """Over gloo, with accelerate told that the CPU is a GPU: it leaves FSDP off on CPUs."""
+    knobs = {"dp_shard": 2, "reshard_after_forward": reshard, "checkpointing": "full"}
+    found = differences(
+        "accelerate", tmp_path, WORKLOAD, interleaved=True, with_prepare=False, pretend_gpus=True, **knobs
+    )
+    assert found == []
+
+
+@pytest.mark.slow
+def test_planted_keys_and_values_are_caught() -> None:
+    said = json.loads(run_python(None, [planted.__file__, "accelerate"]).stdout.splitlines()[-1])
+    assert said.pop("right") is None
+    assert len(said) > 6 and [what for what, text in said.items() if text is None] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 8}, {"dp_shard": 8, "reshard_after_forward": False}])
+def test_the_launcher_finds_the_plan(degrees: dict[str, Any]) -> None:
+    plan = on_gpus(micro_batch=1, precision="fp16", **degrees)
+    text = next(iter(load_target("accelerate").render(plan, "export").files.values()))
+    found = read_back(text)
+    assert {what: found.get(what) for what in expected(plan)} == expected(plan)
+
+
+def test_the_batch_is_not_in_the_file_but_in_the_companion() -> None:
+    export = load_target("accelerate").render(make_plan(checkpointing="full", compile="block"), "my-plan")
+    text, module = export.files.values()
+    assert list(export.files) == ["my-plan.yaml", "my_plan_companion.py"]
+    assert not {"gradient_accumulation_steps", "gradient_clipping"} & set(yaml.safe_load(text))
+    assert "ACCUMULATION = 4" in module and "MAX_GRAD_NORM = 0.1" in module and "weight_decay': 0.3" in module
+    assert "Written for accelerate 1.15.0" in text and "Written for accelerate 1.15.0" in module
+
+
+@pytest.mark.parametrize(
+    ("knobs", "wanted"),
+    [({"tp": 2}, "tensor parallelism"), ({"pp": 2}, "pipeline"), ({"dp_shard": 2}, "shards on a CPU")],
+)
+def test_what_accelerate_cannot_run_is_refused_and_the_nearest_named(knobs: dict[str, int], wanted: str) -> None:
+    with pytest.raises(ExportError, match=wanted) as error:
+        load_target("accelerate").render(make_plan(**knobs), "export")
+    assert "pytorch" in error.value.hint or "plan.prepare()" in error.value.hint
+
+
+def test_a_companion_started_otherwise_says_so(tmp_path: Path) -> None:
+    from tests.exports import train_export
+    from tests.exports.trained import export
+
+    export("accelerate", tmp_path, WORKLOAD, dp_replicate=2)
+    ended = run_python(None, [train_export.__file__, "accelerate", tmp_path], cwd=tmp_path, check=False)
+    assert ended.returncode and "accelerate launch --config_file export.yaml" in ended.stderr
