@@ -4,13 +4,18 @@
 # make docs:   the documentation with the API reference, in site/
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
+# make test-exports: the exported files train as a plain loop does, each in its tool, which gets an environment
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
 # make soak [MINUTES=60]: searches that are killed at random and resumed; one line of figures
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+# Other versions: make quick VENV=.venv-2.11 CONSTRAINTS=tests/constraints/torch-2.11.txt PYTHON=python3.12
+# The types are checked with the pinned torch alone: what torch declares differs by version, what it does is tested.
+CONSTRAINTS ?= constraints.txt
+TYPES := $(if $(filter constraints.txt,$(CONSTRAINTS)),types)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # Tests run small tensors: one thread each is quicker than a pool, and kinder to whoever shares the machine.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -25,7 +30,7 @@ search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
 
 test: lint types
-	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "not alone and not exhaustive"
+	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "not alone and not exhaustive and not environment"
 	$(PYTEST) --durations=5 -m alone
 
 test-parity: $(VENV)/.installed-test
@@ -35,14 +40,20 @@ test-parity: $(VENV)/.installed-test
 test-plans: $(VENV)/.installed-test
 	$(PYTEST) -s tests/planner/test_plan_fuzz.py
 
+# The environments are in .venv-exports/; each is made again where its requirements changed.
+.PHONY: test-exports
+test-exports: $(VENV)/.installed-test
+	$(BIN)/python -m tests.exports.environments all
+	$(PYTEST) $(TWO_WORKERS) --durations=15 tests/exports
+
 test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.run $(WORKLOADS)
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
 
-quick: lint types
-	$(PYTEST) $(TWO_WORKERS) -m "not slow and not alone"
-	$(PYTEST) -m "alone and not slow"
+quick: lint $(TYPES)
+	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not environment"
+	$(PYTEST) -m "alone and not slow and not exhaustive"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -59,7 +70,14 @@ soak: $(VENV)/.installed
 accuracy: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy $(if $(TRIALS),--trials $(TRIALS))
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Brief: some 15 minutes, most of them GP's replays; docs/scoreboard.md has the long forms of both.
+.PHONY: bench-search
+bench-search: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),5)
+	$(BIN)/python -m benchmarks.search_live --budget $(or $(BUDGET),60s) --rounds 1 --out .cache/search_live.jsonl
+	@echo "To record a table: $(BIN)/python -m benchmarks.search_tables --case gpt --ranks 1 (docs/scoreboard.md)"
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	touch $@
@@ -78,4 +96,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .cache *.egg-info
+	rm -rf $(VENV) .venv-exports build dist site .cache *.egg-info

@@ -16,8 +16,15 @@ __version__ = "0.1.0"
 
 _MEMBERS = {
     "autoplan.api": ("search", "probe", "load_plan", "export"),
+    "autoplan.trainings": ("from_trainer", "from_loop", "from_step"),
     "autoplan.planner.cost.analytical.api": ("estimate",),
     "autoplan.planner.plan": ("Plan",),
+    "autoplan.planner.current": ("current_plan",),
+    "autoplan.planner.verify.measure": ("verify",),
+    "autoplan.planner.verify.verdict": ("Verification",),
+    "autoplan.planner.watch.loop": ("watch",),
+    "autoplan.planner.watch.transformers": ("TransformersWatch",),
+    "autoplan.planner.watch.lightning": ("LightningWatch",),
     "autoplan.planner.space.bounds": ("Bound",),
     "autoplan.planner.search.options": ("SearchObserver", "SearchOptions", "SearchResult"),
     "autoplan.planner.search.run": ("run_search",),
@@ -70,20 +77,29 @@ if TYPE_CHECKING:
         WorkloadError,
     )
     from autoplan.planner.cost.analytical.api import estimate
+    from autoplan.planner.current import current_plan
     from autoplan.planner.plan import Plan
     from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
     from autoplan.planner.search.run import run_search
     from autoplan.planner.search.sampler import AutoplanSampler
     from autoplan.planner.space.bounds import Bound
+    from autoplan.planner.verify.measure import verify
+    from autoplan.planner.verify.verdict import Verification
+    from autoplan.planner.watch.lightning import LightningWatch
+    from autoplan.planner.watch.loop import watch
+    from autoplan.planner.watch.transformers import TransformersWatch
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.datasets import batches_from_dataset
     from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
     from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
+    from autoplan.trainings import from_loop, from_step, from_trainer
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a module of its own: autoplan.data.TokenFile
+        return importlib.import_module("autoplan.data")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'autoplan' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

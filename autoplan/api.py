@@ -14,10 +14,14 @@ never import the caller's main module again.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import (
     AutoplanError,
@@ -29,13 +33,17 @@ from autoplan.errors import (
 )
 from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.options import DeviceName, SamplerName, SearchObserver, SearchOptions, SearchResult
+from autoplan.planner.search.option_checks import DeviceName, Numerics, SamplerName
+from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.trainings import allowed_precisions, read_training
 
 if TYPE_CHECKING:
     import optuna
 
+    from autoplan.strategies.workloads.trainers.mean_loss import LossMean
     from autoplan.strategies.workloads.workload import Workload
 
 ENDINGS: Mapping[str, type[AutoplanError]] = {
@@ -47,14 +55,19 @@ ENDINGS: Mapping[str, type[AutoplanError]] = {
 
 
 def search(
-    workload: Workload | str | Path | None = None,
+    workload: Workload | str | Path | Any | None = None,
+    optimizer: Any = None,
+    dataloader: Any = None,
+    loss: Callable[..., Any] | None = None,
     *,
     model: Any = None,
     make_batch: Callable[[int, int], Any] | None = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    optimizer: Any = None,
     schedule: Callable[[Any], Any] | None = None,
     max_grad_norm: float | None = None,
+    loss_mean: LossMean | None = None,
+    accelerator: Any = None,
+    trainer: Any = None,
+    step: Callable[[], Callable[[int], Any]] | None = None,
     global_batch: int | None = None,
     sequence_length: int | None = None,
     name: str | None = None,
@@ -66,10 +79,16 @@ def search(
     device: DeviceName | None = None,
     memory_limit: str | int | None = None,
     nproc: int | None = None,
+    loader: Any = None,
+    objective: Literal["throughput", "memory", "cost"] = "throughput",
+    min_throughput: float | None = None,
+    price_per_hour: float | None = None,
+    numerics: Numerics = "kept",
     sampler: SamplerName | optuna.samplers.BaseSampler = "autoplan",
     out: str | Path | None = None,
     store: str | Path | None = None,
     fresh: bool = False,
+    recheck: bool = False,
     wait: bool = False,
     observer: SearchObserver | None = None,
     quiet: bool = False,
@@ -79,13 +98,25 @@ def search(
     Calling it again with the same workload resumes what an earlier call left, or answers from its record.
 
     Args:
-        workload: A Workload; or the text that `--model` takes: gpt2, a config.json, a folder, `file.py:function`.
+        workload: A Workload; or a Trainer of transformers or TRL (apply the plan with `plan.apply_to(trainer)`); or the
+            text that `--model` takes: gpt2, a config.json, a folder, `file.py:function`; or the model of a training
+            loop, or a LightningModule (docs/loops.md).
+        optimizer: A function that makes the optimizer from the model's parameters; with a model, an optimizer over it.
+            After a LightningModule: its datamodule or DataLoader.
+        dataloader: The torch DataLoader of a training loop, whose batches are measured; a prepared one too.
+        loss: `loss(model, batch)` gives the summed loss and the count of its items. With a dataloader also a scalar
+            mean, or a torch loss module for batches of (inputs, targets); None: `model(**batch).loss`.
         model: Instead of a workload: a function that builds the model, or a model.
         make_batch: `make_batch(num_samples, index)` gives a batch on the CPU, as large as the worst that comes.
-        loss: `loss(model, batch)` gives the summed loss and the count of its items.
-        optimizer: A function that makes the optimizer from the model's parameters; with a model, an optimizer over it.
-        schedule: A function that makes the learning-rate schedule from the optimizer.
+        schedule: A function that makes the learning-rate schedule from the optimizer; with a dataloader also the
+            loop's own schedule.
         max_grad_norm: Clip the gradients' norm to this before each optimizer step.
+        loss_mean: With a dataloader, over what a loss averages that returns a scalar: "samples", "tokens", or
+            "batches" of the dataloader. None: it is measured.
+        accelerator: The Accelerator of a loop, for its accumulation. None: it is found in what it prepared.
+        trainer: With a LightningModule, the lightning.Trainer whose accumulation, clipping and precision are read.
+        step: Instead of all of these: make_step(), which sets a training up and returns step(index) -> loss. Only
+            threads, the allocator and, where `bound` or `fix` allow it, precision are tried around it (docs/loops.md).
         global_batch: Samples per optimizer step; no plan changes it. Default: the workload's own, or 32.
         sequence_length: Tokens per sample. Default: the model's own length; None for samples that are no sequences.
         name: How screens and the plan call the workload.
@@ -98,12 +129,23 @@ def search(
         memory_limit: What a trial may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available;
             of a GPU 95 %, less what a process takes there before any tensor.
         nproc: The largest number of ranks. Default: all visible GPUs; 1 on CPU.
+        loader: The training's own data, measured with several numbers of workers beside the plan's step: a dataset, a
+            DataLoader, a function that returns one of them, `"file.py:function"`, or a file of tokens. The plan has
+            the setting (`plan.loading`), and `plan.loader(dataset)` makes the DataLoader.
+        objective: What the plan should be best in: "throughput"; "memory", the least of it at a floor of throughput;
+            "cost", the least time of all ranks together.
+        min_throughput: With "memory", the floor, as a share of the best throughput. Default: 0.9.
+        price_per_hour: Of one device; the plan then says what a million tokens cost.
+        numerics: "lossy" also tries parameters and optimizer states in fewer bits (docs/techniques.md); the
+            plan names the risk. "kept" leaves them out.
         sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
             Optuna, whose illegal points are drawn again at no trial's cost.
         out: A file to write the plan to, too.
         store: The folder of the searches' records; each search has a folder of its own in it. Default: the user's
             state folder.
         fresh: Start over instead of resuming; what the store has of this search is moved aside, not deleted.
+        recheck: Where this search has finished before, run its plan in one short trial; a warning says where it is
+            slower now, does not fit or does not run.
         wait: Wait where another search measures on this device; the wait costs no budget. Default: an error.
         observer: Its methods are called with what happens. Default: progress on stderr.
         quiet: No progress on stderr.
@@ -127,6 +169,14 @@ def search(
             "max_grad_norm": max_grad_norm,
             "name": name,
         },
+        training={
+            "dataloader": dataloader,
+            "loss_mean": loss_mean,
+            "accelerator": accelerator,
+            "trainer": trainer,
+            "step": step,
+            "precisions": None if step is None else allowed_precisions(fix, bound),
+        },
         global_batch=global_batch,
         sequence_length=sequence_length,
         seed=seed,
@@ -140,24 +190,54 @@ def search(
         device=device,
         memory_limit=memory_limit,
         nproc=nproc,
+        numerics=numerics,
         sampler=sampler,
         out=out,
         store=store,
         fresh=fresh,
+        recheck=recheck,
+        objective=objective,
+        min_throughput=min_throughput,
+        price_per_hour=price_per_hour,
         wait=wait,
         seed=seed,
+        loader=None if loader is None else _loader_spec(loader, spec),
     )
-    result = run(options, observer=observer, quiet=quiet)
+    with _off_the_device(model if workload is None else workload):
+        result = run(options, observer=observer, quiet=quiet)
+    if result.recheck is not None and result.recheck.exit_code:
+        warnings.warn(result.recheck.describe(), stacklevel=2)
     if result.plan is not None:
         return result.plan
     ending = ENDINGS.get(result.status, AutoplanError)
     raise ending(result.reason or f"the search ended without a plan: {result.status}", hint=result.hint)
 
 
+@contextlib.contextmanager
+def _off_the_device(training: Any) -> Iterator[None]:
+    """Keeps the models of a training in host memory while trials use the GPU, and puts them back."""
+    from autoplan.strategies.workloads.trainers import class_names, find_source
+
+    is_model = "torch.nn.modules.module.Module" in class_names(training)
+    if not is_model and find_source(training) is None:
+        yield
+        return
+    from autoplan.strategies.workloads.trainers.devices import on_the_host
+
+    with on_the_host(SimpleNamespace(model=training) if is_model else training):
+        yield
+
+
 def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet: bool = False) -> SearchResult:
     """Runs a search with its progress on stderr, unless an observer takes it or it is to be quiet."""
     from autoplan.planner.search.run import run_search
 
+    if options.recheck:
+        from autoplan.planner.verify.recheck import with_recheck
+
+        result = run(dataclasses.replace(options, recheck=False), observer=observer, quiet=quiet)
+        say = observer.on_note if observer is not None else (lambda text: None) if quiet else _say_note
+        return with_recheck(options, result, on_note=say)
     if observer is not None or quiet:
         return run_search(options, observer=observer)
     from autoplan.report.progress import LiveProgress, PlainProgress
@@ -170,28 +250,61 @@ def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet
         return run_search(options, observer=live)
 
 
+def _say_note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
+
+
 def _make_spec(
-    workload: Any, *, parts: dict[str, Any], global_batch: int | None, sequence_length: int | None, seed: int
+    workload: Any,
+    *,
+    parts: dict[str, Any],
+    training: dict[str, Any],
+    global_batch: int | None,
+    sequence_length: int | None,
+    seed: int,
 ) -> WorkloadSpec:
-    """The spec of what `search` was given: a text by reference, objects by cloudpickle."""
+    """The spec of what `search` was given: a text by reference, objects by cloudpickle.
+
+    Args:
+        workload: A Workload, a text, or the first part of a training.
+        parts: Of a workload.
+        training: What only trainings as they stand have.
+        global_batch, sequence_length, seed: As given.
+    """
     from autoplan.strategies.workloads import sources
 
     given = {name: value for name, value in parts.items() if value is not None}
     if isinstance(workload, WorkloadSpec):
         return workload
     if isinstance(workload, (str, Path)):
-        if set(given) - {"max_grad_norm"}:
+        others = {*given, *(name for name, value in training.items() if value is not None)} - {"max_grad_norm"}
+        if others:
             raise UsageError(
-                f"the workload is {str(workload)!r}, and {', '.join(sorted(given))} was given too",
+                f"the workload is {str(workload)!r}, and {', '.join(sorted(others))} was given too",
                 hint="Give either the name of a workload or its parts.",
             )
         options = given | ({"seed": seed} if seed else {})
         return sources.make_spec(
             model=str(workload), global_batch=global_batch, sequence_length=sequence_length, options=options
         )
-    return sources.spec_from_objects(
-        workload, global_batch=global_batch, sequence_length=sequence_length, seed=seed, **given
-    )
+    holder = parts["model"] if workload is None else workload
+    settings = {"global_batch": global_batch, "sequence_length": sequence_length, "seed": seed}
+    if (taken_over := read_training(workload, parts | training, settings)) is not None:
+        workload, given = taken_over, {name: value for name, value in given.items() if name == "name"}
+    with _off_the_device(holder):  # a model travels from host memory
+        return sources.spec_from_objects(
+            workload, global_batch=global_batch, sequence_length=sequence_length, seed=seed, **given
+        )
+
+
+def _loader_spec(loader: Any, spec: WorkloadSpec) -> LoaderSpec:
+    """The loader that `search` was given: a text by reference, objects by cloudpickle."""
+    from autoplan.strategies.workloads.loading import source
+    from autoplan.strategies.workloads.sources import vocabulary_of
+
+    if isinstance(loader, (str, Path)):
+        return source.spec_of_text(str(loader), sequence_length=spec.sequence_length, vocabulary=vocabulary_of(spec))
+    return source.spec_of_object(loader)
 
 
 def probe(*, device: DeviceName | None = None, fresh: bool = False) -> HardwareProfile:
@@ -230,8 +343,9 @@ def export(
     changed_ok: bool = False,
     trust_code: bool = False,
     workload: str | Path | None = None,
+    force: bool = False,
 ) -> Exported:
-    """Writes a plan for another trainer: json, yaml, pytorch or transformers.
+    """Writes a plan for another trainer; `autoplan export --help` lists the targets.
 
     Args:
         plan: A plan, or the file of one.
@@ -242,9 +356,10 @@ def export(
         changed_ok: Export it although the plan was edited, or the workload's code changed.
         trust_code: Run the file that the plan names, whoever made the plan.
         workload: The plan's file, named again: where it is now. It is trusted then.
+        force: Overwrite files that are there already; without it that is refused, and nothing is written.
 
     Raises:
-        UsageError: no such target.
+        UsageError: no such target, or a file is there already.
         PlanError: the plan was edited, its code changed, or it names code that nobody vouches for.
         ExportError: the target cannot carry the plan, or the export failed its own check.
     """
@@ -257,6 +372,7 @@ def export(
         changed_ok=changed_ok,
         trust_code=trust_code,
         workload=workload,
+        force=force,
     )
 
 

@@ -30,14 +30,18 @@ import re
 KEYWORDS = {
     **{name.replace("_", "-"): name for name in ("budget", "max_trials", "fix", "bound", "device", "memory_limit")},
     **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
-    **{name.replace("_", "-"): name for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait")},
+    **{
+        name.replace("_", "-"): name
+        for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader", "numerics")
+    },
+    **{name.replace("_", "-"): name for name in ("recheck", "objective", "min_throughput", "price_per_hour")},
     "seq-len": "sequence_length",
     "model": "workload",
 }
 """The keyword argument of each option that a text of the library names; other options stay as they are."""
 
 _COMMAND = r"(?:autoplan \w+|python -m [\w.]+|torchrun)(?: --[\w-]+(?:[ =](?![-(])[^\s,;:)]*[^\s,;:).])?)+"
-_VALUE = r"\w+=[^\s;)]*[^\s;:),.]|\d+(?:\.\d+)?[\w%]*|\w+\.py:\w+|gpt2\b|cuda\b|cpu\b|DIR\b|N\b"
+_VALUE = r"\w+=[^\s;)]*[^\s;:),.]|\d+(?:\.\d+)?[\w%]*|\w+\.py:\w+|gpt2\b|cuda\b|cpu\b|lossy\b|memory\b|DIR\b|N\b"
 _OPTION = re.compile(rf"(?P<command>{_COMMAND})|--(?P<flag>{'|'.join(KEYWORDS)})(?![\w-])(?:[ =](?P<value>{_VALUE}))?")
 
 

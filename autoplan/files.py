@@ -26,7 +26,7 @@ def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> 
         OSError: it cannot be written; no temporary file is left.
     """
     data = content if isinstance(content, bytes) else content.encode("utf-8", errors="backslashreplace")
-    if _is_special(path):
+    if is_special(path):
         with path.open("wb") as file:
             file.write(data)
         return
@@ -79,7 +79,8 @@ def is_private_file(path: Path) -> bool:
     )
 
 
-def _is_special(path: Path) -> bool:
+def is_special(path: Path) -> bool:
+    """True for what is neither a regular file nor a folder: a pipe, a terminal, /dev/stdout."""
     try:
         return not stat.S_ISREG(path.stat().st_mode) and not path.is_dir()
     except OSError:

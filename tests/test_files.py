@@ -11,10 +11,10 @@ import pytest
 
 from autoplan.errors import StoreError
 from autoplan.planner.export.run import export_plan
-from autoplan.planner.search.plan_maker import read_environment
 from autoplan.planner.store.journal import RecordFile, write_atomically
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
+from autoplan.planner.surroundings import read_environment
 from tests.recorded import make_plan
 
 IDENTITY = "0123456789abcdef"

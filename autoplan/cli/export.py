@@ -17,7 +17,10 @@ def export_command(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="TARGET", help="json, yaml, pytorch (a script that needs no autoplan) or transformers."
+            "--to",
+            metavar="TARGET",
+            help="json, yaml, pytorch (a script that needs no autoplan), torchrun, slurm, ray, transformers, trl, "
+            "accelerate, deepspeed, lightning, fabric, torchtitan or megatron.",
         ),
     ] = "pytorch",
     out: Annotated[
@@ -39,11 +42,13 @@ def export_command(
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there already.")] = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Write a plan for another trainer.
 
-    Each file is checked, as its reader would read it, before it is kept.
+    Each file is checked, as its reader would read it, before it is kept. A file that is there already, with other
+    text, is kept too, unless with --force.
     """
     from autoplan.planner.export.run import export_plan
 
@@ -56,6 +61,7 @@ def export_command(
         changed_ok=changed_ok,
         trust_code=trust_code,
         workload=model,
+        force=force,
     )
     if json_output:
         output.print_json(

@@ -38,8 +38,9 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def wants_json() -> bool:
-    """True where this command was called with --json."""
-    return "--json" in sys.argv[1:]
+    """True where this command was called with --json; what follows -- is a script's."""
+    given = sys.argv[1:]
+    return "--json" in (given[: given.index("--")] if "--" in given else given)
 
 
 def show_error(error: AutoplanError, exit_code: int | None = None) -> None:

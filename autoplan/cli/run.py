@@ -1,54 +1,182 @@
-"""autoplan run: some steps of a plan's own workload, as plan.prepare builds it."""
+"""autoplan run: a script with a plan, in the plan's ranks; or some steps of the plan's own workload."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from autoplan.cli import output
+from autoplan.cli import ends, output
 from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
-from autoplan.errors import UsageError
+from autoplan.errors import ConfigError, DeviceError, UsageError
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
+    from autoplan.planner.plan import Plan
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import Counted
+
+DEFAULT_STEPS = 5
 
 
 def run_command(
     plan: PlanArgument = DEFAULT_PLAN,
+    script: Annotated[
+        Path | None,
+        typer.Argument(metavar="SCRIPT", help="A Python file, which asks autoplan.current_plan() for the plan."),
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="What the script is given.")] = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Optimizer steps. The first does not count for the speed.")
-    ] = 5,
+        int | None,
+        typer.Option(
+            "--steps", metavar="N", help="Without a script: optimizer steps. The first does not count for the speed."
+        ),
+    ] = None,
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
-    """Run some steps of a plan and print the speed.
+    """Run a script with a plan, in as many ranks as the plan has.
 
-    The model and the data are those of the search. Start a plan for several ranks with torchrun.
+    Without a script: some steps of the plan's own workload, and their speed. The exit code is the script's.
     """
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}", hint="Give a whole number of at least 1.")
+    if script is None and plan.suffix == ".py":
+        raise UsageError(f"{plan} was given as the plan", hint=f"The plan comes first: autoplan run plan.json {plan}.")
+    if script is not None:
+        _refuse_options(steps=steps, trust_code=trust_code, model=model, json=json_output)
+        run_script(plan, script, arguments or [], changed_ok=changed_ok)
     loaded = load_plan(plan)
-    run = loaded.prepare(changed_ok=changed_ok, trust_code=trust_code, workload=model)
-    records = run_steps(run, steps, loaded.workload.counted)
+    if loaded.config.world_size > 1 and "RANK" not in os.environ:
+        _refuse_untrusted(loaded, model, changed_ok=changed_ok, trust_code=trust_code)
+        _end(start([*_COMMAND, *_own_arguments()], loaded, plan))
+    _run_workload(loaded, steps or DEFAULT_STEPS, changed_ok, trust_code, model, json_output)
+
+
+_COMMAND = ("-m", "autoplan")
+
+
+def run_script(path: Path, script: Path, arguments: list[str], *, changed_ok: bool) -> NoReturn:
+    """Runs a script with a plan and ends this process with its exit code.
+
+    Raises:
+        UsageError: there is no such script.
+        PlanError: the plan cannot be used (`check_before_use`).
+        ConfigError: this is a rank of a world of another size.
+        DeviceError: the machine has not the plan's devices.
+    """
+    from autoplan.planner.apply.prepare import check_before_use
+
+    if not script.is_file():
+        raise UsageError(
+            f"there is no script {script}",
+            hint="Give the file of a training script after the plan, and its own arguments after --.",
+        )
+    loaded = load_plan(path)
+    said = check_before_use(loaded, changed_ok=changed_ok)
+    if said is not None:
+        output.console().print(f"warning: {said}", markup=False, soft_wrap=True)
+    _end(start([str(script), *arguments], loaded, path))
+
+
+def start(arguments: list[str], plan: Plan, path: Path) -> int:
+    """Runs `python ARGUMENTS` with a plan; one rank takes the place of this process and never returns.
+
+    Returns:
+        The exit code of the ranks.
+    """
+    from autoplan.planner.current import not_taken, variables_for
+
+    ranks = plan.config.world_size
+    world = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    if world is not None and world != str(ranks):
+        raise ConfigError(
+            f"the plan is for {ranks} rank(s), and this is a rank of {world}",
+            hint=f"Start it without torchrun, or with --nproc-per-node {ranks}.",
+        )
+    cores = len(os.sched_getaffinity(0))
+    variables = variables_for(plan, path, os.environ, cores)
+    missing = not_taken(plan, os.environ)
+    if missing is not None and is_first_rank():
+        output.console().print(f"note: {missing}", markup=False, soft_wrap=True)
+    ends.flush()
+    if world is not None or ranks == 1:
+        os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **variables})
+    _refuse_too_few_gpus(plan)
+    from autoplan.processes.launch import run_ranks
+
+    return run_ranks(["-u", *arguments], ranks=ranks, env=variables)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends with the code of the ranks, which said themselves what there was to say."""
+    ends.said.append("the script")
+    raise typer.Exit(code)
+
+
+def _own_arguments() -> list[str]:
+    """Those of this command, for the ranks: the word `run` and what follows."""
+    return sys.argv[1:]
+
+
+def _refuse_options(**given: Any) -> None:
+    """Options that say how the plan's own workload runs mean nothing to a script."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if names:
+        raise UsageError(
+            f"{' and '.join(names)} and a script were given: a script runs its own code",
+            hint="Leave it out. What the script itself is to be given goes after --.",
+        )
+
+
+def _refuse_untrusted(plan: Plan, model: str | None, *, changed_ok: bool, trust_code: bool) -> None:
+    """What each rank will ask, before any is started."""
+    from autoplan.planner.apply.prepare import check_before_use
+    from autoplan.planner.trust import require_trust
+
+    if model is not None:
+        plan = plan.with_workload_at(model)
+    check_before_use(plan, changed_ok=changed_ok)
+    require_trust(plan.workload, plan.study, trust_code=trust_code, named=model is not None)
+
+
+def _refuse_too_few_gpus(plan: Plan) -> None:
+    if plan.device != "cuda":
+        return
+    from autoplan.probes.run import read_host_profile
+
+    found = sum(device.type == "cuda" for device in read_host_profile().devices)
+    if found < plan.config.world_size:
+        raise DeviceError(
+            f"the plan has {plan.config.world_size} ranks, and this machine shows {found} GPU(s)",
+            hint="Check CUDA_VISIBLE_DEVICES. On several nodes start `autoplan run` with torchrun on each.",
+        )
+
+
+def _run_workload(
+    plan: Plan, steps: int, changed_ok: bool, trust_code: bool, model: str | None, json_output: bool
+) -> None:
+    """Some steps of the plan's own workload; the first rank prints the speed."""
+    run = plan.prepare(changed_ok=changed_ok, trust_code=trust_code, workload=model)
+    records = run_steps(run, steps, plan.workload.counted)
     if not is_first_rank():
         return
     later = records[1:] or records
     step_s = statistics.median(record["seconds"] for record in later)
     rate = statistics.mean(record["items"] for record in later) / step_s
-    measured = loaded.measurement.tokens_per_s.median
+    measured = plan.measurement.tokens_per_s.median
+    unit = plan.workload.unit
     if json_output:
-        document = {"status": "ok", "steps": records, "step_time_s": step_s, f"{loaded.workload.unit}_per_s": rate}
+        document = {"status": "ok", "steps": records, "step_time_s": step_s, f"{unit}_per_s": rate}
         output.print_json(document | {"plan_measured": measured})
         return
-    unit = loaded.workload.unit
     sys.stderr.write(f"the plan measured {format_number(measured)} {unit}/s; this run is {rate / measured:.0%} of it\n")
     print(f"{format_number(rate)} {unit}/s, {format_seconds(step_s)} a step")
 
@@ -77,6 +205,4 @@ def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> l
 
 def is_first_rank() -> bool:
     """True but in the other ranks of a torchrun."""
-    import os
-
     return os.environ.get("RANK", "0") == "0"

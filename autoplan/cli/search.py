@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoplan.cli import ends, output
+from autoplan.cli.workloads import make_spec, named_workload
 from autoplan.errors import UsageError
-from autoplan.text import printable
 
 if TYPE_CHECKING:
-    from autoplan.planner.records import LeftOutFamily, Trial
-    from autoplan.planner.search.options import Candidate, SearchOptions, SearchResult
+    from collections.abc import Sequence
+
+    from autoplan.planner.search.options import SearchOptions
+    from autoplan.strategies.workloads.loading.settings import LoaderSpec
     from autoplan.strategies.workloads.spec import WorkloadSpec
 
-SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
 WORKLOAD, SEARCH, OUTPUT = "What is trained", "The search", "Output"
 
 EXAMPLES = (
     "Examples:\n\n"
     "autoplan search --model gpt2 --seq-len 512 --budget 30m\n\n"
-    "autoplan search --model mine.py:workload --fix precision=bf16 --bound micro_batch=1..8"
+    "autoplan search --model mine.py:workload --fix precision=bf16 --bound micro_batch=1..8\n\n"
+    "autoplan search --trainer train.py:make_trainer --budget 10m -- --learning_rate 1e-4"
 )
 
 
 def search_command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- ARGUMENTS]",
+            help="Arguments of the file.py:function: what sys.argv has while it runs.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             metavar="MODEL",
             help="gpt2 or another built-in name, a config.json, a folder with one, or file.py:function.",
             rich_help_panel=WORKLOAD,
         ),
-    ],
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(
+            "--trainer",
+            metavar="FILE.PY:FUNCTION",
+            help="Instead of --model: a function that returns a Trainer of transformers or TRL. It does not train; "
+            "arguments after -- are its script's.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(
@@ -94,6 +113,16 @@ def search_command(
         int | None,
         typer.Option("--max-trials", metavar="N", help="Run at most this number of trials.", rich_help_panel=SEARCH),
     ] = None,
+    loader: Annotated[
+        str | None,
+        typer.Option(
+            "--loader",
+            metavar="FILE.PY:FUNCTION",
+            help="Measure the training's own data beside the plan's step: a function that returns a dataset or a "
+            "DataLoader, or a file of tokens (.bin, .npy).",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
     fix: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,6 +168,15 @@ def search_command(
             rich_help_panel=SEARCH,
         ),
     ] = None,
+    numerics: Annotated[
+        str,
+        typer.Option(
+            "--numerics",
+            metavar="KIND",
+            help="kept, or lossy: also try parameters and optimizer states in fewer bits. The plan names the risk.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "kept",
     sampler: Annotated[
         str,
         typer.Option(
@@ -148,6 +186,34 @@ def search_command(
             rich_help_panel=SEARCH,
         ),
     ] = "autoplan",
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            metavar="NAME",
+            help="What the plan should be best in: throughput, memory (the least, at a floor of throughput) or cost "
+            "(the least time of all ranks together).",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "throughput",
+    min_throughput: Annotated[
+        float | None,
+        typer.Option(
+            "--min-throughput",
+            metavar="SHARE",
+            help="With --objective memory: the floor, as a share of the best throughput. Default: 0.9.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--price-per-hour",
+            metavar="X",
+            help="Of one device: the plan says what a million tokens cost.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -177,6 +243,14 @@ def search_command(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    recheck: Annotated[
+        bool,
+        typer.Option(
+            "--recheck",
+            help="If this search has finished before, run its plan in one short trial: does it still hold?",
+            rich_help_panel=SEARCH,
+        ),
+    ] = False,
     wait: Annotated[
         bool,
         typer.Option(
@@ -193,12 +267,14 @@ def search_command(
     a plan. The same command again resumes the search. If the search has ended, it answers from the record.
     """
     from autoplan import api
+    from autoplan.cli.search_result import search_document, show_result
     from autoplan.planner.search.options import SearchOptions
 
     spec = make_spec(
-        model,
+        named_workload(model, trainer),
         sequence_length,
         global_batch,
+        arguments,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
@@ -218,8 +294,14 @@ def search_command(
         store=store,
         fresh=fresh,
         wait=wait,
+        recheck=recheck,
+        objective=objective,
+        min_throughput=min_throughput,
+        price_per_hour=price_per_hour,
+        numerics=numerics,  # type: ignore[arg-type]
         dry_run=dry_run,
         seed=seed or 0,
+        loader=None if loader is None else loader_of(loader, spec, arguments or ()),
     )
     say_what_is_searched(options)
     result = api.run(options)
@@ -232,19 +314,19 @@ def search_command(
     raise typer.Exit(ends.exit_code(result.exit_code))
 
 
-def make_spec(model: str, sequence_length: int | None, global_batch: int | None, **options: Any) -> WorkloadSpec:
-    """The workload that the options name; WorkloadError says what is wrong with them."""
-    from autoplan.strategies.workloads import sources
+def loader_of(text: str, spec: WorkloadSpec, arguments: Sequence[str]) -> LoaderSpec:
+    """The loader that `--loader` names; a file of tokens is read in windows of the model's length."""
+    from autoplan.strategies.workloads.loading.source import spec_of_text
+    from autoplan.strategies.workloads.sources import vocabulary_of
 
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("max_grad_norm") == 0:
-        given["max_grad_norm"] = None  # how a spec says: no clipping
-    return sources.make_spec(model=model, sequence_length=sequence_length, global_batch=global_batch, options=given)
+    return spec_of_text(
+        text, sequence_length=spec.sequence_length, vocabulary=vocabulary_of(spec), arguments=tuple(arguments)
+    )
 
 
 def parse_fixes(texts: list[str]) -> dict[str, Any]:
     """`knob=value` texts; UsageError for a knob that is fixed twice to different values."""
-    from autoplan.strategies.config import parse_knob
+    from autoplan.strategies.knob_input import parse_knob
 
     fixed: dict[str, Any] = {}
     for text in texts:
@@ -282,81 +364,3 @@ def say_what_is_searched(options: SearchOptions) -> None:
     console.print(f"workload: {facts.workload_line(options.spec)}", markup=False, soft_wrap=True)
     for text in options.spec.defaults_used:
         console.print(f"  default: {text}", markup=False, soft_wrap=True)
-
-
-def show_result(result: SearchResult, out: Path, unit: str) -> None:
-    """The end of a search for a person: the plan, or why there is none and what came nearest."""
-    from autoplan.report import facts, terminal
-
-    narration, console = output.console(), output.console(stderr=False)
-    if result.status == "dry_run":
-        show_dry_run(result)
-        return
-    if result.plan is not None:
-        console.print()
-        terminal.show_plan(console, result.plan)
-        if result.from_record:
-            terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
-        place = result.plan_path or out
-        terminal.say(narration, "plan", f"{place}; apply it with plan.prepare(), autoplan export or autoplan run")
-        return
-    if result.best is not None:
-        ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
-        content = facts.trial_rows([trial for trial in ends if trial is not None], unit)
-        terminal.show_table(console, content, title="Best so far, not verified")
-    terminal.show_left_out(console, result.left_out, more="--json")
-    sys.stderr.write(printable(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n"))
-    if result.hint:
-        sys.stderr.write(f"  {result.hint}\n")
-
-
-def show_dry_run(result: SearchResult) -> None:
-    """The space, the fastest predictions first."""
-    from autoplan.report import facts, terminal
-
-    console = output.console(stderr=False)
-    shown = result.candidates[:SHOWN_CANDIDATES]
-    title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
-    terminal.show_table(console, facts.candidate_rows(shown), title=title)
-    terminal.show_left_out(console, result.left_out, more="--json")
-    sys.stderr.write("dry run: nothing was run\n")
-
-
-def search_document(result: SearchResult) -> dict[str, Any]:
-    """The one document of `--json`."""
-    return {
-        "status": result.status,
-        "reason": result.reason,
-        "hint": result.hint,
-        "exit_code": ends.exit_code(result.exit_code),
-        "baseline": None if result.baseline is None else trial_document(result.baseline),
-        "plan": None if result.plan is None else result.plan.model_dump(mode="json"),
-        "plan_path": result.plan_path,
-        "best": None if result.best is None else trial_document(result.best),
-        "trials": [trial_document(trial) for trial in result.trials],
-        "attempts": [attempt.model_dump(mode="json") for attempt in result.attempts],
-        "left_out": [left_out_document(family) for family in result.left_out],
-        "candidates": [candidate_document(candidate) for candidate in result.candidates],
-        "from_record": result.from_record,
-        "resumed_trials": result.resumed_trials,
-        "budget_s": result.budget_s,
-        "spent_s": result.spent_s,
-        "study": result.study,
-        "store": result.store,
-        "notes": list(result.notes),
-    }
-
-
-def trial_document(trial: Trial) -> dict[str, Any]:
-    """A trial, with its peak as one figure; intervals are {median, low, high, samples}."""
-    return trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
-
-
-def left_out_document(family: LeftOutFamily) -> dict[str, Any]:
-    """A family that was never tried: which limit, by how much."""
-    return family.model_dump(mode="json")
-
-
-def candidate_document(candidate: Candidate) -> dict[str, Any]:
-    """A candidate of a dry run."""
-    return candidate.model_dump(mode="json")

@@ -13,6 +13,9 @@ from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
 def show_command(
     plan: PlanArgument = DEFAULT_PLAN,
     trials: Annotated[bool, typer.Option("--trials", help="List every trial of the search too.")] = False,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="List the configurations that no other beats in speed and memory.")
+    ] = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Show a plan.
@@ -25,7 +28,10 @@ def show_command(
     elsewhere = found_elsewhere(loaded)
     if json_output:
         document = {"status": "ok", "other_hardware": elsewhere, "edited": list(loaded.edited)}
-        output.print_json(document | {"plan": loaded.model_dump(mode="json")})
+        from autoplan.report.pareto import pareto_document
+
+        front = {"pareto": pareto_document(loaded)} if pareto else {}
+        output.print_json(document | front | {"plan": loaded.model_dump(mode="json")})
         return
     from autoplan.report import terminal
 
@@ -34,5 +40,10 @@ def show_command(
     if trials:
         console.print()
         terminal.show_trials(console, loaded.evidence, loaded.workload.unit)
+    if pareto:
+        from autoplan.report.pareto import pareto_rows
+
+        console.print()
+        terminal.show_table(console, pareto_rows(loaded), title="Throughput against memory")
     if elsewhere:
         output.console().print(f"note: {elsewhere}", markup=False)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoplan.cli import output
 from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
-from autoplan.errors import NoFeasiblePlanError, PlanError
+from autoplan.errors import AutoplanError, DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
 if TYPE_CHECKING:
     from autoplan.planner.plan import Plan
-    from autoplan.planner.records import Parity, Trial
+    from autoplan.planner.verify.verdict import Verification
 
 
 def verify_command(
@@ -24,6 +22,14 @@ def verify_command(
         str,
         typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-limit",
+            metavar="SIZE",
+            help="What the plan may take: 8GiB, or 80% of all. Default: as a search.",
+        ),
+    ] = None,
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
@@ -31,113 +37,87 @@ def verify_command(
 ) -> None:
     """Check a plan on this machine.
 
-    Does it train the same thing as the plain run, and how fast is it here?
+    Does it train the same thing as the plain run, does it fit, and how fast is it here? Exit codes: 0 it holds or is
+    faster; 3 it is slower, does not fit, does not run, or trains otherwise: search again; 4 it is slower while
+    something else used the machine, or something outside ended it: verify again.
     """
     from autoplan.api import found_elsewhere
-    from autoplan.planner.apply import check_before_use
-    from autoplan.planner.trust import require_trust
+    from autoplan.planner.verify.measure import refuse_unverifiable, verify_plan
 
     loaded = load_plan(plan)
     if model is not None:
         loaded = loaded.with_workload_at(model)
     seconds = parse_duration_s(time_box)
-    if loaded.workload.kind == "object":
-        raise PlanError(
-            f"{loaded.workload.name} was made of Python objects, which a plan does not carry",
-            hint="Search again with the same objects, which answers from its record; or use plan.prepare(model, "
-            "optimizer, loss).",
-        )
-    changed = check_before_use(loaded, changed_ok=changed_ok, checks_parity=False)
-    require_trust(loaded.workload, loaded.study, trust_code=trust_code, named=model is not None)
+    changed = refuse_unverifiable(loaded, changed_ok=changed_ok, trust_code=trust_code, named=model is not None)
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)
-    parity, trial = verify_plan(loaded, seconds)
-    verified = parity.passed and trial.tokens_per_s is not None
+    found = verify_plan(loaded, seconds, memory_limit)
     if json_output:
-        output.print_json(
-            {
-                "status": "verified" if verified else "failed",
-                "other_hardware": elsewhere,
-                "parity": parity.model_dump(mode="json"),
-                "trial": trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes},
-                "plan_measured": loaded.measurement.tokens_per_s.model_dump(mode="json"),
-            }
-        )
-        if not verified:
-            raise typer.Exit(NoFeasiblePlanError.exit_code)
+        output.print_json(_document(loaded, found, elsewhere))
+        if found.exit_code:
+            raise typer.Exit(found.exit_code)
         return
-    _show(loaded, parity, trial, elsewhere)
+    _show(loaded, found, elsewhere)
 
 
-def _show(plan: Plan, parity: Parity, trial: Trial, elsewhere: str | None) -> None:
-    """The verdicts as lines; NoFeasiblePlanError where the plan fails here."""
+def _document(plan: Plan, found: Verification, elsewhere: str | None) -> dict[str, object]:
+    """What --json prints. `status` is verified where it trains the same and runs, whatever its speed."""
+    verified = found.parity.passed and found.trial.tokens_per_s is not None
+    return {
+        "status": "verified" if verified else "failed",
+        "other_hardware": elsewhere,
+        "parity": found.parity.model_dump(mode="json"),
+        "trial": found.trial.model_dump(mode="json") | {"peak_memory_bytes": found.trial.peak_memory_bytes},
+        "plan_measured": plan.measurement.tokens_per_s.model_dump(mode="json"),
+        "verdict": found.verdict,
+        "text": found.text,
+        "speed_ratio": None if found.speed_ratio is None else found.speed_ratio.model_dump(mode="json"),
+        "spread": found.spread,
+        "causes": [cause.model_dump(mode="json") for cause in found.causes],
+        "memory_limit_bytes": found.memory_limit_bytes,
+        "plan_peak_memory_bytes": plan.measurement.peak_memory_bytes,
+        "exit_code": found.exit_code,
+    }
+
+
+def _show(plan: Plan, found: Verification, elsewhere: str | None) -> None:
+    """The verdict as lines, and as an error where the plan is wrong here."""
     from autoplan.report import facts
 
-    print(f"parity: {facts.parity_words(parity)}")
+    trial = found.trial
+    print(f"parity: {facts.parity_words(found.parity)}")
     if trial.tokens_per_s is not None:
-        then, now, unit = plan.measurement.tokens_per_s, trial.tokens_per_s, plan.workload.unit
-        print(
-            f"speed: {facts.with_interval(now)} {unit}/s here; the plan measured {format_number(then.median)} "
-            f"({now.median / then.median:.0%} of it)"
-        )
+        then, unit = plan.measurement.tokens_per_s, plan.workload.unit
+        print(f"speed: {facts.with_interval(trial.tokens_per_s)} {unit}/s here; the plan measured "
+              f"{format_number(then.median)}; {found.spread}")  # fmt: skip
         if trial.disturbed:
             print(f"disturbed: that speed is not this plan's: {trial.disturbed}")
-        print(f"peak memory: {format_bytes(trial.peak_memory_bytes)}")
+        measured = plan.measurement.peak_memory_bytes
+        beside = "" if measured is None else f"; the plan measured {format_bytes(measured)}"
+        limit = f", limit {format_bytes(found.memory_limit_bytes)}"
+        print(f"peak memory: {format_bytes(trial.peak_memory_bytes)} here{limit}{beside}")
     if elsewhere:
         output.console().print(f"note: {elsewhere}", markup=False, soft_wrap=True)
-    if not parity.finished:
-        raise NoFeasiblePlanError(
-            f"the plan could not be checked here: {parity.note}",
-            hint="Search on this machine: autoplan search, with a larger --memory-limit where that was the reason.",
-        )
-    if not parity.passed:
-        raise NoFeasiblePlanError(
-            "the plan fails the parity check here: it would not train the same thing",
-            hint="Search on this machine: autoplan search. If the plan was made here, please report it.",
-        )
-    if trial.tokens_per_s is None:
-        raise NoFeasiblePlanError(
-            f"the plan does not run here: {trial.outcome.value}: {trial.reason}",
-            hint="Search on this machine: autoplan search.",
-        )
+    for cause in found.causes:
+        print(f"likely cause: {cause.text}")
+    if found.exit_code == 0:
+        print(f"verdict: {found.text}")
+        return
+    raise _error_of(found)
 
 
-def verify_plan(plan: Plan, seconds: float) -> tuple[Parity, Trial]:
-    """The parity check and one measured trial of a plan's configuration, in ranks of their own."""
-    from autoplan.planner.parity.compare import run_parity
-    from autoplan.planner.search.setup import limits
-    from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-    from autoplan.probes.run import pick_device, read_host_profile
-    from autoplan.processes import Zygote, folder_prefix
+HINTS = {
+    "slower": "Search on this machine: autoplan search.",
+    "does_not_fit": "Give it more with --memory-limit, or search on this machine: autoplan search.",
+    "does_not_run": "Search on this machine: autoplan search.",
+    "trains_otherwise": "Search on this machine: autoplan search. If the plan was made here, please report it.",
+    "not_checked": "Search on this machine: autoplan search, with a larger --memory-limit where that was the reason.",
+}
 
-    profile = read_host_profile()
-    device = pick_device(profile, plan.device)
-    limit, host_limit = limits(profile, device, None, measured=plan.hardware)
-    with tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder, Zygote() as zygote:
-        parity = run_parity(
-            zygote,
-            plan.workload,
-            plan.config,
-            device=device,
-            directory=Path(folder, "parity"),
-            deadline_s=1200.0,
-            memory_limit_bytes=host_limit,
-        )
-        runner = TrialRunner(
-            zygote,
-            plan.workload,
-            device=device,
-            memory_limit_bytes=limit,
-            host_limit_bytes=host_limit,
-            directory=Path(folder, "trials"),
-        )
-        order = TrialOrder(
-            number=0,
-            purpose="finalist",
-            config=plan.config,
-            prediction=plan.prediction,
-            time_box_s=seconds,
-            deadline_s=seconds * 4 + 1200.0,
-        )
-        return parity, runner.run(order)
+
+def _error_of(found: Verification) -> AutoplanError:
+    """The verdict as the error that goes with its exit code."""
+    if found.exit_code == DidNotRunError.exit_code:
+        return DidNotRunError(found.text, hint="Verify again when nothing else uses the machine.")
+    return NoFeasiblePlanError(found.text, hint=HINTS[found.verdict])

@@ -12,6 +12,7 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     errors.py         ZygoteError; StopTask, with which a caller ends a task
     client.py         Zygote: the planner's side
     cause.py          what ended a task, and `run_again` for one that something outside ended
+    abandoned.py      kills what a planner and its zygote left behind, by a mark in the environment
     guard.py          the zygote's parent, for the case that planner and zygote are killed at once
     zygote.py         the zygote's own process: imports once, then forks
     supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
@@ -23,9 +24,11 @@ the ranks of one task after another. `run` always returns a report, and leaves n
     wire.py           messages between the planner and the zygote
     memory.py         the host memory of all descendants
     owner.py          ProcessIdentity: a process that a reused pid cannot be taken for
+    launch.py         several ranks of a program with torch elastic, and nothing of it left behind
     linux.py          Linux calls that Python does not wrap, readings from /proc
 """
 
+from autoplan.processes.abandoned import sweep_abandoned
 from autoplan.processes.cause import (
     Cause,
     Runs,
@@ -35,7 +38,7 @@ from autoplan.processes.cause import (
     raised_from_outside,
     run_again,
 )
-from autoplan.processes.client import Zygote, sweep_abandoned
+from autoplan.processes.client import Zygote
 from autoplan.processes.context import RankContext
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.folders import folder_prefix, sweep_folders

@@ -66,11 +66,16 @@ def _rank_report(
         facts=beat.get("facts", {}),
         result=written["result"] if written else None,
         error=_error_report(failure["error"]) if failure else None,
-        stderr_tail=printable(read_tail(rank_file(directory, rank, "stderr"))),
+        stderr_tail=printable(_without_modules(read_tail(rank_file(directory, rank, "stderr")))),
         stdout_tail=printable(read_tail(rank_file(directory, rank, "stdout"))),
         started=beat.get("started_at") is not None,
         failed_after_s=None if failed_at is None else failed_at - since,
     )
+
+
+def _without_modules(text: str) -> str:
+    """Without the list of C extensions that faulthandler writes below a stack: it says nothing of the fault."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("Extension modules: "))
 
 
 def _error_report(error: dict[str, Any]) -> ErrorReport:

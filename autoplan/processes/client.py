@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,16 +18,16 @@ from types import TracebackType
 from typing import IO, Any
 
 from autoplan.processes import linux
+from autoplan.processes.abandoned import MARKER, kill_marked, sweep_abandoned
 from autoplan.processes.build_report import build_report
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.files import clear_rank_files, read_end
 from autoplan.processes.folders import folder_prefix, sweep_folders
-from autoplan.processes.owner import ProcessIdentity, is_alive
+from autoplan.processes.owner import ProcessIdentity
 from autoplan.processes.report import Ended, ProcessReport
 from autoplan.processes.task import Progress, Task
 from autoplan.processes.wire import FrameReader, send_frame
 
-_MARKER = "AUTOPLAN_ZYGOTE"
 _START_S = 300.0
 _CLOSE_S = 10.0
 _SWEEP_S = 15.0  # the guard's own limit, and some more
@@ -262,7 +261,7 @@ class Zygote:
             **os.environ,
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() then asks the driver, and starts no context
             **self._env,
-            _MARKER: self._marker,
+            MARKER: self._marker,
         }
         code = _BOOTSTRAP.format(path=_import_path(), fd=zygote_end.fileno(), pid=os.getpid(), preload=self._preload)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -311,7 +310,7 @@ class Zygote:
                     break
                 except subprocess.TimeoutExpired:
                     pass  # uninterruptible: nothing more can be done from here
-            swept = _kill_marked(self._marker)
+            swept = kill_marked(self._marker)
         if self._connection is not None:
             self._connection.close()
         if self._output is not None:
@@ -326,42 +325,6 @@ class _CallbackError(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def sweep_abandoned() -> int:
-    """Kills what a dead planner left behind: only processes that carry a zygote's mark in their environment.
-
-    Needed only where planner and zygote were killed at the same moment; otherwise the one that lives does it.
-
-    Returns:
-        How many processes were killed.
-    """
-    marks = linux.environments(_MARKER)
-    # The pid in a mark is valid in its own pid namespace only: processes of containers are left alone.
-    own_namespace = linux.pid_namespace(os.getpid())
-    killed = 0
-    for marker in {mark for pid, mark in marks.items() if linux.pid_namespace(pid) == own_namespace}:
-        parts = marker.split(":")
-        if len(parts) == 4 and parts[1].isdigit() and parts[2].isdigit():
-            owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))
-            killed += 0 if is_alive(owner) else _kill_marked(marker)
-    return killed
-
-
-def _kill_marked(marker: str) -> int:
-    """SIGKILL to every process with a zygote's mark, until a look finds none; bounded."""
-    killed: set[int] = set()
-    give_up_at = time.monotonic() + _CLOSE_S
-    while time.monotonic() < give_up_at:
-        marks = linux.environments(_MARKER)
-        found = {pid for pid, value in marks.items() if value == marker} - {os.getpid()}
-        if not found:
-            break
-        for pid in found:
-            if linux.signal_quietly(pid, signal.SIGKILL):
-                killed.add(pid)
-        time.sleep(0.01)
-    return len(killed)
 
 
 def _import_path() -> list[str]:

@@ -103,6 +103,9 @@ class RankContext:
         os.environ["MASTER_PORT"] = str(self.store_port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        # A rank that is through at once would otherwise close connections that another rank is still making.
+        self._store.set(f"autoplan/joined/{self.rank}", "1")
+        self._store.wait([f"autoplan/joined/{rank}" for rank in range(self.world_size)], timeout)
 
     def mark_started(self) -> None:
         """Notes that the target is about to be entered."""

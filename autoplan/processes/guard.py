@@ -1,4 +1,6 @@
-"""The guard: a small process between the planner and its zygote, which outlives both and then ends what is left.
+"""The guard: a small process between an owner and what it started, which outlives both and then ends what is left.
+
+The owner is the planner and the started process its zygote; or `autoplan run` and the launcher of its ranks.
 
 A rank's own children (loader workers, a daemon that a library starts) may be in sessions of their own, where no signal
 of the kernel reaches them. The zygote adopts and ends them, and the planner ends them where the zygote died. Where both
@@ -21,60 +23,61 @@ _SWEEP_S = 10.0
 
 
 class _Terminated(Exception):
-    """The planner asks for the end."""
+    """The owner asks for the end."""
 
 
-def fork_zygote(planner_pidfd: int | None, connection_fd: int) -> None:
-    """Forks the zygote and returns in it; the process that calls this becomes the guard, and never returns.
+def fork_guarded(owner_pidfd: int | None, connection_fd: int, *, grace_s: float = _ZYGOTE_GRACE_S) -> None:
+    """Forks a child and returns in it; the process that calls this becomes the guard, and never returns.
 
     Args:
-        planner_pidfd: Readable when the planner has ended; None where the kernel has no pidfd.
-        connection_fd: The zygote's end of the connection; the guard keeps no copy, so that the planner sees the zygote
+        owner_pidfd: Readable when the owner has ended; None where the kernel has no pidfd.
+        connection_fd: The child's end of the connection; the guard keeps no copy, so that the owner sees the child
             end.
+        grace_s: For the child to end itself, once the owner is gone.
     """
     linux.become_subreaper()
     signal.signal(signal.SIGTERM, _on_sigterm)
     guard_pid = os.getpid()
-    zygote_pid = os.fork()
-    if zygote_pid == 0:
+    child_pid = os.fork()
+    if child_pid == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()  # so that a signal to its group does not reach the guard
         if not linux.die_with_parent(guard_pid):
             os._exit(1)
         return
     os.close(connection_fd)
-    _guard(zygote_pid, planner_pidfd)
+    _guard(child_pid, owner_pidfd, grace_s)
 
 
-def _guard(zygote_pid: int, planner_pidfd: int | None) -> NoReturn:
+def _guard(child_pid: int, owner_pidfd: int | None, grace_s: float) -> NoReturn:
     exit_code = 1
     try:
-        exit_code = _await_zygote(zygote_pid, planner_pidfd)
+        exit_code = _await_child(child_pid, owner_pidfd, grace_s)
     except _Terminated:
-        linux.signal_quietly(zygote_pid, signal.SIGKILL)
+        linux.signal_quietly(child_pid, signal.SIGKILL)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _sweep()
         os._exit(exit_code)
 
 
-def _await_zygote(zygote_pid: int, planner_pidfd: int | None) -> int:
-    """Waits for the zygote's end; returns its status as a shell gives it.
+def _await_child(child_pid: int, owner_pidfd: int | None, grace_s: float) -> int:
+    """Waits for the child's end; returns its status as a shell gives it.
 
-    A zygote whose planner is gone ends by itself. One that does not, because it was stopped, is killed.
+    A zygote whose planner is gone ends by itself. A child that does not, because it was stopped, is killed.
     """
-    pidfd = linux.open_pidfd(zygote_pid)
-    watched = [fd for fd in (pidfd, planner_pidfd) if fd is not None]
+    pidfd = linux.open_pidfd(child_pid)
+    watched = [fd for fd in (pidfd, owner_pidfd) if fd is not None]
     while pidfd is not None:
         ready, _, _ = select.select(watched, [], [])
         if pidfd in ready:
             break
-        if not select.select([pidfd], [], [], _ZYGOTE_GRACE_S)[0]:
-            linux.signal_quietly(zygote_pid, signal.SIGKILL)
+        if not select.select([pidfd], [], [], grace_s)[0]:
+            linux.signal_quietly(child_pid, signal.SIGKILL)
         watched = [pidfd]
     while True:
         pid, status = os.waitpid(-1, 0)
-        if pid == zygote_pid:
+        if pid == child_pid:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
 

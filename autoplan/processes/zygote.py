@@ -19,7 +19,7 @@ import sys
 from typing import Any, NoReturn
 
 from autoplan.processes import linux
-from autoplan.processes.guard import fork_zygote
+from autoplan.processes.guard import fork_guarded
 from autoplan.processes.supervisor import Supervisor
 from autoplan.processes.wire import FrameReader, encode_frame, send_frame
 
@@ -41,7 +41,7 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
         preload: Modules to import before the first fork.
     """
     planner_pidfd = linux.open_pidfd(planner_pid) if os.getppid() == planner_pid else None
-    fork_zygote(planner_pidfd, connection_fd)
+    fork_guarded(planner_pidfd, connection_fd)
     connection = socket.socket(fileno=connection_fd)
     _die_if_planner_goes(connection)
     linux.become_subreaper()

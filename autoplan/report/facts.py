@@ -170,6 +170,8 @@ def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
             continue
         step = f"{format_seconds(said.step_time_s)} ({_range(said.step_time_low_s, said.step_time_high_s)})"
         memory = f"{format_bytes(said.peak_memory_bytes)} (up to {format_bytes(said.peak_memory_high_bytes)})"
+        if said.host_memory_bytes:
+            memory += f", and {format_bytes(said.host_memory_bytes)} on the host"
         rows.append((candidate.config.describe(), step, memory, said.verdict.replace("_", " "), said.bound))
     return Rows(("configuration", "step time", "peak memory", "memory", "bound by"), rows)
 
@@ -250,6 +252,47 @@ def hardware_line(plan: Plan) -> str:
     return f"{device.name} ({device.type}{cores}, {format_bytes(device.memory_total_bytes.value)})"
 
 
+def objective_words(plan: Plan) -> str | None:
+    """What was looked for, and what it costs; None: throughput, without a price."""
+    wanted = plan.objective
+    cost = wanted.cost_per_million(plan.measurement.tokens_per_s.median, plan.config.world_size)
+    price = "" if cost is None else f"; a million {plan.workload.unit} cost {format_number(cost)}"
+    if wanted.name == "throughput" and not price:
+        return None
+    return wanted.describe() + price
+
+
+def loading(plan: Plan) -> Rows:
+    """The settings of the loader that were measured beside the step."""
+    rows = [] if plan.loading is None else plan.loading.rows
+    return Rows(("loader", "samples/s", "waiting for data", "first batch", "measured"), rows)
+
+
+def loading_words(plan: Plan) -> str | None:
+    """The loader's setting, and how long the step waits; None: the search was given no loader."""
+    found = plan.loading
+    if found is None:
+        return None
+    own = "" if found.own_samples_per_s is None else f"; the step alone {format_number(found.own_samples_per_s)}"
+    rate = "" if found.samples_per_s is None else f" ({format_number(found.samples_per_s)} samples/s{own})"
+    beside = "" if found.batches == "dataset" else "; the step ran on make_batch's batches, beside the loader"
+    return found.describe() + rate + beside
+
+
+def untried_words(plan: Plan) -> str | None:
+    """What a longer search would try next, and what that may bring; None: all were tried, or it is not known."""
+    untried = plan.untried
+    if untried is None:
+        return None
+    ratio = untried.speed_ratio
+    many = f"{untried.candidates:,} configurations were" if untried.candidates > 1 else "one configuration was"
+    return (
+        f"{many} not tried; the best chance has {untried.config.describe()}: predicted {ratio.low:.3g} to "
+        f"{ratio.high:.3g} times the plan's speed, faster with a probability of {untried.probability:.0%}; a trial of "
+        f"it takes about {format_seconds(untried.trial_s)}"
+    )
+
+
 def parity_line(plan: Plan) -> str:
     """What the plan's parity check found."""
     return parity_words(plan.parity)
@@ -262,6 +305,8 @@ def parity_words(parity: Parity) -> str:
     changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
     verdict = f"passed, {changed}" if parity.passed else "FAILED"
     note = f"; {parity.note.rstrip('.')}" if parity.note else ""
+    if parity.checks and all(check.name.startswith("losses") for check in parity.checks):  # of a step of its own
+        return f"{verdict}{note}"
     return (
         f"{verdict}; largest difference in gradients {parity.worst_gradient_difference:.2g} and in the "
         f"update {parity.worst_update_difference:.2g} of {parity.tolerance:.2g} allowed, in {parity.worst_group}{note}"

@@ -7,6 +7,7 @@ from html import escape
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
 from autoplan.report import facts
+from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_rates, draw_tradeoff
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -40,8 +41,10 @@ def render_page(plan: Plan) -> str:
         _section("Baseline against plan", facts.comparison(plan)),
         _section("The plan, and why", facts.configuration(plan)),
         _parity(plan),
+        _section("The loader, measured beside the step", facts.loading(plan)),
         _drawing("How fast each trial was", draw_rates(plan), f"Median {unit}/s with its interval, in the order run."),
         _drawing("Speed against memory", draw_tradeoff(plan), "Up is faster, left takes less memory."),
+        _section("The best of both: no other is faster with less memory", pareto_rows(plan)),
         _section("Next best", facts.alternatives(plan)),
         _section("Ruled out, never tried", facts.left_out(plan)),
         _section("Every trial", facts.trial_rows(plan.evidence, unit)),
@@ -139,6 +142,12 @@ def _notes(plan: Plan) -> str:
         f"{environment.platform}" + (f", transformers {environment.transformers}" if environment.transformers else "")
     )
     lines = [versions, *(f"{topic}: {text}" for topic, text in facts.workload_notes(plan.workload))]
+    objective = facts.objective_words(plan)
+    lines += [] if objective is None else [f"objective: {objective}"]
+    loading = facts.loading_words(plan)
+    lines += [] if loading is None else [f"loader: {loading}"]
+    untried = facts.untried_words(plan)
+    lines += [] if untried is None else [f"untried: {untried}"]
     if plan.measurement.mfu_peak_source:
         lines.append(f"MFU is a share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns.")
     items = "".join(f"<li>{escape(line)}</li>" for line in (*lines, *plan.notes))

@@ -32,13 +32,15 @@ def draw_rates(plan: Plan) -> str:
     row, left, right = 24, 330, 150
     height = row * len(trials) + 10
     scale = (WIDTH - left - right) / highest
-    parts = [_open(height, "Rate of every trial")]
+    parts = [open_drawing(height, "Rate of every trial")]
     for number, trial in enumerate(trials):
         middle = 5 + row * number + row / 2
         name = f"{trial.number}: {trial.config.describe()}"
-        parts.append(_text(left - 10, middle + 4, _short(name, 44), anchor="end", title=name))
+        parts.append(draw_text(left - 10, middle + 4, _short(name, 44), anchor="end", title=name))
         if trial.tokens_per_s is None or trial.outcome is not Outcome.OK:
-            parts.append(_text(left, middle + 4, trial.outcome.value.replace("_", " "), css="soft", title=trial.reason))
+            parts.append(
+                draw_text(left, middle + 4, trial.outcome.value.replace("_", " "), css="soft", title=trial.reason)
+            )
             continue
         rate = trial.tokens_per_s
         fill = colour(plan, trial)
@@ -49,7 +51,7 @@ def draw_rates(plan: Plan) -> str:
             f'y2="{middle:.1f}" stroke="var(--ink)" stroke-width="2"/>'
         )
         words = format_number(rate.median) + (" (plan)" if trial.config == plan.config else "")
-        parts.append(_text(left + rate.high * scale + 8, middle + 4, words))
+        parts.append(draw_text(left + rate.high * scale + 8, middle + 4, words))
     return "".join([*parts, "</svg>"])
 
 
@@ -65,14 +67,14 @@ def draw_tradeoff(plan: Plan) -> str:
     height, left, right, top, bottom = 340, 80, 170, 16, 46
     memory_top = max(memory for _, memory, _ in points) * 1.05
     rate_top = max(rate for _, _, rate in points) * 1.08
-    parts = [_open(height, "Speed against memory")]
+    parts = [open_drawing(height, "Speed against memory")]
     floor, end = height - bottom, WIDTH - right
     parts.append(f'<path d="M{left} {top}V{floor}H{end}" fill="none" stroke="var(--line)"/>')
     for share in (0.0, 0.5, 1.0):
         x, y = left + share * (end - left), floor - share * (floor - top)
-        parts.append(_text(x, floor + 18, format_bytes(memory_top * share), anchor="middle", css="soft"))
-        parts.append(_text(left - 8, y + 4, format_number(rate_top * share), anchor="end", css="soft"))
-    parts.append(_text((left + end) / 2, height - 6, "peak memory", anchor="middle", css="soft"))
+        parts.append(draw_text(x, floor + 18, format_bytes(memory_top * share), anchor="middle", css="soft"))
+        parts.append(draw_text(left - 8, y + 4, format_number(rate_top * share), anchor="end", css="soft"))
+    parts.append(draw_text((left + end) / 2, height - 6, "peak memory", anchor="middle", css="soft"))
     for trial, memory, rate in points:
         x = left + memory / memory_top * (end - left)
         y = floor - rate / rate_top * (floor - top)
@@ -80,17 +82,19 @@ def draw_tradeoff(plan: Plan) -> str:
         place = f'cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{colour(plan, trial)}"'
         parts.append(f"<circle {place}><title>{escape(title)}</title></circle>")
         if trial.config == plan.config or trial.purpose == "baseline":
-            parts.append(_text(x + 10, y + 4, "plan" if trial.config == plan.config else "baseline"))
+            parts.append(draw_text(x + 10, y + 4, "plan" if trial.config == plan.config else "baseline"))
     return "".join([*parts, "</svg>"])
 
 
-def _open(height: float, title: str) -> str:
+def open_drawing(height: float, title: str) -> str:
+    """The start of a drawing that is WIDTH wide, for a page whose styles have the colours."""
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
 
 
-def _text(
+def draw_text(
     x: float, y: float, words: str, *, anchor: str = "start", css: str | None = None, title: str | None = None
 ) -> str:
+    """A text at a place; `title` is shown where the mouse stands on it."""
     kind = f' class="{css}"' if css else ""
     tip = f"<title>{escape(title)}</title>" if title else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(words)}{tip}</text>'

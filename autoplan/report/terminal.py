@@ -62,6 +62,9 @@ def show_lines(console: Console, content: facts.Rows, title: str) -> None:
 def show_plan(console: Console, plan: Plan) -> None:
     """The plan for a person: what it is, what it gains, why, what was ruled out, what came next."""
     say(console, "speed-up", facts.headline(plan))
+    objective = facts.objective_words(plan)
+    if objective is not None:
+        say(console, "objective", objective)
     say(console, "workload", facts.workload_line(plan.workload))
     for topic, text in facts.workload_notes(plan.workload):
         say(console, topic, text)
@@ -70,8 +73,15 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print()
     show_table(console, facts.comparison(plan), title="Baseline against plan")
     show_table(console, facts.configuration(plan), title="The plan")
+    show_table(console, facts.loading(plan), title="The loader, measured beside the step")
     show_table(console, facts.alternatives(plan), title="Next best")
     show_left_out(console, plan.left_out)
+    loading = facts.loading_words(plan)
+    if loading is not None:
+        say(console, "loader", loading)
+    untried = facts.untried_words(plan)
+    if untried is not None:
+        say(console, "untried", untried)
     say(console, "parity", facts.parity_line(plan))
     if plan.measurement.mfu_peak_source:
         say(console, "MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns")

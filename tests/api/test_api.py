@@ -53,7 +53,7 @@ def loss(model, batch):
 
 plan = autoplan.search(
     model=build, make_batch=make_batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
-    global_batch=16, budget="30s", max_trials=2, fix={"compile": "off"}, device="cpu", quiet=True,
+    global_batch=16, budget="60s", max_trials=2, fix={"compile": "off"}, device="cpu", quiet=True,
 )
 run = plan.prepare(build, lambda p: torch.optim.AdamW(p, lr=0.01), loss)
 losses = [float(run.step(make_batch(run.local_batch, n)).loss) for n in range(30)]
@@ -138,6 +138,12 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "store": ("", UsageError),
     "fresh": ("yes", UsageError),
     "wait": ("yes", UsageError),
+    "numerics": ("rough", UsageError),
+    "recheck": ("yes", UsageError),
+    "objective": ("speed", UsageError),
+    "min_throughput": (1.5, UsageError),
+    "price_per_hour": (-1, UsageError),
+    "loader": (3, UsageError),
     "dry_run": (1, UsageError),
     "seed": (-1, UsageError),
 }
@@ -307,7 +313,7 @@ def test_instances_of_model_and_optimizer_are_searched_with(tmp_path: Path) -> N
         loss=loss,
         optimizer=optimizer,
         global_batch=8,
-        budget="30s",
+        budget="60s",
         max_trials=2,
         fix={"compile": "off"},
         device="cpu",

@@ -1,0 +1,99 @@
+"""How a search ended, on a screen and as the one document of `--json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.cli import ends, output
+from autoplan.text import printable
+
+if TYPE_CHECKING:
+    from autoplan.planner.records import LeftOutFamily, Trial
+    from autoplan.planner.search.options import Candidate, SearchResult
+
+SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
+
+
+def show_result(result: SearchResult, out: Path, unit: str) -> None:
+    """The end of a search for a person: the plan, or why there is none and what came nearest."""
+    from autoplan.report import facts, terminal
+
+    narration, console = output.console(), output.console(stderr=False)
+    if result.status == "dry_run":
+        show_dry_run(result)
+        return
+    if result.plan is not None:
+        console.print()
+        terminal.show_plan(console, result.plan)
+        if result.from_record:
+            terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
+        place = result.plan_path or out
+        own = "plan.apply_to(trainer)" if result.plan.workload.taken_from else "plan.prepare()"
+        terminal.say(narration, "plan", f"{place}; apply it with {own}, autoplan export or autoplan run")
+        return
+    if result.best is not None:
+        ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
+        content = facts.trial_rows([trial for trial in ends if trial is not None], unit)
+        terminal.show_table(console, content, title="Best so far, not verified")
+    terminal.show_left_out(console, result.left_out, more="--json")
+    sys.stderr.write(printable(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n"))
+    if result.hint:
+        sys.stderr.write(f"  {result.hint}\n")
+
+
+def show_dry_run(result: SearchResult) -> None:
+    """The space, the fastest predictions first."""
+    from autoplan.report import facts, terminal
+
+    console = output.console(stderr=False)
+    shown = result.candidates[:SHOWN_CANDIDATES]
+    title = f"{len(result.candidates):,} configurations; the {len(shown)} that are predicted fastest"
+    terminal.show_table(console, facts.candidate_rows(shown), title=title)
+    terminal.show_left_out(console, result.left_out, more="--json")
+    sys.stderr.write("dry run: nothing was run\n")
+
+
+def search_document(result: SearchResult) -> dict[str, Any]:
+    """The one document of `--json`."""
+    from autoplan.report.pareto import pareto_document
+
+    return {
+        "status": result.status,
+        "reason": result.reason,
+        "hint": result.hint,
+        "exit_code": ends.exit_code(result.exit_code),
+        "baseline": None if result.baseline is None else trial_document(result.baseline),
+        "plan": None if result.plan is None else result.plan.model_dump(mode="json"),
+        "plan_path": result.plan_path,
+        "best": None if result.best is None else trial_document(result.best),
+        "trials": [trial_document(trial) for trial in result.trials],
+        "attempts": [attempt.model_dump(mode="json") for attempt in result.attempts],
+        "left_out": [left_out_document(family) for family in result.left_out],
+        "candidates": [candidate_document(candidate) for candidate in result.candidates],
+        "from_record": result.from_record,
+        "resumed_trials": result.resumed_trials,
+        "budget_s": result.budget_s,
+        "spent_s": result.spent_s,
+        "study": result.study,
+        "store": result.store,
+        "notes": list(result.notes),
+        "pareto": [] if result.plan is None else pareto_document(result.plan),
+        "recheck": None if result.recheck is None else result.recheck.model_dump(mode="json"),
+    }
+
+
+def trial_document(trial: Trial) -> dict[str, Any]:
+    """A trial, with its peak as one figure; intervals are {median, low, high, samples}."""
+    return trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
+
+
+def left_out_document(family: LeftOutFamily) -> dict[str, Any]:
+    """A family that was never tried: which limit, by how much."""
+    return family.model_dump(mode="json")
+
+
+def candidate_document(candidate: Candidate) -> dict[str, Any]:
+    """A candidate of a dry run."""
+    return candidate.model_dump(mode="json")

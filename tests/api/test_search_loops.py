@@ -1,0 +1,145 @@
+"""Searches of trainings as they stand, and their plans applied: a loop with Accelerate, a step, a plain loop."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoplan
+from autoplan.probes.run import read_host_profile
+from autoplan.strategies.inspect import inspect_workload
+from autoplan.strategies.workloads.sources import make_spec
+from tests.strategies.loops import Sentences, groups, loader_of, pad, parameters_of, tiny_gpt2, worst_difference
+from tests.strategies.workloads.trainers.test_step import make_step, plain_losses
+
+CLIP = 0.05
+STEPS = 3
+
+
+def own_loss(model: Any, batch: Any) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def loop_of(accelerator: Any) -> tuple[Any, ...]:
+    model = tiny_gpt2()
+    optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    return tuple(accelerator.prepare(model, optimizer, loader_of(Sentences(), 8, collate_fn=pad), schedule))
+
+
+@pytest.mark.slow
+def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains(
+    probed_machine: None, tmp_path: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer, loader, schedule = loop_of(accelerator)
+    plan = autoplan.search(
+        model,
+        optimizer,
+        loader,
+        schedule=schedule,
+        max_grad_norm=CLIP,
+        fix={"precision": "fp32", "compile": "off"},
+        budget=60,
+        max_trials=3,
+        device="cpu",
+        store=tmp_path,
+        quiet=True,
+    )
+    assert plan.parity.passed and plan.workload.global_batch == 8 and plan.workload.taken_from == "training loop"
+    assert any("the loss is a mean over the tokens of labels" in note for note in plan.notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run, batches = plan.apply_to(model, optimizer, loader, schedule=schedule, max_grad_norm=CLIP)
+    for _, batch in zip(range(STEPS), batches, strict=False):
+        assert float(run.step(batch).grad_norm) > CLIP
+    got = parameters_of(run.model)
+    model, optimizer, loader, schedule = loop_of(accelerator)  # the stranger's own loop, from the same start
+    for _, batch in zip(range(STEPS), loader, strict=False):
+        accelerator.backward(own_loss(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert worst_difference(got, parameters_of(accelerator.unwrap_model(model))) < 5e-4
+
+
+@pytest.mark.slow
+def test_a_step_is_searched_and_its_plan_runs_the_step(probed_machine: None, tmp_path: Path) -> None:
+    plan = autoplan.search(step=make_step, global_batch=16, budget=60, device="cpu", store=tmp_path, quiet=True)
+    assert plan.parity.passed and {check.name for check in plan.parity.checks} == {"losses", "losses of two plain runs"}
+    assert any("parity compares the losses of some steps and nothing else" in note for note in plan.notes)
+    assert plan.config.precision == "fp32" and plan.config.micro_batch == 16 and plan.training is None
+    threads = torch.get_num_threads()
+    try:
+        planned = plan.apply_to(make_step)
+        assert [planned(index) for index in range(4)] == pytest.approx(plain_losses(4), rel=1e-5)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_parts_that_do_not_go_together_are_named() -> None:
+    model = tiny_gpt2()
+    loader = loader_of(Sentences(), 8, collate_fn=pad)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(autoplan.UsageError, match="after a model comes its optimizer"):
+        autoplan.search(model, loader)
+    with pytest.raises(autoplan.UsageError, match="trainer was given too"):
+        autoplan.search(model, optimizer, loader, trainer=object())
+    with pytest.raises(autoplan.UsageError, match="make_batch was given too"):
+        autoplan.search(model, optimizer, loader, make_batch=lambda count, index: None)
+    with pytest.raises(autoplan.UsageError, match="loss_mean was given too"):
+        autoplan.search(model=model, optimizer=optimizer, make_batch=lambda count, index: None, loss_mean="tokens")
+    with pytest.raises(autoplan.UsageError, match="dataloader was given too"):
+        autoplan.search("gpt2", dataloader=loader)
+    with pytest.raises(autoplan.UsageError, match="no dataloader"):
+        autoplan.from_loop(model, optimizer)
+
+
+FILE = """
+import torch
+import autoplan
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def training():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,))), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autoplan.from_loop(model, optimizer, data, torch.nn.CrossEntropyLoss(), max_grad_norm=1.0)
+
+
+def one_step():
+    def make_step():
+        weight = torch.zeros(4, requires_grad=True)
+
+        def step(index):
+            loss = (weight - 1).square().sum()
+            loss.backward()
+            with torch.no_grad():
+                weight.sub_(0.1 * weight.grad)
+                weight.grad = None
+            return loss
+
+        return step
+
+    return autoplan.from_step(make_step, precisions=("bf16",))
+"""
+
+
+def test_a_file_makes_a_loop_and_a_step_known_to_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FILE)
+    hardware = read_host_profile()
+    loop = inspect_workload(make_spec(model=f"{path}:training"), hardware, "cpu")
+    assert loop.spec.global_batch == 8 and loop.spec.taken_from == "training loop" and loop.step_s is None
+    assert loop.training is not None and loop.training.max_grad_norm == 1.0
+    step = inspect_workload(make_spec(model=f"{path}:one_step"), hardware, "cpu")
+    assert step.spec.taken_from == "step function" and step.step_s is not None
+    assert step.knob("precision").values == ("fp32", "bf16")

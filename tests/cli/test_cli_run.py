@@ -1,0 +1,214 @@
+"""`autoplan run plan.json script.py`: real scripts in real ranks; how they are started, told to end, and do end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.processes import linux
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+from tests.recorded import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = TrainingConfig(micro_batch=4, threads=1, allocator="keep")
+TWO = TrainingConfig(micro_batch=4, dp_replicate=2)
+
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+import autoplan
+
+def say(facts):  # in one piece: two ranks write at once
+    os.write(1, (json.dumps(facts) + "\\n").encode())
+
+plan = autoplan.current_plan()
+rank = os.environ.get("RANK", "0")
+names = ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "WORLD_SIZE", "LD_PRELOAD")
+facts = {"rank": rank, "pid": os.getpid(), "argv": sys.argv[1:], "plan": plan.config.describe()}
+facts |= {"env": {name: os.environ[name] for name in names if name in os.environ}}
+if "spawn" in sys.argv:  # in a session of its own, where no signal to a group reaches it
+    facts["child"] = subprocess.Popen(["sleep", "300"], start_new_session=True).pid
+if "save" in sys.argv:
+    def save(number, frame):
+        time.sleep(0.5)
+        say({"saved": rank, "by": number})
+        sys.exit(5 if rank == os.environ.get("FAILS", "0") else 0)
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGINT, save)
+say(facts)
+open(f"said-{rank}", "w").close()
+if "exit" in sys.argv:
+    while rank == "0" and os.environ.get("WORLD_SIZE") == "2" and not os.path.exists("said-1"):
+        time.sleep(0.01)  # the first to end ends the others
+    sys.exit(int(sys.argv[-1]) if rank == "0" else 0)
+if "kill" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "wait" in sys.argv:
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_plan(ONE).save(tmp_path / "one.json")
+    make_plan(TWO).save(tmp_path / "two.json")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")} | env
+    command = [sys.executable, "-m", "autoplan", "run", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(folder: Path, *arguments: str, **env: str) -> tuple[int, list[dict[str, Any]], str]:
+    process = start(folder, *arguments, **env)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith('{"')], err
+
+
+def read(process: subprocess.Popen[str], lines: int) -> list[dict[str, Any]]:
+    assert process.stdout is not None
+    return [json.loads(process.stdout.readline()) for _ in range(lines)]
+
+
+def wait_until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 20
+    while any(linux.start_ticks(pid) is not None for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {pids}"
+        time.sleep(0.05)
+
+
+def test_one_rank_takes_the_place_of_the_command(folder: Path) -> None:
+    process = start(folder, "one.json", "train.py", "--", "--lr", "1", "--", "x")
+    (facts,) = read(process, 1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert facts["pid"] == process.pid and facts["argv"] == ["--lr", "1", "--", "x"]
+    assert facts["plan"] == ONE.describe()
+    assert facts["env"]["OMP_NUM_THREADS"] == "1" and "WORLD_SIZE" not in facts["env"]
+    assert facts["env"]["MALLOC_TRIM_THRESHOLD_"] == str(2**31 - 1)
+
+
+def test_the_allocator_of_the_environment_keeps_what_is_freed(folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import os\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "block = bytearray(200 << 20)\n"
+        "before = resident(); del block\n"
+        "print('{\"kept\": %d}' % (before - resident() < 50 << 20))\n"
+    )
+    assert run(folder, "one.json", "train.py")[1] == [{"kept": 1}]
+    make_plan(ONE.model_copy(update={"allocator": "own"})).save(folder / "own.json")
+    assert run(folder, "own.json", "train.py")[1] == [{"kept": 0}]
+
+
+def test_two_ranks_are_started_and_the_first_exit_code_is_the_answer(folder: Path) -> None:
+    code, facts, err = run(folder, "two.json", "train.py", "--", "exit", "7")
+    assert code == 7 and sorted(fact["rank"] for fact in facts) == ["0", "1"], err
+    assert all(fact["env"]["WORLD_SIZE"] == "2" and int(fact["env"]["OMP_NUM_THREADS"]) >= 1 for fact in facts)
+    assert "rank 0 ended with exit status 7" in err
+
+
+@pytest.mark.parametrize(("plan", "word", "code"), [("one.json", "exit 9", 9), ("two.json", "kill", 137)])
+def test_the_exit_code_is_the_scripts(folder: Path, plan: str, word: str, code: int) -> None:
+    assert run(folder, plan, "train.py", "--", *word.split())[0] == code
+
+
+@pytest.mark.parametrize(("number", "fails", "code"), [(signal.SIGTERM, "1", 5), (signal.SIGINT, "none", 0)])
+def test_ranks_are_told_of_a_signal_once_and_end_as_they_like(folder: Path, number: int, fails: str, code: int) -> None:
+    process = start(folder, "two.json", "train.py", "--", "save", "wait", FAILS=fails)
+    read(process, 2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    saved = [json.loads(line) for line in out.splitlines()]
+    assert sorted((line["saved"], line["by"]) for line in saved) == [("0", number), ("1", number)], err
+    assert process.returncode == code
+
+
+def test_ranks_that_do_not_handle_a_signal_end_by_it(folder: Path) -> None:
+    process = start(folder, "two.json", "train.py", "--", "wait", "spawn")
+    facts = read(process, 2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP
+    wait_until_gone(*(fact[name] for fact in facts for name in ("pid", "child")))
+
+
+def test_nothing_outlives_a_killed_command(folder: Path) -> None:
+    process = start(folder, "two.json", "train.py", "--", "wait", "spawn", "save")
+    facts = read(process, 2)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until_gone(*(fact[name] for fact in facts for name in ("pid", "child")))
+
+
+@pytest.mark.slow
+def test_without_a_script_the_ranks_are_started_too(folder: Path) -> None:
+    spec = make_spec(model=f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier", global_batch=16)
+    make_plan(TWO, workload=spec).save(folder / "images.json")
+    assert run(folder, "images.json", "--steps", "2")[0] == 2, "nobody trusts the file yet"
+    process = start(folder, "images.json", "--steps", "2", "--trust-code", "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert len(json.loads(out)["steps"]) == 2, "the first rank alone prints"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("one.json", "none.py"), "there is no script"),
+        (("train.py",), "plan comes first"),
+        (("one.json", "train.py", "--steps", "3"), "--steps"),
+        (("one.json", "train.py", "--json"), "--json"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, _, err = run(folder, *arguments)
+    assert code == 2 and words in err
+
+
+def test_a_rank_of_another_world_is_refused(folder: Path) -> None:
+    code, _, err = run(folder, "two.json", "train.py", RANK="0", WORLD_SIZE="3")
+    assert code == 2 and "2 rank(s)" in err and "of 3" in err
+    assert run(folder, "one.json", "train.py", RANK="0", WORLD_SIZE="1")[0] == 0
+
+
+def test_an_edited_plan_is_refused_and_its_file_of_code_is_not_needed(folder: Path) -> None:
+    document = json.loads((folder / "one.json").read_text())
+    document["workload"] |= {"kind": "function", "reference": "/nowhere/train.py:workload"}
+    (folder / "elsewhere.json").write_text(json.dumps(document))
+    code, _, err = run(folder, "elsewhere.json", "train.py")
+    assert code == 2 and "edited" in err
+    assert run(folder, "elsewhere.json", "train.py", "--changed-ok")[0] == 0
+
+
+def test_a_plan_sets_no_variable_that_is_code(folder: Path) -> None:
+    document = json.loads((folder / "one.json").read_text())
+    document["environment"]["variables"] = {"LD_PRELOAD": "/tmp/evil.so", "PYTORCH_ALLOC_CONF": "a\\nb:/tmp/x"}
+    document["seal"] = {}
+    (folder / "evil.json").write_text(json.dumps(document))
+    code, facts, err = run(folder, "evil.json", "train.py")
+    assert code == 0 and "LD_PRELOAD" not in facts[0]["env"] and "LD_PRELOAD=/tmp/evil.so" in err
+
+
+def test_outside_a_run_there_is_no_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import autoplan
+
+    monkeypatch.delenv("AUTOPLAN_PLAN", raising=False)
+    assert autoplan.current_plan() is None
+    monkeypatch.setenv("AUTOPLAN_PLAN", str(tmp_path / "gone.json"))
+    with pytest.raises(autoplan.PlanError, match="gone.json"):
+        autoplan.current_plan()
