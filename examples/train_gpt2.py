@@ -135,6 +135,7 @@ def train(options: argparse.Namespace) -> None:
         schedule=workload.build_schedule,
         max_grad_norm=workload.max_grad_norm,
         head=workload.head,
+        count=workload.count,
     )
     if options.checkpoint.exists():
         run.load_state_dict(torch.load(options.checkpoint, weights_only=True))

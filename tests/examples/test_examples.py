@@ -15,6 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("probed_machine")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
+EXAMPLES = ROOT / "examples"
+
+
 def run(folder: Path, *command: str) -> str:
     """What a command prints, started in a folder of its own."""
     home = {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -32,7 +35,7 @@ def losses(text: str) -> dict[int, float]:
 
 def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq-len", "32", "--global-batch", "8"]
-    small += ["--budget", "30s", "--max-trials", "2", "--fix", "compile=off", "--device", "cpu"]
+    small += ["--budget", "60s", "--max-trials", "2", "--fix", "compile=off", "--device", "cpu"]
     small += ["--data", str(tmp_path), "--learning-rate", "0.01", "--total-steps", "40"]
     script = str(ROOT / "examples" / "train_gpt2.py")
     whole = run(tmp_path, script, *small, "--steps", "12", "--checkpoint", "whole.pt")
@@ -47,16 +50,21 @@ def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
 
 def test_image_classifier_is_planned(tmp_path: Path) -> None:
     workload = str(ROOT / "examples" / "image_classifier.py") + ":tiny_classifier"
-    command = ["-m", "autoplan", "search", "--model", workload, "--budget", "30s", "--max-trials", "2", "--json"]
+    command = ["-m", "autoplan", "search", "--model", workload, "--budget", "60s", "--max-trials", "2", "--json"]
     document = json.loads(run(tmp_path, *command, "--fix", "compile=off", "--device", "cpu"))
     assert document["status"] == "plan_found" and document["plan"]["workload"]["unit"] == "samples"
     assert document["plan"]["parity"]["passed"] and document["plan"]["workload"]["global_batch"] == 16
     run(tmp_path, "-m", "autoplan", "run", "--steps", "2")
+    train = ["-m", "autoplan", "run", "plan.json", str(EXAMPLES / "apply_plan.py"), "--", "--size", "16"]
+    said = run(tmp_path, *train, "--epochs", "4", "--samples", "512")
+    right = [int(share) for share in re.findall(r"(\d+)% right", said)]
+    assert len(right) == 4 and right[-1] > 40, "a quarter would be right by chance"
+    assert "resumed at step 128" in run(tmp_path, *train, "--epochs", "1", "--samples", "512")
 
 
 def test_the_tutorial_searches_trains_and_resumes(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "tutorial.py")
-    search = ["-m", "autoplan", "search", "--model", f"{script}:workload", "--global-batch", "8", "--budget", "30s"]
+    search = ["-m", "autoplan", "search", "--model", f"{script}:workload", "--global-batch", "8", "--budget", "60s"]
     run(tmp_path, *search, "--max-trials", "2", "--fix", "compile=off", "--device", "cpu", "--out", "plan.json")
     whole = run(tmp_path, script, "--steps", "40", "--checkpoint", "whole.pt")
     assert losses(whole)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
@@ -64,3 +72,67 @@ def test_the_tutorial_searches_trains_and_resumes(tmp_path: Path) -> None:
     resumed = run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
     assert "resumed at step 20" in resumed
     assert losses(resumed)[40] == pytest.approx(losses(whole)[40], abs=2e-4), "the loss differs after resuming"
+
+
+def test_no_example_is_long() -> None:
+    """But for the one that searches, trains on real text, saves and resumes."""
+    long = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert [name for name, lines in long.items() if lines > 100 and name != "train_gpt2.py"] == []
+
+
+@pytest.mark.exhaustive
+def test_nanogpt_searches_trains_and_is_run_with_its_plan(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "nanogpt.py")
+    whole = run(tmp_path, script, "--width", "32", "--budget", "60s", "--steps", "20")
+    assert losses(whole)[20] < losses(whole)[10] < 6.0
+    again = run(tmp_path, "-m", "autoplan", "run", "plan.json", script, "--", "--width", "32", "--steps", "10")
+    assert losses(again)[10] == pytest.approx(losses(whole)[10], abs=1e-2)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_search_train_and_resume(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "two_ranks.py")
+    assert "2 ranks" in run(tmp_path, script, "--search", "--budget", "60s")
+    command = ["-m", "autoplan", "run", "plan.json", script, "--"]
+    first = losses(run(tmp_path, *command, "--steps", "20"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    second = losses(run(tmp_path, *torchrun, "--steps", "40"))
+    assert sorted(first) == [10, 20] and sorted(second) == [30, 40], "the second goes on where the first ended"
+    assert second[40] < first[10]
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
+    for cell in notebook.cells:
+        cell.source = cell.source.replace('BUDGET = "10m"', 'BUDGET = "40s"')
+        cell.source = cell.source.replace("budget=BUDGET,", 'budget=BUDGET, fix={"compile": "off"},')
+    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
+    found = re.search(r"loss ([\d.]+) -> ([\d.]+)", said)
+    assert found is not None and float(found[2]) < float(found[1])
+    assert "times the plain run" in said and "micro_batch = " in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("transformers_trainer", "accelerate"),
+        ("trl_sft_lora", "trl"),
+        ("accelerate_loop", "accelerate"),
+        ("lightning_module", "lightning"),
+    ],
+)
+def test_trainers_and_loops_are_searched_and_trained(tmp_path: Path, name: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    length = ["--steps", "12"] if name.startswith("tr") else ["--epochs", "1"]
+    said = run(tmp_path, str(EXAMPLES / f"{name}.py"), "--width", "32", "--budget", "60s", *length)
+    assert "times the plain run" in said and (tmp_path / "plan.json").is_file()
+    assert "trained: 12 steps" in said or "trained: 64 steps" in said or "epoch 1: loss" in said
