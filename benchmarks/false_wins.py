@@ -29,9 +29,9 @@ from typing import Any
 
 from autoplan.planner.records import Outcome, Purpose, Trial
 from autoplan.planner.search.claim import ROUNDS_AGAIN, Comparison, compare, rounds_needed
+from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.selection import collect_runs, measured_spread
 from autoplan.planner.search.session import remeasure_boxes
-from autoplan.planner.search.setup import PRELOAD
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -43,7 +43,8 @@ RAN = TrainingConfig(micro_batch=1, threads=1)
 SIDES = {"candidate": RAN, "reference": RAN.model_copy(update={"micro_batch": 2})}
 """Under which configuration the runs of each side are kept; both ran as RAN."""
 
-TIME_BOX_S = 0.6
+TIME_BOX_S = 1.0
+"""The shortest box of a search."""
 BUSY = "while True: pass"
 
 
@@ -131,7 +132,7 @@ def run_pairs(
     history: list[Trial] = []
     with busy_process(busy), runners(case) as made:
         for seed in range(first, first + count):
-            if time.monotonic() > ends_at:
+            if seed > first and time.monotonic() > ends_at:  # the first may have waited for its processes
                 return
             began = time.monotonic()
             pair = Pair(runners=made, seed=seed, history=history)

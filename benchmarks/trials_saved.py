@@ -1,19 +1,17 @@
-"""How many trials the cost model saves a search: recorded once, replayed by the search's own samplers.
+"""How many trials the cost model saves a search: tables of recorded trials, replayed by the search's own samplers.
 
-    python -m benchmarks.trials_saved --record     (at most 12 minutes, nothing else running; --workloads gpt2: 9.5)
-    python -m benchmarks.trials_saved [--markdown] (replays what was recorded)
+    python -m benchmarks.trials_saved [--markdown] [folder]
 
-Recording runs candidates of a real space for real, all of them twice over, a round after the other, so that the
-difference of the two rounds is the noise floor. They are drawn from the space that `autoplan search` makes under the
-bounds of benchmarks/trials_saved_record.py, spread over the knobs and pairs of them; few of them compile, for each
-costs a compilation.
+benchmarks/search_tables.py records tables: candidates of a real space that were run for real, all of them twice over,
+so that the difference of the two rounds is the noise floor. The tables in results/trials_saved are of an earlier form
+of it: they are bounded to a few knobs, and few of their candidates compile.
 
 Replaying trains nothing: a sampler of a search chooses among exactly those candidates, and each of its trials is
 answered with what was recorded of that configuration. It starts as a search does, with a plain run (a smaller one
 where that is out of memory), and every start and round is used in turn. Counted are the trials until one was within the
 tolerance of the best recorded, and until the search ends by itself. A trial that loses is cut short in a real search
 and ran its whole time here, so the seconds are upper bounds. With a memory limit, a recorded peak above it counts as
-out of memory.
+out of memory. benchmarks/search_replay.py counts device seconds and regret over the same replays.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,16 +29,15 @@ import optuna
 
 from autoplan.planner.cost.traced.estimator import CostTable, Estimator
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.options import SamplerName
+from autoplan.planner.search.candidate_model import Assessment, CandidateModel
+from autoplan.planner.search.option_checks import SamplerName
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.strategies.config import TrainingConfig
-from benchmarks.accuracy_local import GLOBAL_BATCH
-from benchmarks.trials_saved_record import LIMIT_BYTES, SPACES, Recorded, read, record
+from benchmarks.trials_saved_record import LIMIT_BYTES, Recorded, read
 
 RESULTS = Path(__file__).parent / "results" / "trials_saved"
 TOLERANCE = 0.02
@@ -94,7 +91,7 @@ class SearchMethod:
     """
 
     name: str
-    sampler: SamplerName
+    sampler: SamplerName | Literal["gp"]
     model: Model = "search"
     drops: bool = True
 
@@ -127,7 +124,13 @@ def make_estimator(recorded: Recorded, model: Model, limit_bytes: int) -> Estima
     """The cost model of a way to search, before its first trial."""
     profile = without_times(recorded.profile) if model == "untimed" else recorded.profile
     kind = FlatEstimator if model == "none" else Estimator
-    return kind(profile, recorded.hardware, device="cpu", global_batch=GLOBAL_BATCH, memory_limit_bytes=limit_bytes)
+    return kind(
+        profile,
+        recorded.hardware,
+        device="cpu",
+        global_batch=recorded.global_batch,
+        memory_limit_bytes=limit_bytes,
+    )
 
 
 def without_times(profile: ModelProfile) -> ModelProfile:
@@ -151,57 +154,83 @@ def answer(trial: Trial, number: int, limit_bytes: int) -> Trial:
     return trial.model_copy(update=over | {"number": number})
 
 
-def replay(
-    recorded: Recorded, way: SearchMethod, number: int, *, limit_bytes: int = LIMIT_BYTES, to_end: bool = True
-) -> Replay:
-    """One search over what was recorded; `number` says the seed, the plain run it starts with and the round it sees.
+class ListedCandidates(CandidateModel):
+    """For samplers that ask of the candidates only which are left: what is expected of each is not worked out again."""
 
-    Without `to_end` it ends when the target is reached.
+    _first: Assessment | None = None
+
+    def assess(self) -> Assessment:
+        """As it was at first, less what was tried since."""
+        if self._first is None:
+            self._first = super().assess()
+        tried = {trial.config for trial in self.trials}
+        return replace(self._first, untried=np.array([config not in tried for config in self.candidates]))
+
+
+def walk(
+    recorded: Recorded, way: SearchMethod, number: int, *, limit_bytes: int = LIMIT_BYTES
+) -> Iterator[tuple[Trial, Trial]]:
+    """One search over what was recorded, trial by trial: as the search saw it end, and as it was recorded.
+
+    `number` says the seed, the plain run it starts with and the round it sees. It ends where the sampler would end it.
     """
     plain = recorded.plain
-    trials = {trial.config: trial for trial in recorded.rounds[number // len(plain) % 2]}
-    seconds = np.where(recorded.peaks <= limit_bytes, recorded.seconds, math.inf)
-    truth = dict(zip(recorded.candidates, seconds.tolist(), strict=True))
-    goal = min(truth.values()) * (1 + tolerance(recorded))
+    trials = {trial.config: trial for trial in recorded.rounds[number // max(1, len(plain)) % 2]}
     estimator = make_estimator(recorded, way.model, limit_bytes)
     candidates = kept(recorded, estimator, limit_bytes) if way.drops else recorded.candidates
     cost = TrialCost(
         candidates,
-        global_batch=GLOBAL_BATCH,
+        global_batch=recorded.global_batch,
         num_blocks=recorded.profile.num_blocks,
         device="cpu",
         time_box_s=recorded.time_box_s,
     )
-    model = CandidateModel(candidates, estimator, cost, memory_limit_bytes=limit_bytes)
+    kind = CandidateModel if way.sampler == "autoplan" else ListedCandidates
+    model = kind(candidates, estimator, cost, memory_limit_bytes=limit_bytes)
     spaces = make_distributions(choices_of((*candidates, *plain)))
-    sampler = make_sampler(way.sampler, model, spaces, seed=number)
+    gp = way.sampler == "gp"
+    sampler = make_sampler(optuna.samplers.GPSampler(seed=number) if gp else way.sampler, model, spaces, seed=number)
     study = SearchStudy(None, spaces, (), sampler)
-    starts = plain[number % len(plain) :]
+    starts = plain[number % len(plain) :] if plain else []
     if way.drops:  # as planner/search/stages.py: not above what is predicted to fit, but for the smallest
         starts = [c for c in starts if estimator.estimate([c])[0].verdict == "fits"] or starts[-1:]
-    reached: tuple[int, float] | None = None
-    spent = 0.0
-    while reached is None or to_end:
+    while True:
         if starts and model.best_trial() is None:
             asked = study.ask(len(model.trials), starts.pop(0))
         elif sampler.reason_to_stop() is None:
             asked = study.ask(len(model.trials))
         else:
-            break
-        config = TrainingConfig.model_validate(asked.params)
-        trial = answer(trials[config], len(model.trials), limit_bytes)
-        model.observe(trial)
-        study.tell(asked, trial)
-        spent += trials[config].seconds_spent
-        if reached is None and truth[config] <= goal:
-            reached = len(model.trials), spent
-    best = min(truth[trial.config] for trial in model.trials)
+            return
+        trial = trials[TrainingConfig.model_validate(asked.params)]
+        seen = answer(trial, len(model.trials), limit_bytes)
+        model.observe(seen)
+        study.tell(asked, seen)
+        yield seen, trial
+
+
+def replay(
+    recorded: Recorded, way: SearchMethod, number: int, *, limit_bytes: int = LIMIT_BYTES, to_end: bool = True
+) -> Replay:
+    """One search over what was recorded (`walk`); without `to_end` it ends when the target is reached."""
+    seconds = np.where(recorded.peaks <= limit_bytes, recorded.seconds, math.inf)
+    truth = dict(zip(recorded.candidates, seconds.tolist(), strict=True))
+    goal = min(truth.values()) * (1 + tolerance(recorded))
+    reached: tuple[int, float] | None = None
+    spent = 0.0
+    tried: list[float] = []
+    for _, trial in walk(recorded, way, number, limit_bytes=limit_bytes):
+        spent += trial.seconds_spent
+        tried.append(truth[trial.config])
+        if reached is None and tried[-1] <= goal:
+            reached = len(tried), spent
+            if not to_end:
+                break
     return Replay(
         to_target=reached[0] if reached else None,
         seconds_to_target=reached[1] if reached else None,
-        trials=len(model.trials),
+        trials=len(tried),
         seconds=spent,
-        regret=best / min(truth.values()) - 1,
+        regret=min(tried) / min(truth.values()) - 1,
     )
 
 
@@ -253,7 +282,7 @@ def show(folder: Path, *, draws: int, markdown: bool) -> None:
 
     found = read(folder)
     if not found:
-        print(f"nothing is recorded in {folder}: run with --record first")
+        print(f"nothing is recorded in {folder}: python -m benchmarks.search_tables records tables")
     for recorded in found:
         near = tolerance(recorded)
         print(f"\n{about(recorded)}\n")
@@ -310,19 +339,13 @@ def _confusion(recorded: Recorded, limit: int) -> list[str]:
 
 
 def main() -> None:
-    """Records or replays."""
+    """Replays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
-    parser.add_argument("--record", action="store_true", help="run everything first; wants a quiet machine")
-    parser.add_argument("--workloads", nargs="+", choices=list(SPACES), default=list(SPACES))
-    parser.add_argument("--share", type=float, default=1.0, help="of the candidates and of the time, to try this out")
-    parser.add_argument("--box", type=float, default=2.0, help="seconds of measuring per trial")
     parser.add_argument("--draws", type=int, default=20, help="replays of each sampler that draws")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if options.record:
-        record(options.folder, options.workloads, options.share, options.box)
     show(options.folder, draws=options.draws, markdown=options.markdown)
 
 

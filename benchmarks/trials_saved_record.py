@@ -1,4 +1,7 @@
-"""Recording for benchmarks/trials_saved.py: candidates of a real space, run for real twice over."""
+"""Tables of candidates of a real space that were all run for real, twice: which are recorded, and how they are read.
+
+benchmarks/search_tables.py records them; benchmarks/trials_saved.py and benchmarks/search_replay.py replay them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ import itertools
 import json
 import math
 import random
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,50 +19,25 @@ from typing import Any
 import numpy as np
 
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.options import SearchObserver, SearchOptions
-from autoplan.planner.search.setup import PRELOAD, prepare_search
-from autoplan.planner.space.bounds import parse_bound
 from autoplan.planner.trace.model_profile import ModelProfile
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.probes.profile import HardwareProfile
-from autoplan.probes.run import run_probes
-from autoplan.processes import Zygote
 from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
-from benchmarks.accuracy_local import GLOBAL_BATCH, specs
+from benchmarks.accuracy_local import GLOBAL_BATCH
 
 LIMIT_BYTES = 8 << 30
+SETUP, TRIALS = "setup.json.gz", "trials.jsonl"
+"""The files of a table: what it was begun with, and a line for each trial."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bounded:
-    """What is recorded of one workload: bounds as `--bound` takes them, how many of its candidates, for how long."""
-
-    bounds: tuple[str, ...]
-    eager: int
-    compiled: int
-    minutes: float
-    sequence_length: int | None = None
-
-
-COMMON = (
-    "checkpointing=none,full",
-    "precision=fp32,bf16",
-    "attention=own",
-    "optimizer_step=own",
-    "compile=off,block",
-    "compile_mode=default",
-)
-SPACES = {
-    "gpt2": Bounded(bounds=COMMON, eager=76, compiled=4, minutes=8.8, sequence_length=96),
-    "image": Bounded(bounds=("micro_batch=1,4,16", *COMMON), eager=24, compiled=2, minutes=2.2),
-}
-"""What is left free: micro-batch, checkpointing, precision, loss, threads, allocator, and whether blocks compile."""
+MOST_LOOKED_AT = 1500
+"""Legal candidates among which the next one of a table is looked for, drawn by the seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """One workload as recorded: its profile as the search had it, and the same candidates' trials twice."""
+    """One workload as recorded: its profile as the search had it, and the same candidates' trials twice.
+
+    `planned` is how many candidates were to be recorded.
+    """
 
     name: str
     bounds: tuple[str, ...]
@@ -71,6 +46,8 @@ class Recorded:
     profile: ModelProfile
     hardware: HardwareProfile
     rounds: tuple[list[Trial], list[Trial]]
+    global_batch: int
+    planned: int
 
     @property
     def candidates(self) -> list[TrainingConfig]:
@@ -99,6 +76,16 @@ class Recorded:
         return np.array([abs(a / b - 1) for a, b in pairs if max(a, b) < math.inf])
 
     @property
+    def finished(self) -> bool:
+        """Whether all candidates were measured twice."""
+        return len(self.candidates) == self.planned
+
+    @property
+    def disturbed(self) -> int:
+        """How many of the trials of both rounds were disturbed by other work."""
+        return sum(trial.disturbed is not None for trials in self.rounds for trial in trials)
+
+    @property
     def noise(self) -> float:
         """The noise floor: the median of `apart`, so that a disturbed minute of the record does not raise it."""
         return float(np.median(self.apart))
@@ -114,115 +101,46 @@ def _seconds(trial: Trial) -> float:
     return trial.step_time_s.median if good else math.inf  # type: ignore[union-attr]
 
 
-def record(folder: Path, names: Sequence[str], share: float, box_s: float) -> None:
-    """Runs everything and writes one file per workload; `share` of the candidates and of the time.
-
-    The first round compiles anew, whatever was compiled on this machine before.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Zygote(preload=PRELOAD, env={"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor"}) as zygote,
-    ):
-        hardware = run_probes(zygote, device="cpu", fresh=True)
-        probed = Path(scratch) / "hardware.json"
-        probed.write_text(hardware.model_dump_json())
-        workloads = specs(Path(scratch))
-        for name in names:
-            bounded = SPACES[name]
-            spec = workloads[name]
-            if bounded.sequence_length is not None:
-                spec = make_spec(
-                    model=spec.reference, sequence_length=bounded.sequence_length, global_batch=GLOBAL_BATCH
-                )
-            options = SearchOptions(
-                spec=spec,
-                device="cpu",
-                memory_limit=LIMIT_BYTES,
-                bound=dict(parse_bound(text) for text in bounded.bounds),
-            )
-            context = prepare_search(options, zygote, SearchObserver(), saved=probed)
-            runner = TrialRunner(
-                zygote,
-                context.spec,
-                device="cpu",
-                memory_limit_bytes=LIMIT_BYTES,
-                host_limit_bytes=LIMIT_BYTES,
-                directory=Path(scratch) / f"{name}-trials",
-            )
-            chosen = choose(context.candidates, round(share * bounded.eager), math.ceil(share * bounded.compiled))
-            rounds = run_twice(runner, chosen, box_s, 60 * share * bounded.minutes)
-            profile = only_used(context.estimator.profile, chosen)
-            document = {
-                "bounds": bounded.bounds,
-                "legal": len(context.space.candidates),
-                "time_box_s": box_s,
-                "hardware": json.loads(hardware.model_dump_json()),
-                "profile": json.loads(profile.model_dump_json(exclude_defaults=True)),
-                "rounds": [[json.loads(t.model_dump_json(exclude_defaults=True)) for t in trials] for trials in rounds],
-            }
-            text = json.dumps(document, separators=(",", ":"))
-            (folder / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-            print(f"{name}: {len(rounds[0])} of {len(chosen)} candidates recorded twice", file=sys.stderr, flush=True)
-
-
 def choose(legal: Sequence[TrainingConfig], eager: int, compiled: int, seed: int = 0) -> list[TrainingConfig]:
     """The plain runs, and so many eager and compiled candidates spread over the knobs; in an order drawn by the seed.
 
-    Each next one is that whose pairs of values were taken least so far: the pairs cover what single values leave
-    confounded.
+    Each value of each knob that varies occurs. Beyond that, each next one is that whose pairs of values were taken
+    least so far: the pairs cover what single values leave confounded. The plain runs, and what it takes that each value
+    occurs, are there even where they are more than was asked for.
     """
     rng = random.Random(seed)
     varied = [knob for knob in KNOBS if len({getattr(config, knob) for config in legal}) > 1]
+
+    def values(config: TrainingConfig) -> frozenset[tuple[str, Any]]:
+        return frozenset((knob, getattr(config, knob)) for knob in varied)
 
     def pairs(config: TrainingConfig) -> list[tuple[Any, ...]]:
         return list(itertools.combinations([(knob, getattr(config, knob)) for knob in varied], 2))
 
     taken = [config for config in legal if is_plain(config)]
+    left = [config for config in legal if not is_plain(config)]
+    rng.shuffle(left)
+    of = {config: values(config) for config in legal}
+    missing = frozenset().union(*of.values()) - frozenset().union(*(of[config] for config in taken))
+    while missing:
+        # compiled ones only for what no other has: each costs a compilation
+        news = {config: len(missing & of[config]) for config in left}
+        widest = max(left, key=lambda config: (config.compile == "off" and news[config] > 0, news[config]))
+        left.remove(widest)
+        taken.append(widest)
+        missing -= of[widest]
     uses = Counter(pair for config in taken for pair in pairs(config))
-    for scope in ("off", "block"):
-        left = [config for config in legal if config.compile == scope and config not in taken]
-        rng.shuffle(left)
-        most = eager if scope == "off" else len(taken) + compiled
-        while left and len(taken) < most:
-            fewest = min(left, key=lambda config: sum(uses[pair] for pair in pairs(config)))
-            left.remove(fewest)
+    for is_compiled, most in ((False, eager), (True, compiled)):
+        rest = [config for config in left if (config.compile != "off") is is_compiled][:MOST_LOOKED_AT]
+        pairs_of = {config: pairs(config) for config in rest}
+        there = sum((config.compile != "off") is is_compiled for config in taken)
+        for _ in range(min(most - there, len(rest))):
+            fewest = min(rest, key=lambda config: sum(uses[pair] for pair in pairs_of[config]))
+            rest.remove(fewest)
             taken.append(fewest)
-            uses.update(pairs(fewest))
+            uses.update(pairs_of[fewest])
     rng.shuffle(taken)
     return taken
-
-
-def run_twice(
-    runner: TrialRunner, configs: Sequence[TrainingConfig], box_s: float, limit_s: float
-) -> tuple[list[Trial], list[Trial]]:
-    """Both rounds; where the time is over, with the candidates that ran twice by then.
-
-    The first round may take six tenths of the time: it is the one that compiles.
-
-    Raises:
-        SystemExit: none ran twice.
-    """
-    began = time.monotonic()
-    rounds: tuple[list[Trial], list[Trial]] = ([], [])
-    for number, (trials, until) in enumerate(zip(rounds, (0.6, 1.0), strict=True)):
-        for i, config in enumerate(configs):
-            if time.monotonic() - began > until * limit_s:
-                break
-            order = TrialOrder(
-                number=1000 * number + i,
-                purpose="search",
-                config=config,
-                prediction=None,
-                time_box_s=box_s,
-                deadline_s=120.0,
-            )
-            trials.append(runner.run(order))
-            print(f"{number} {i:3d} {trials[-1].seconds_spent:4.1f} s", config.describe(), file=sys.stderr, flush=True)
-    both = min(map(len, rounds))
-    if not both:
-        raise SystemExit(f"no candidate ran twice within {limit_s:.0f} s")
-    return rounds[0][:both], rounds[1][:both]
 
 
 def only_used(profile: ModelProfile, configs: Sequence[TrainingConfig]) -> ModelProfile:
@@ -240,20 +158,55 @@ def only_used(profile: ModelProfile, configs: Sequence[TrainingConfig]) -> Model
 
 
 def read(folder: Path) -> list[Recorded]:
-    """What was recorded."""
-    found = []
-    for path in sorted(folder.glob("*.json.gz")):
-        document = json.loads(gzip.decompress(path.read_bytes()))
-        first, second = ([Trial.model_validate(trial) for trial in trials] for trials in document["rounds"])
-        found.append(
-            Recorded(
-                name=path.name.removesuffix(".json.gz"),
-                bounds=tuple(document["bounds"]),
-                legal=document["legal"],
-                time_box_s=document["time_box_s"],
-                profile=ModelProfile.model_validate(document["profile"]),
-                hardware=HardwareProfile.model_validate(document["hardware"]),
-                rounds=(first, second),
-            )
-        )
-    return found
+    """The tables of a folder, by name; of one that is not finished, the candidates that were measured twice."""
+    found = [_read_document(path) for path in sorted(folder.glob("*.json.gz"))]
+    found += [read_table(path.parent) for path in sorted(folder.glob(f"*/{SETUP}"))]
+    return [recorded for recorded in found if recorded.candidates]
+
+
+def read_setup(table: Path) -> dict[str, Any]:
+    """What a table was begun with."""
+    setup: dict[str, Any] = json.loads(gzip.decompress((table / SETUP).read_bytes()))
+    return setup
+
+
+def read_table(table: Path) -> Recorded:
+    """A table of benchmarks/search_tables.py: its candidates that were measured twice, in the order of the first pass.
+
+    Of a trial that was measured again because it had been disturbed, the last line counts. A torn last line is left
+    out.
+    """
+    setup = read_setup(table)
+    passes: tuple[dict[int, Trial], dict[int, Trial]] = ({}, {})
+    lines = (table / TRIALS).read_text().split("\n")[:-1] if (table / TRIALS).exists() else []
+    for document in map(json.loads, lines):
+        passes[document["pass"]][document["candidate"]] = Trial.model_validate(document["trial"])
+    both = [number for number in passes[0] if number in passes[1]]
+    return Recorded(
+        name=table.name,
+        bounds=tuple(setup["bounds"]),
+        legal=setup["legal"],
+        time_box_s=setup["time_box_s"],
+        profile=ModelProfile.model_validate(setup["profile"]),
+        hardware=HardwareProfile.model_validate(setup["hardware"]),
+        rounds=([passes[0][number] for number in both], [passes[1][number] for number in both]),
+        global_batch=setup["global_batch"],
+        planned=len(setup["candidates"]),
+    )
+
+
+def _read_document(path: Path) -> Recorded:
+    """A table as an earlier recorder wrote it: one document."""
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    first, second = ([Trial.model_validate(trial) for trial in trials] for trials in document["rounds"])
+    return Recorded(
+        name=path.name.removesuffix(".json.gz"),
+        bounds=tuple(document["bounds"]),
+        legal=document["legal"],
+        time_box_s=document["time_box_s"],
+        profile=ModelProfile.model_validate(document["profile"]),
+        hardware=HardwareProfile.model_validate(document["hardware"]),
+        rounds=(first, second),
+        global_batch=GLOBAL_BATCH,
+        planned=len(first),
+    )
