@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from autoplan.strategies.techniques.mesh import is_fused, whole_tensor
 from autoplan.strategies.techniques.rounded_steps import MASTER, rounding_of
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -106,18 +106,13 @@ def _parameter(key: str) -> str:
     return key.partition(".")[2].rpartition(".")[0]
 
 
-def _is_fused(placement: Placement, mesh_axis: str | None) -> bool:
-    # FSDP2 uses the same class on its own axis for the order of its shards, which checkpoints understand.
-    return isinstance(placement, _StridedShard) and mesh_axis == "tp"
-
-
 def _to_contiguous(value: Any) -> Any:
     """A tensor whose shards on the tp axis are contiguous."""
     if not isinstance(value, DTensor):
         return value
     axes = value.device_mesh.mesh_dim_names or (None,) * value.device_mesh.ndim
     wanted = [
-        Shard(placement.dim) if _is_fused(placement, axis) else placement  # type: ignore[attr-defined]
+        Shard(placement.dim) if is_fused(placement, axis) else placement  # type: ignore[attr-defined]
         for placement, axis in zip(value.placements, axes, strict=True)
     ]
     return _relaid(value, wanted)
@@ -133,5 +128,5 @@ def _to_layout(value: Any, placements: tuple[Placement, ...] | None) -> Any:
 def _relaid(value: DTensor, placements: Any) -> DTensor:
     if tuple(value.placements) == tuple(placements):
         return value
-    # Through the whole tensor: redistributing from a strided shard is not something that torch documents.
-    return distribute_tensor(value.full_tensor(), value.device_mesh, list(placements), src_data_rank=None)
+    # Through the whole tensor: torch does not document how it redistributes strided shards.
+    return distribute_tensor(whole_tensor(value), value.device_mesh, list(placements), src_data_rank=None)

@@ -19,8 +19,10 @@ from autoplan.strategies.analysis.structure import Structure
 
 FUSED_STYLE = re.compile(r"fused_colwise_(\d+)")
 # What transformers' own plans say that is the same thing here, or nothing to do: a parameter that is replicated
-# inside a split region gets its gradient summed in any case.
-_STYLE_NAMES = {"replicated_with_grad_allreduce": None, "replicate": None, "colwise_gather_output": None}
+# inside a split region gets its gradient summed in any case, and a table is split by its rows with the head.
+_STYLE_NAMES = dict.fromkeys(
+    ("replicated_with_grad_allreduce", "replicate", "colwise_gather_output", "embedding_rowwise")
+)
 
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "fused_colwise_3",

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoplan.errors import ConfigError
 from autoplan.strategies.analysis.structure import clean_name
@@ -168,6 +169,47 @@ def rank_seed(seed: int, mesh: DeviceMesh | None) -> int:
     return seed if mesh is None else seed + 1 + dist.get_rank()
 
 
+def is_fused(placement: Placement, mesh_axis: str | None) -> bool:
+    """Whether a weight of several projections side by side is split here: a rank holds its part of each."""
+    # FSDP2 uses the same class on its own axis for the order of its shards, which torch puts together itself.
+    return isinstance(placement, _StridedShard) and mesh_axis == "tp"
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor of which each rank may hold a part; all ranks of its mesh call it.
+
+    A fused weight is gathered axis by axis: `full_tensor()` of torch 2.11 refuses it, and that of 2.13 puts one that
+    is split twice along the same dim together in the wrong order.
+
+    Args:
+        tensor: A plain tensor, which is whole already, or a DTensor of any layout that a plan makes.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, axes = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    fused = [p for p, axis in zip(tensor.placements, axes, strict=False) if is_fused(p, axis)]
+    if not fused:
+        return tensor.full_tensor()
+    dim, parts = fused[0].dim, fused[0].split_factor  # type: ignore[attr-defined]
+    part, shape = tensor.to_local(), list(tensor.shape)
+    shape[dim] //= mesh["tp"].size()
+    # FSDP2 cuts what tensor parallelism has left to a rank: its shards come together first.
+    for placement, axis in zip(tensor.placements, axes, strict=True):
+        if axis != "tp" and not placement.is_replicate():
+            part = _gather(part, mesh[axis], placement.dim, shape)  # type: ignore[attr-defined]
+    shape[dim : dim + 1] = [parts, tensor.shape[dim] // parts]
+    return _gather(part.unflatten(dim, (parts, -1)), mesh["tp"], dim + 1, shape).flatten(dim, dim + 1)
+
+
+def _gather(part: torch.Tensor, mesh: DeviceMesh, dim: int, shape: list[int]) -> torch.Tensor:
+    """The tensor of this shape whose contiguous pieces along `dim` the ranks of a mesh of one axis hold."""
+    stride = torch.empty(shape, device="meta").stride()
+    pieces = DTensor.from_local(
+        part.contiguous(), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return pieces.full_tensor()
+
+
 def gather_full(named: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
     """Whole tensors, on the CPU, of all stages, on every rank: for the parity check and for small models.
 
@@ -178,10 +220,7 @@ def gather_full(named: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> d
     Returns:
         By name, the union over the stages.
     """
-    full = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-        for name, tensor in named.items()
-    }
+    full = {name: whole_tensor(tensor).detach().cpu().clone() for name, tensor in named.items()}
     if axis_size(mesh, "pp") == 1:
         return full
     assert mesh is not None

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from autoplan.processes import linux
 from benchmarks import soak as module
 from benchmarks.soak import MARK, VICTIMS, Soak, check_end, check_record, pairs, take_result
 
@@ -51,6 +53,8 @@ def test_what_was_done_twice_is_found(soak: Soak, second: dict[str, object]) -> 
 def test_a_process_that_is_left_is_found_and_ended(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEFT_S", 0.2)
     left = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "here"}, start_new_session=True)
+    while left.pid not in linux.environments(MARK):  # a process has begun before its environment can be read
+        time.sleep(0.01)
     check_end(soak, "elsewhere", [])
     assert soak.findings == []
     check_end(soak, "here", [])

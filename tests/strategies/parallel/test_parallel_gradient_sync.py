@@ -15,7 +15,7 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.mesh import named_parameters
 from autoplan.strategies.workloads.batch import split_batch
-from tests.strategies.parallel.world import SEQUENCE, VOCABULARY, make_workload, run_ranks
+from tests.strategies.parallel.world import SEQUENCE, VOCABULARY, fsdp_groups, make_workload, run_ranks
 
 MIB = 2**20
 
@@ -23,13 +23,7 @@ MIB = 2**20
 def gradient_bytes(run: TrainingRun) -> dict[str, int]:
     """Bytes of gradients that this rank holds: whole ones, and of shards (HSDP's sums of shards among them)."""
     held = {"whole": 0, "shards": 0}
-    groups = [
-        group
-        for module in run._build.module.modules()
-        if hasattr(module, "_get_fsdp_state")
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
-    for group in groups:
+    for group in fsdp_groups(run._build.module):
         if group._partial_reduce_output is not None:
             held["shards"] += group._partial_reduce_output.nbytes
         for parameter in group.fsdp_params:

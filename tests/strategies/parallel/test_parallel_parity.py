@@ -13,7 +13,7 @@ import pytest
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
-from tests.strategies.parallel.world import build_frozen_gpt2, differences, run_step
+from tests.strategies.parallel.world import build_frozen_gpt2, differences, fsdp_groups, run_step
 
 # Largest relative difference that passes: of the norm per parameter, and of the tensor itself.
 NORM, TENSOR = 2e-5, 1e-4
@@ -197,13 +197,12 @@ def replicas_apart(run: TrainingRun | None) -> None:
     """Replicas of shards (HSDP) share the last micro-step's gradients alone: what was scattered before is dropped."""
     if run is not None:
         set_sync = run._build.hooks.set_sync
-        modules: Any = [module for module in run._build.module.modules() if hasattr(module, "_get_fsdp_state")]
+        module = run._build.module
 
         def forget(sync: bool) -> None:
             set_sync(sync)
-            for module in modules:
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    group._partial_reduce_output = None
+            for group in fsdp_groups(module):
+                group._partial_reduce_output = None
 
         run._build.hooks.set_sync = forget
 

@@ -154,6 +154,15 @@ def make_workload(model: str, **options: Any) -> Workload:
 Plant = Callable[[TrainingRun | None], None]
 
 
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters below a module; they are torch's own affair, and torch 2.11 has one for each."""
+    states = [one._get_fsdp_state() for one in module.modules() if hasattr(one, "_get_fsdp_state")]
+    several = [getattr(state, "_fsdp_param_groups", None) for state in states]
+    if None in several:
+        return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return [group for groups in several for group in groups]
+
+
 def one_step(
     context: RankContext, model: str, config: TrainingConfig, out: str, plant: Plant | None, options: dict[str, Any]
 ) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Attention without a mask tensor: the same loss, no mask reaches SDPA; given a mask or positions, nothing changes."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -86,13 +87,14 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
         (LlamaConfig(**SIZES, **TOKENS), None),
         (GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, **TOKENS), None),
         (MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4, **TOKENS), "windows"),
-        (Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, **TOKENS), "not scaled_dot_product_attention"),
+        # transformers 5.17 has it begin with SDPA; its windows speak against it then
+        (Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, **TOKENS), "not scaled_dot_product|windows"),
     ],
     ids=["llama", "gpt2", "mistral", "gemma2"],
 )
 def test_which_models_can(config, reason):
     found = reason_against_maskless(AutoModelForCausalLM.from_config(config).base_model)
-    assert found is None if reason is None else reason in found
+    assert found is None if reason is None else re.search(reason, found)
 
 
 def test_eager_runs_on_a_cpu_are_left_alone():
