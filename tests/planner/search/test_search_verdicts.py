@@ -15,7 +15,9 @@ import pytest
 from autoplan import api
 from autoplan.errors import AutoplanError, DidNotRunError
 from autoplan.planner.plan import Plan
+from autoplan.planner.plan_file import with_shown_texts
 from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.search import rounds
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
 from autoplan.planner.store.store import Store
 from autoplan.processes import cause, linux
@@ -171,14 +173,18 @@ def test_a_candidate_whose_check_is_killed_gives_way_and_is_checked_by_the_next_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["kill", "kill_zygote"])
-def test_a_killed_finalist_is_no_failed_finalist(tmp_path: Path, injector: Injector, kind: str) -> None:
+def test_a_killed_finalist_is_no_failed_finalist(
+    tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # how near the runs lie is the machine's doing
+    monkeypatch.setattr(rounds, "pick_finalists", lambda objective, candidates, spread: list(candidates))
     injector.plant({"finalists": (kind, 99)})
     result = search(tmp_path / "s", injector, max_trials=3)
     assert result.status == "plan_found", result.reason
     assert not [trial for trial in result.trials if trial.purpose == "finalist"]
     assert len([attempt for attempt in result.attempts if attempt.part == "finalist"]) == 3
     injector.plant({})
-    found = search(tmp_path / "s", injector, max_trials=3)
+    found = search(tmp_path / "s", injector, max_trials=3, budget=120.0)
     assert not found.from_record and [trial for trial in found.trials if trial.purpose == "finalist"]
 
 
@@ -218,10 +224,13 @@ def test_names_with_anything_in_them(tmp_path: Path, injector: Injector) -> None
     store, out = tmp_path / os.fsdecode(b"store \xff \x1b"), tmp_path / os.fsdecode(b"plan \xfe\n.json")
     result = search(store, injector, spec=make_spec(model=f"{WORKLOAD}:make_odd"), out=out)
     assert result.status == "plan_found", result.reason
-    assert result.plan is not None and result.plan.parity.passed and Plan.load(out) == result.plan
+    assert result.plan is not None and result.plan.parity.passed
+    read = Plan.load(out)  # its texts are fit for a terminal; nothing else differs
+    found, written = (plan.model_dump(mode="json", exclude={"seal"}) for plan in (result.plan, read))
+    assert written == with_shown_texts(found)
     assert result.model_dump_json().encode() and "\\udc80" in result.plan.workload.name
     again = search(store, injector, spec=make_spec(model=f"{WORKLOAD}:make_odd"), out=out)
-    assert again.from_record and again.plan == result.plan
+    assert again.from_record and again.plan == read
 
 
 # What may happen in each part of a search.
