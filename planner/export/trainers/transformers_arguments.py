@@ -144,12 +144,26 @@ def read_back_arguments(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the class refuses the arguments.
     """
+    return read_back_by(f"{__name__}:read_back_in_rank", f"transformers {installed_version()}", text)
+
+
+def read_back_by(reader: str, tool: str, text: str) -> dict[str, Any]:
+    """The values that a tool's own class of arguments reads, in a process of its own.
+
+    Args:
+        reader: `module:function` of the one that calls `read_back_with`.
+        tool: With its version, for texts.
+        text: The arguments, as JSON.
+
+    Raises:
+        ExportError: the class refuses the arguments.
+    """
     values: dict[str, Any] = run_user_code(
-        "autoplan.planner.export.trainers.transformers_arguments:read_back_in_rank",
+        reader,
         (text,),
-        doing=f"the check with transformers {installed_version()}",
+        doing=f"the check with {tool}",
         functions={},
-        refused=f"transformers {installed_version()} refuses the arguments",
+        refused=f"{tool} refuses the arguments",
         hint="Nothing was written. The key table of this version may be out of date: please report it.",
         env={"HF_HUB_OFFLINE": "1"},
     )

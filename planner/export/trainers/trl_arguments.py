@@ -18,11 +18,11 @@ from autoplan.planner.export.trainers.transformers_arguments import (
     check_companion,
     checked_arguments,
     compare_with_plan,
+    read_back_by,
     read_back_with,
 )
 from autoplan.planner.export.trainers.transformers_companion import TRL, companion
 from autoplan.planner.export.trainers.transformers_training import trained_parts
-from autoplan.planner.export.user_code import run_user_code
 from autoplan.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -99,16 +99,7 @@ def read_back(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the class refuses the arguments.
     """
-    found: dict[str, Any] = run_user_code(
-        "autoplan.planner.export.trainers.trl_arguments:read_back_in_rank",
-        (text,),
-        doing=f"the check with trl {installed_version('trl')}",
-        functions={},
-        refused=f"trl {installed_version('trl')} refuses the arguments",
-        hint="Nothing was written. The key table of this version may be out of date: please report it.",
-        env={"HF_HUB_OFFLINE": "1"},
-    )
-    return found
+    return read_back_by(f"{__name__}:read_back_in_rank", f"trl {installed_version('trl')}", text)
 
 
 def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
