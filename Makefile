@@ -1,6 +1,7 @@
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
+# make test-all: what `make test` leaves out because others are like it: about two hours
 # make docs:   the documentation with the API reference, in site/
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
@@ -39,6 +40,11 @@ test: lint types
 
 test-parity: $(VENV)/.installed-test
 	$(PYTEST) $(TWO_WORKERS) tests/planner/parity
+
+.PHONY: test-all
+test-all: $(VENV)/.installed-test
+	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "exhaustive and not alone and not environment"
+	$(PYTEST) -m "exhaustive and alone and not environment"
 
 .PHONY: test-plans
 test-plans: $(VENV)/.installed-test

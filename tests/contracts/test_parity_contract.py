@@ -18,6 +18,7 @@ WORKLOADS = {
     "batch_norm": lambda: classifier(norm=True, fixed_micro_batch=4),
 }
 SLOW = {("compile", "block"), ("compile", "model")}
+SLOWEST = ("gpt2", "compile", "model")  # it compiles for a minute; the smaller model's is in `make test`
 
 
 def offered(workload_name):
@@ -32,6 +33,7 @@ def offered(workload_name):
         for value in choices.values[0 if strategy.name == "micro_batch" else 1 :]:
             if (strategy.name, value) not in SLOW or workload_name in ("gpt2", "batch_norm"):
                 marks = [pytest.mark.slow] if (strategy.name, value) in SLOW else []
+                marks += [pytest.mark.exhaustive] * ((workload_name, strategy.name, value) == SLOWEST)
                 yield pytest.param(workload_name, strategy.name, value, marks=marks)
 
 
@@ -53,7 +55,7 @@ def test_every_offered_value_trains_the_same(workload_name, knob, value):
         {"checkpointing": "selective", "loss": "fused", "precision": "bf16", "attention": "eager"},
         {"checkpointing": "full", "loss": "fused", "precision": "fp16", "optimizer_step": "fused"},
         {"checkpointing": "every_2", "loss": "fused", "optimizer_step": "foreach"},
-        pytest.param({"compile": "block", "checkpointing": "selective", "loss": "fused"}, marks=pytest.mark.slow),
+        pytest.param({"compile": "block", "checkpointing": "selective", "loss": "fused"}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"compile": "model", "checkpointing": "full", "loss": "fused", "precision": "bf16"},
             marks=pytest.mark.exhaustive,

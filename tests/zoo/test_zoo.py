@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in FOUR[:3]), FOUR[3]])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FOUR)
 def test_a_stranger_is_planned_verified_and_applied(name: str, folder: Path) -> None:
     ending = zoo.run_one(BY_NAME[name], BUDGET_S, folder, TRIALS)
     assert ending.ended == "plan", f"{ending.in_words}: {ending.error}\n{ending.raised}"

@@ -82,6 +82,7 @@ COMPILED = {
     "tp_compile_block": {"tp": 2, "compile": "block"},
     "pp_compile_block": {"pp": 2, "pp_microbatches": 4, "compile": "block"},
 }
+MINUTES = ("ddp_compile_model", "tp_compile_block")  # of compiling; `make test-all` runs them
 
 
 def config_of(knobs: dict[str, Any]) -> TrainingConfig:
@@ -158,7 +159,7 @@ def test_frozen_parameters_and_late_counts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in MINUTES)) for n in COMPILED])
 def test_compiled_blocks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", COMPILED[name], NORM, TENSOR)
 
