@@ -154,9 +154,27 @@ def left_out(plan: Plan) -> Rows:
     return left_out_rows(plan.left_out)
 
 
+def by_reason(families: Sequence[LeftOutFamily]) -> list[LeftOutFamily]:
+    """The families with the values of one knob together where the same limit rules them out by as much."""
+    together: dict[tuple[str, str, str], list[LeftOutFamily]] = {}
+    for family in families:
+        knob, is_value, _ = family.family.partition("=")
+        is_one = is_value and " " not in family.family
+        together.setdefault((knob if is_one else family.family, family.limit, family.by), []).append(family)
+    return [
+        same[0].model_copy(
+            update={
+                "family": ", ".join([same[0].family, *(f.family.removeprefix(f"{knob}=") for f in same[1:])]),
+                "configurations": sum(family.configurations for family in same),
+            }
+        )
+        for (knob, _, _), same in together.items()
+    ]
+
+
 def left_out_rows(families: Sequence[LeftOutFamily]) -> Rows:
     """What was never tried: which limit, by how much."""
-    rows: list[tuple[str, ...]] = [(f.family, f.limit, f.by, str(f.configurations)) for f in families]
+    rows: list[tuple[str, ...]] = [(f.family, f.limit, f.by, str(f.configurations)) for f in by_reason(families)]
     return Rows(("ruled out", "limit", "by how much", "how many"), rows)
 
 

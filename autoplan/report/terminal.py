@@ -99,6 +99,7 @@ def show_left_out(
         families: All of them.
         more: Where the rest can be read.
     """
+    families = facts.by_reason(families)
     largest = sorted(families, key=lambda family: (not family.by, -family.configurations))[:SHOWN_FAMILIES]
     shown = [family for family in families if family in largest]
     show_table(console, facts.left_out_rows(shown), title="Ruled out, never tried", right=(3,))

@@ -188,6 +188,28 @@ def test_the_page_stands_alone_and_says_all() -> None:
         assert words in page.text, words
 
 
+def test_values_of_one_knob_that_one_limit_rules_out_are_one_row() -> None:
+    families = [
+        LeftOutFamily(family=family, limit=limit, by="", configurations=4)
+        for family, limit in (
+            ("attention=eager", "not of transformers"),
+            ("attention=sdpa", "not of transformers"),
+            ("attention=sdpa_flash", "CPU"),
+            ("gelu=torch", "not of transformers"),
+            ("micro_batch=4 precision=bf16", "not of transformers"),
+            ("micro_batch=4 precision=fp16", "not of transformers"),
+        )
+    ]
+    rows = [(row[0], row[3]) for row in facts.left_out_rows(families).rows]
+    assert rows == [
+        ("attention=eager, sdpa", "8"),
+        ("attention=sdpa_flash", "4"),
+        ("gelu=torch", "4"),
+        ("micro_batch=4 precision=bf16", "4"),
+        ("micro_batch=4 precision=fp16", "4"),
+    ]
+
+
 def test_the_page_escapes_what_it_shows() -> None:
     plan = make_plan(choices=(Choice(knob="precision", value="bf16", reason="<script>alert(1)</script>"),))
     text = render_page(plan)
