@@ -30,6 +30,9 @@ def verify_command(
             help="What the plan may take: 8GiB, or 80% of all. Default: as a search.",
         ),
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait while a search measures on the device. Default: exit code 4.")
+    ] = False,
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
@@ -52,7 +55,7 @@ def verify_command(
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)
-    found = verify_plan(loaded, seconds, memory_limit)
+    found = verify_plan(loaded, seconds, memory_limit, wait=wait)
     if json_output:
         output.print_json(_document(loaded, found, elsewhere))
         if found.exit_code:

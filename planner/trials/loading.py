@@ -188,10 +188,11 @@ class LoaderMeasurement:
         self._train(self._own_batch)  # compiles, and makes the optimizer's state
         self._synchronize()
         limit_s, count, began = self.request.time_s / 6, 0, time.perf_counter()
-        while count < LEAST_UNITS or (count < UNITS_PER_SETTING and time.perf_counter() - began < limit_s):
+        while count < UNITS_PER_SETTING:
             self._train(self._own_batch)
             count += 1
-            if self.ranks.any(time.perf_counter() - began > limit_s):
+            is_late = self.ranks.any(time.perf_counter() - began > limit_s)  # all ranks end at the same count
+            if is_late and count >= LEAST_UNITS:
                 break
         self._synchronize()
         self.own_unit_s = self.ranks.largest([(time.perf_counter() - began) / count])[0]

@@ -12,6 +12,7 @@ from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.plan import Plan
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.setup import limits
+from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
 from autoplan.planner.trust import require_trust
 from autoplan.planner.verify.verdict import Verification, judge
@@ -32,6 +33,7 @@ def verify(
     changed_ok: bool = False,
     trust_code: bool = False,
     workload: str | Path | None = None,
+    wait: bool = False,
 ) -> Verification:
     """Checks a plan on this machine: does it train the same thing as the plain run, does it fit, how fast is it?
 
@@ -43,6 +45,7 @@ def verify(
         changed_ok: Verify it although the plan was edited, or the workload's code changed.
         trust_code: Run the file that the plan names, whoever made the plan.
         workload: The plan's file, named again: where it is now. It is trusted then.
+        wait: Wait where a search measures on this device. Default: an error.
 
     Returns:
         The verdict, the speed against the plan's with its interval, and the likely causes where it is slower.
@@ -51,6 +54,7 @@ def verify(
         PlanError: the plan was edited, its code changed, nobody vouches for its code, or it is of Python objects.
         UsageError: a budget or a limit that is none.
         DeviceError: the plan's kind of device is not here.
+        DeviceBusyError: a search measures on the device.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     if workload is not None:
@@ -58,7 +62,7 @@ def verify(
     changed = refuse_unverifiable(loaded, changed_ok=changed_ok, trust_code=trust_code, named=workload is not None)
     if changed is not None:
         warnings.warn(changed, stacklevel=2)
-    return verify_plan(loaded, parse_duration_s(budget or DEFAULT_BUDGET_S), memory_limit)
+    return verify_plan(loaded, parse_duration_s(budget or DEFAULT_BUDGET_S), memory_limit, wait=wait)
 
 
 def refuse_unverifiable(plan: Plan, *, changed_ok: bool, trust_code: bool, named: bool) -> str | None:
@@ -74,7 +78,9 @@ def refuse_unverifiable(plan: Plan, *, changed_ok: bool, trust_code: bool, named
     return changed
 
 
-def verify_plan(plan: Plan, seconds: float, memory_limit: str | int | None = None) -> Verification:
+def verify_plan(
+    plan: Plan, seconds: float, memory_limit: str | int | None = None, *, wait: bool = False
+) -> Verification:
     """The parity check and one measured trial of a plan's configuration, and what they say of it."""
     from autoplan.planner.parity.compare import run_parity
     from autoplan.planner.trials.runner import TrialOrder, TrialRunner
@@ -88,7 +94,11 @@ def verify_plan(plan: Plan, seconds: float, memory_limit: str | int | None = Non
     limit, host_limit = limits(profile, device, wanted, measured=plan.hardware)
     parity: Parity
     trial: Trial
-    with tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder, Zygote() as zygote:
+    with (
+        DeviceLock(device_names(profile, device, plan.config.world_size), wait=wait),
+        tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder,
+        Zygote() as zygote,
+    ):
         parity = run_parity(
             zygote,
             plan.workload,

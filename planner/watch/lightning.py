@@ -59,6 +59,7 @@ class LightningWatch(_Callback):  # type: ignore[misc,valid-type]
         self._steps = 0
         self._items = self._positions = 0.0
         self._counted = False
+        self._saving = False
         self._unsaid: Figures | None = None
 
     @property
@@ -78,9 +79,11 @@ class LightningWatch(_Callback):  # type: ignore[misc,valid-type]
         self._meter.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A micro-batch is there: what passed since the last one was waiting for it."""
+        """A micro-batch is there: what passed since the last one was waiting for it, or for a checkpoint."""
         if self._mark is not None:
-            self._meter.loaded(time.perf_counter() - self._mark)
+            passed = time.perf_counter() - self._mark
+            (self._meter.leave_out if self._saving else self._meter.loaded)(passed)
+        self._saving = False
         found = count_on_host(self._meter.plan.workload, batch)
         if found is not None:
             self._items, self._positions, self._counted = self._items + found[0], self._positions + found[1], True
@@ -114,11 +117,8 @@ class LightningWatch(_Callback):  # type: ignore[misc,valid-type]
         self._pause, self._mark = None, now
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Nor is a checkpoint: what passed since the last batch is left out."""
-        now = time.perf_counter()
-        if self._mark is not None:
-            self._meter.leave_out(now - self._mark)
-        self._mark = now
+        """Nor is a checkpoint. It is collected now and written next: what passes until the next batch is left out."""
+        self._saving = True
 
     def _log(self, trainer: Any) -> None:
         if self._unsaid is None:

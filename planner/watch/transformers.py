@@ -84,7 +84,9 @@ class TransformersWatch(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
         """Adds the figures of the last window to the Trainer's own log."""
-        if self._first and self._unsaid is not None and logs is not None and "loss" in logs:
+        if logs is None or "loss" not in logs:
+            return  # an evaluation logs before `on_evaluate` comes, which leaves all of it out
+        if self._first and self._unsaid is not None:
             logs.update(self._unsaid.as_metrics())
             self._unsaid = None
         self._mark = time.perf_counter()

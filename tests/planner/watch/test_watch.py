@@ -231,12 +231,23 @@ def make_trainer(folder: Path, callbacks: list[Any], **given: Any) -> Any:
         per_device_train_batch_size=ROWS,
         max_steps=24,
         use_cpu=True,
-        save_strategy="no",
         disable_tqdm=True,
         logging_steps=1,
-        **({"report_to": "none", "gradient_accumulation_steps": 4} | given),
+        **({"report_to": "none", "gradient_accumulation_steps": 4, "save_strategy": "no"} | given),
     )
-    return Trainer(model=GPT2LMHeadModel(GPT2Config(**sizes)), args=arguments, train_dataset=rows, callbacks=callbacks)
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks)
+
+
+SLOW_S = 0.1
+
+
+def slowly(function: Any) -> Any:
+    def wait_first(*args: Any, **given: Any) -> Any:
+        time.sleep(SLOW_S)
+        return function(*args, **given)
+
+    return wait_first
 
 
 def test_a_trainer_logs_the_figures_with_its_own(tmp_path: Path, no_warning: None) -> None:
@@ -268,6 +279,17 @@ def test_a_trainer_with_another_global_batch_has_other_items(tmp_path: Path) -> 
     assert watch.figures.items_per_s == pytest.approx(24 / 2 / watch.figures.step_time_s)
 
 
+def test_an_evaluation_and_a_checkpoint_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, [], eval_strategy="steps", eval_steps=12, save_strategy="steps", save_steps=12)
+    for name in ("evaluation_loop", "_save_checkpoint"):
+        monkeypatch.setattr(trainer, name, slowly(getattr(trainer, name)))
+    watch = autoplan.TransformersWatch(plan_at(1.0), window_s=60.0).add_to(trainer)
+    left: list[float] = []
+    monkeypatch.setattr(watch._meter, "leave_out", left.append)
+    trainer.train()
+    assert len([seconds for seconds in left if seconds >= SLOW_S]) == 4, left  # two of each
+
+
 def test_a_trainer_that_falls_short_is_warned_of(tmp_path: Path) -> None:
     watch = autoplan.TransformersWatch(plan_at(1e9), window_s=0.05)
     with pytest.warns(UserWarning, match="Likely cause"):
@@ -285,10 +307,7 @@ def test_a_trainers_tensorboard_has_the_figures(tmp_path: Path) -> None:
     assert "train/autoplan/share_of_plan" in events.Tags()["scalars"]
 
 
-def test_lightning_logs_the_figures_to_its_loggers(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    from lightning.pytorch.loggers import CSVLogger
-
+def make_module(lightning: Any) -> Any:
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
@@ -299,6 +318,39 @@ def test_lightning_logs_the_figures_to_its_loggers(tmp_path: Path) -> None:
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
+def test_lightnings_checkpoint_is_left_out_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    writer = TorchCheckpointIO()
+    monkeypatch.setattr(writer, "save_checkpoint", slowly(writer.save_checkpoint))
+    watch = autoplan.LightningWatch(plan_at(1.0), window_s=60.0)
+    left: list[float] = []
+    loaded: list[float] = []
+    monkeypatch.setattr(watch._meter, "leave_out", left.append)
+    monkeypatch.setattr(watch._meter, "loaded", loaded.append)
+    trainer = lightning.Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=[watch, ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)],
+        plugins=[writer],
+        enable_progress_bar=False,
+    )
+    rows = [{name: row[0] for name, row in batch(1).items()} for _ in range(200)]
+    trainer.fit(make_module(lightning), torch.utils.data.DataLoader(rows, batch_size=ROWS))
+    assert max(left) >= SLOW_S > max(loaded), (left, loaded)
+
+
+def test_lightning_logs_the_figures_to_its_loggers(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.loggers import CSVLogger
 
     rows = [{name: row[0] for name, row in batch(1).items()} for _ in range(200)]
     watch = autoplan.LightningWatch(plan_at(1.0), window_s=0.05)
@@ -313,7 +365,7 @@ def test_lightning_logs_the_figures_to_its_loggers(tmp_path: Path) -> None:
         enable_progress_bar=False,
         default_root_dir=str(tmp_path),
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=ROWS))
+    trainer.fit(make_module(lightning), torch.utils.data.DataLoader(rows, batch_size=ROWS))
     figures = watch.figures
     assert figures is not None and figures.items_per_s == pytest.approx(2 * 24 / figures.step_time_s)
     (table,) = tmp_path.rglob("metrics.csv")
