@@ -51,6 +51,12 @@ def read_document(path: Path) -> dict[str, Any]:
     except _ValueOfNoPlan as error:
         raise _not_a_plan(path, str(error)) from None
     except ValueError as error:
+        if not text.lstrip().startswith("{"):
+            what = "is not a plan: a plan is a JSON file" if text.strip() else "is empty"
+            raise PlanError(
+                f"{path} {what}",
+                hint="Name the file that autoplan search wrote (plan.json unless --out said another).",
+            ) from None
         raise PlanError(
             f"{path} is not JSON: {error}",
             hint="The file may be cut short. The search's store keeps its record: run the same autoplan search "
@@ -120,7 +126,10 @@ def _read_text(path: Path) -> str:
             data = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PlanError(f"{path} cannot be read: {reason}", hint="autoplan search writes a plan.") from error
+        hint = "Give the path of a plan. There is none yet? autoplan search --model gpt2 writes plan.json."
+        if isinstance(error, IsADirectoryError):
+            hint = f"Give the plan file in it, for example {path / 'plan.json'}."
+        raise PlanError(f"{path} cannot be read: {reason}", hint=hint) from error
     if len(data) > MAX_FILE_BYTES:
         raise PlanError(
             f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is no plan",
@@ -197,5 +206,8 @@ def load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:
     if edited is None:
         return (f"an earlier version wrote {path}: without digests of what was measured, an edit does not show",)
     if edited:
-        return (f"{path} was edited after the search wrote it: {', '.join(edited)} differ from their digests",)
+        return (
+            f"{path} was edited after the search wrote it (changed: {', '.join(edited)}): its figures do not belong to "
+            "it. Run the same autoplan search again to get the original",
+        )
     return ()

@@ -353,6 +353,11 @@ def knob_values(knob: str) -> tuple[Any, ...] | None:
 
     if knob not in TrainingConfig.model_fields:
         near = difflib.get_close_matches(knob, KNOBS, n=3)
+        if knob == "accumulation":
+            raise ConfigError(
+                "accumulation is not a knob: it is the global batch over micro_batch x data-parallel ranks",
+                hint="Fix micro_batch; accumulation follows.",
+            )
         raise ConfigError(
             f"{knob!r} is not a knob",
             hint=("Did you mean " + " or ".join(near) + "? " if near else "") + f"The knobs are {', '.join(KNOBS)}.",

@@ -62,6 +62,9 @@ def explain_knobs(plan: Plan, only: str | None) -> list[dict[str, Any]]:
     return explained
 
 
+NOT_CHOSEN = "its plain value: the search had no other value to choose from"
+
+
 def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
     """The values of a knob that trials had: how many trials, the best rate, and how the others ended."""
     groups: dict[Any, list[Any]] = {}
@@ -95,7 +98,7 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
     rows: list[tuple[str, ...]] = []
     for entry in knobs:
         tried = "; ".join(f"{facts.value_words(one['value'])}: {_ends_words(one, unit)}" for one in entry["tried"])
-        rows.append((entry["knob"], facts.value_words(entry["value"]), entry["reason"] or "", tried))
+        rows.append((entry["knob"], facts.value_words(entry["value"]), entry["reason"] or NOT_CHOSEN, tried))
     headings = ("knob", "value", "why", "the best of each value tried")
     terminal.show_table(console, facts.Rows(headings, rows), title="Choices")
     if everything:

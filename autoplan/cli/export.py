@@ -25,7 +25,9 @@ def export_command(
     ] = "pytorch",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The file to write. Default: plan-TARGET in the current folder."),
+        typer.Option(
+            "--out", metavar="FILE", help="The file to write. Default: plan-TARGET.* here; plan_TARGET.py for a module."
+        ),
     ] = None,
     budget: Annotated[
         str | None,

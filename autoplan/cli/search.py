@@ -155,7 +155,8 @@ def search_command(
         typer.Option(
             "--memory-limit",
             metavar="SIZE",
-            help="Memory that one trial may use: 8GiB, or 80% of all memory. Default: 80% of the free memory.",
+            help="Memory that one trial may use: 8GiB, or 80% of all memory. Default: 80% of the free memory; of a "
+            "GPU 95%, less what CUDA itself takes.",
             rich_help_panel=SEARCH,
         ),
     ] = None,

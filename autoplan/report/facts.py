@@ -306,9 +306,14 @@ def untried_words(plan: Plan) -> str | None:
     many = f"{untried.candidates:,} configurations were" if untried.candidates > 1 else "one configuration was"
     return (
         f"{many} not tried; the best chance has {untried.config.describe()}: predicted {ratio.low:.3g} to "
-        f"{ratio.high:.3g} times the plan's speed, faster with a probability of {untried.probability:.0%}; a trial of "
-        f"it takes about {format_seconds(untried.trial_s)}"
+        f"{ratio.high:.3g} times the plan's speed, faster with a probability of {_probability(untried.probability)}; a "
+        f"trial of it takes about {format_seconds(untried.trial_s)}"
     )
+
+
+def _probability(share: float) -> str:
+    """`63%`; nothing that was never tried is certain."""
+    return "over 99%" if share > 0.99 else f"{share:.0%}"
 
 
 def parity_line(plan: Plan) -> str:

@@ -61,6 +61,8 @@ def show_lines(console: Console, content: facts.Rows, title: str) -> None:
 
 def show_plan(console: Console, plan: Plan) -> None:
     """The plan for a person: what it is, what it gains, why, what was ruled out, what came next."""
+    if plan.edited:
+        say(console, "edited", f"nobody measured this plan as it is now (changed: {', '.join(plan.edited)})")
     say(console, "speed-up", facts.headline(plan))
     objective = facts.objective_words(plan)
     if objective is not None:

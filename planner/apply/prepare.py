@@ -114,8 +114,8 @@ def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = 
     """
     if plan.edited and not changed_ok:
         raise PlanError(
-            f"the plan was edited after the search wrote it: {', '.join(plan.edited)} differ from their digests, so it "
-            "says what was never measured",
+            f"the plan was edited after the search wrote it (changed: {', '.join(plan.edited)}), so nobody measured it "
+            "as it is now",
             hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
         )
     if checks_parity and not plan.parity.passed and not changed_ok:

@@ -147,6 +147,10 @@ def _write(path: Path, export: Export, *, force: bool) -> tuple[Path, ...]:
     files = {
         path if number == 0 else path.with_name(name): text for number, (name, text) in enumerate(export.files.items())
     }
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder", hint=f"Give a file, for example --out {path / next(iter(export.files))}."
+        )
     there = [] if force else [file for file, text in files.items() if _is_another_file(file, text)]
     if there:
         raise UsageError(

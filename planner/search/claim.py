@@ -112,7 +112,7 @@ def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) ->
     candidate = replace(candidate, counted=runs)
     one = Interval(median=1.0, low=1.0, high=1.0, samples=len(runs))
     disturbed = next((run.disturbed for run in runs if run.disturbed), None)
-    why_not = "the plan is that setting itself"
+    why_not = "nothing faster was found"
     if disturbed is not None:
         why_not += f"; disturbed: others may be faster ({disturbed} while it was measured)"
     claim = Claim(claimed=False, why_not=why_not, rounds=len(runs), spread=spread.sd, spread_repeats=spread.freedom)

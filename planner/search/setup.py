@@ -24,7 +24,7 @@ from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import ProcessReport, Zygote
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import RANK_COUNTS, TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -379,7 +379,8 @@ def degree_combinations(
     for knob, value in fix.items():
         reason = explain_degree(facts, knob, value, target.nproc)
         if reason is not None:
-            raise ConfigError(reason, hint=f"Leave {knob} to the search, or fix it to a legal degree.")
+            more = f"Add --nproc {value}, or leave" if knob in RANK_COUNTS and value > target.nproc else "Leave"
+            raise ConfigError(reason, hint=f"{more} {knob} to the search, or fix it to a legal degree.")
     if target.nproc <= 1:
         return ({},), ()
     combinations, dropped = legal_degrees(facts, target.nproc, device=target.device)

@@ -18,6 +18,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises:
         WorkloadError: it is missing, not JSON, or names no model type.
     """
+    if path.suffix == ".py":
+        raise WorkloadError(
+            f"{path} is a Python file, and no function in it is named",
+            hint=f"Write {path}:FUNCTION, the function that makes the workload or the model.",
+        )
     try:
         fields = json.loads(path.read_text())
     except OSError as error:

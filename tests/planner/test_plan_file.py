@@ -59,7 +59,7 @@ TEXTS = {
 def test_what_is_no_plan_is_said_to_be_none(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(text)
-    with pytest.raises(PlanError, match="is not (a plan|JSON)") as error:
+    with pytest.raises(PlanError, match="is not (a plan|JSON)|is empty") as error:
         Plan.load(path)
     assert len(str(error.value)) < 1000
 
@@ -76,6 +76,27 @@ def test_a_path_that_is_no_file(path: str) -> None:
 
 
 # Texts.
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "hint"),
+    [
+        ("train.py", "import torch", "is not a plan: a plan is a JSON file", "Name the file"),
+        ("empty.json", "", "is empty", "Name the file"),
+        ("cut.json", '{"schema_version": 1, "created"', "is not JSON", "may be cut short"),
+        ("missing.json", None, "cannot be read", "--model gpt2 writes plan.json"),
+        ("", None, "cannot be read", "the plan file in it"),
+    ],
+)
+def test_the_next_step_is_said_for_what_was_given(
+    name: str, text: str | None, error: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PlanError, match=error) as caught:
+        Plan.load(path)
+    assert hint in str(caught.value.hint)
 
 
 def test_no_text_of_a_plan_commands_the_terminal(tmp_path: Path, monkeypatch, capfd) -> None:

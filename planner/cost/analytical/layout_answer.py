@@ -85,6 +85,14 @@ def show_layout(answer: Answer, i: int, *, sd: float) -> dict[str, Any]:
     }
 
 
+_KNOB_OF = {
+    "sharding=ddp": "dp_shard=1",
+    "sharding=shard_grad_op": "reshard_after_forward=False",
+    "sharding=zero3": "reshard_after_forward=True",
+}
+"""What a search takes in place of an input of the estimate."""
+
+
 def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
     """The best of each family that the best layout does not belong to: what it loses by, or why it does not fit."""
     best = answer.best
@@ -105,7 +113,13 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
                 family = np.flatnonzero(column == value)
                 i = int(family[np.argmin(answer.table.peak_memory_bytes[family])])
                 why = _too_large(answer, i)
-            out.append({"family": f"{knob}={label}", "why": why, "best_of_family": describe(answer, i)})
+            out.append(
+                {
+                    "family": _KNOB_OF.get(f"{knob}={label}", f"{knob}={label}"),
+                    "why": why,
+                    "best_of_family": describe(answer, i),
+                }
+            )
     return out
 
 

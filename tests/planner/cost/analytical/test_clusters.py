@@ -21,6 +21,7 @@ from autoplan.planner.cost.analytical.layout_search import Question, enumerate_l
 from autoplan.planner.cost.analytical.memory import activation_bytes
 from autoplan.planner.cost.analytical.step_time import Factors, estimate_layouts, flops, node_tokens
 from autoplan.planner.cost.analytical.transformer import find_transformer
+from autoplan.strategies.config import KNOBS
 from autoplan.strategies.workloads.registry import list_models
 
 ROW = {
@@ -186,7 +187,9 @@ def test_more_gpus_are_faster_and_the_smallest_cluster_is_named() -> None:
     assert times == sorted(times, reverse=True) and len(times) >= 3
     assert 14 <= document["smallest_cluster"]["num_gpus"] <= 64
     assert len(document["best"]) == 3 and document["training"]["days"] > 0
-    assert {"tp", "pp", "sharding", "checkpointing"} <= {e["family"].split("=")[0] for e in document["why_others_lose"]}
+    families = {entry["family"].split("=")[0] for entry in document["why_others_lose"]}
+    assert {"tp", "pp", "reshard_after_forward", "checkpointing"} <= families
+    assert families - {"sharding"} <= set(KNOBS), "what a search can be told"
 
 
 def test_what_fits_nowhere_says_how_many_gpus_it_takes() -> None:
