@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autoplan.processes.client import Zygote
+from autoplan.processes.compile_cache import CUT_OFF_TEXTS, remove_cut_off
 from autoplan.processes.errors import ZygoteError
 from autoplan.processes.limits import is_out_of_memory
 from autoplan.processes.report import Ended, ErrorReport, ProcessReport
@@ -36,7 +37,7 @@ LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
 """The limits of the user's shell on CPU time and file size (setrlimit(2)): the same again would meet them again."""
 
 # Texts of exceptions that come from the state of the machine: a full disk or /dev/shm, no process or thread to be had,
-# a port that is taken, a worker that was killed, a device that is busy or broken.
+# a port that is taken, a worker that was killed, a device that is busy or broken, a library that was cut off.
 OUTSIDE_TEXTS = (
     "No space left on device",
     "Disk quota exceeded",
@@ -53,6 +54,7 @@ OUTSIDE_TEXTS = (
     "device(s) is/are busy or unavailable",
     "uncorrectable ECC error",
     "GPU is lost",
+    *CUT_OFF_TEXTS,
 )
 WORKER_KILLED = "is killed by signal: Killed"
 
@@ -194,6 +196,9 @@ def run_again(
             return Runs(report=report, lost=tuple(lost), settled=False)
         if report.left_behind or report.ended is Ended.NOT_STARTED:
             zygote.close()
+        for rank in report.ranks:
+            if rank.error is not None:
+                remove_cut_off(rank.error)
         time.sleep(PAUSE_S * len(lost))
         if left is not None:
             task = replace(task, total_deadline_s=left if total_s is None else min(left, total_s))

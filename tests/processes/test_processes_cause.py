@@ -68,6 +68,34 @@ def test_what_something_outside_ended_is_run_again(zygote: Zygote, tmp_path: Pat
     assert [cause_of(report) for report in runs.lost] == [Cause.OUTSIDE, Cause.OUTSIDE] and told == list(runs.lost)
 
 
+def load_library(context: RankContext, path: str) -> str:
+    """Loads a library where there is one, as a compiler's cache does; else it would build it."""
+    if not os.path.exists(path):
+        return "built"
+    import ctypes
+
+    ctypes.CDLL(path)
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("folder", "content"),
+    [("torchinductor_me/ab", b""), ("torchinductor_me/ab", b"part" * 500), ("elsewhere", b"")],
+    ids=["empty", "no ELF", "of another folder"],
+)
+def test_a_library_that_a_killed_compiler_left_is_built_again(
+    zygote: Zygote, tmp_path: Path, folder: str, content: bytes
+) -> None:
+    path = tmp_path / folder / "kernel.so"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    runs = run_again(zygote, Task(target=load_library, args=(str(path),)))
+    if folder == "elsewhere":
+        assert not runs.settled and path.exists(), "not ours to remove"
+    else:
+        assert runs.settled and len(runs.lost) == 1 and runs.report.ranks[0].result == "built"
+
+
 @pytest.mark.parametrize("how", [int(signal.SIGKILL), "No space left on device"])
 def test_at_most_twice(zygote: Zygote, tmp_path: Path, how: int | str) -> None:
     runs, made = run(zygote, tmp_path, 9, how)
