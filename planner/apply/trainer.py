@@ -131,7 +131,7 @@ def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
     """The Trainer's arguments with the plan's values, and what they cannot express.
 
     Raises:
-        PlanError: the plan has a layout that no argument says.
+        PlanError: the plan has a layout that no argument says, or fp16 on a CPU.
     """
     keys = pick_table("transformers", importlib.metadata.version("transformers"))["keys"]
     config = plan.config

@@ -26,8 +26,9 @@ def plan_values(
         keys: The names of the arguments, by the plan's terms.
 
     Raises:
-        ExportError: it uses tensor or pipeline parallelism, or replicas of shards.
+        ExportError: it uses tensor or pipeline parallelism, replicas of shards, or fp16 on a CPU.
     """
+    refuse_fp16_on_cpu(config, device)
     if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
         raise ExportError(
             f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
@@ -52,6 +53,21 @@ def plan_values(
     if config.loss == "fused":
         not_carried.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
     return values, not_carried
+
+
+def refuse_fp16_on_cpu(config: TrainingConfig, device: str) -> None:
+    """Refuses what accelerate, and the Trainer, which runs on it, would train in fp32 without a word.
+
+    Raises:
+        ExportError: the plan has fp16 for a CPU.
+    """
+    if config.precision == "fp16" and device == "cpu":
+        raise ExportError(
+            "the plan has precision=fp16 for a CPU. accelerate, and the Trainer with it, leaves fp16 out on a CPU "
+            "without a word: the training would be in fp32",
+            hint="Search with --fix precision=bf16 or --fix precision=fp32, or use plan.prepare() in your own loop or "
+            "the target pytorch, which train in fp16 as measured.",
+        )
 
 
 def loader_values(setting: LoaderSetting | None) -> dict[str, Any]:

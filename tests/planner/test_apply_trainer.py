@@ -108,6 +108,9 @@ def test_refusals(tmp_path: Path) -> None:
         apply(plan, llama_trainer(tmp_path, OwnLoss))
     with pytest.raises(WorkloadError, match="the loop lacks optimizer, dataloader"):
         apply(plan, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="leaves fp16 out on a CPU") as raised:
+        apply(plan_for(trainer, precision="fp16"), trainer)
+    assert "plan.prepare()" in raised.value.hint
     trainer.train()
     with pytest.raises(WorkloadError, match=r"train\(\) of this Trainer has begun"):
         apply(plan, trainer)
