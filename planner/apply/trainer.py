@@ -86,8 +86,17 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
 
 
 def _refuse_world(plan: PlanLike, trainer: Any) -> None:
-    """Refuses a plan of another number of processes than this Trainer trains on."""
+    """Refuses a plan of another number of processes than this Trainer trains on, and a process with several GPUs."""
     here, wanted = int(trainer.args.world_size), plan.config.world_size
+    if (gpus := int(trainer.args.n_gpu)) > 1:
+        raise PlanError(
+            f"this process sees {gpus} GPUs, and the Trainer would split each batch over them (DataParallel); a plan "
+            "has one process for each GPU",
+            hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), "
+            "and apply it."
+            if wanted > 1
+            else "Set CUDA_VISIBLE_DEVICES to one GPU before the script starts.",
+        )
     if here == wanted:
         return
     raise PlanError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import PlanError, WorkloadError
@@ -114,6 +114,21 @@ def test_refusals(tmp_path: Path) -> None:
     trainer.train()
     with pytest.raises(WorkloadError, match=r"train\(\) of this Trainer has begun"):
         apply(plan, trainer)
+
+
+def test_several_gpus_without_torchrun_are_refused(tmp_path: Path) -> None:
+    """The Trainer would split each micro-batch over them; the arguments of a machine with two are put together here."""
+
+    class OfTwo(TrainingArguments):
+        n_gpu = property(lambda self: 2)  # type: ignore[assignment]
+
+    trainer = llama_trainer(tmp_path)
+    plans = [plan_for(trainer, dp_replicate=ranks) for ranks in (1, 2)]
+    trainer.args.__class__ = OfTwo
+    for plan, hint in zip(plans, ("CUDA_VISIBLE_DEVICES", "torchrun --nproc-per-node 2"), strict=True):
+        with pytest.raises(PlanError, match="sees 2 GPUs") as raised:
+            apply(plan, trainer)
+        assert hint in raised.value.hint
 
 
 def test_the_trainers_own_loop_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:

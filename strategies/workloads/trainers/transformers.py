@@ -240,6 +240,11 @@ def _what_does_not_run(trainer: Any) -> list[str]:
         notes.append("the noise of neftune_noise_alpha is not in trials")
     if getattr(args, "use_liger_kernel", False):
         notes.append("the kernels of use_liger_kernel are not in trials: they are put in when train() begins")
+    if (gpus := int(args.n_gpu)) > 1:
+        notes.append(
+            f"this process sees {gpus} GPUs, over which the Trainer by itself splits each batch (DataParallel): the "
+            f"global batch of {_global_batch(trainer)} is that of all of them"
+        )
     if getattr(trainer, "model_init", None) is not None:
         notes.append("model_init is not called again: the model is as it is now")
     if (method := quantizer_of(trainer.model)) is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import UsageError, WorkloadError
@@ -302,6 +302,19 @@ def test_a_quantised_model_that_cannot_be_copied(tmp_path: Path) -> None:
     trainer.model.lm_head.weight = Packed(trainer.model.lm_head.weight.detach())
     with pytest.raises(WorkloadError, match=r"quantised \(4-bit\), and cannot be copied: RuntimeError: packed"):
         autoplan.from_trainer(trainer)
+
+
+def test_several_gpus_of_one_process_are_said(tmp_path: Path) -> None:
+    """The Trainer's batches are those of all GPUs that it sees; the arguments of two are put together here."""
+
+    class OfTwo(TrainingArguments):
+        n_gpu = property(lambda self: 2)  # type: ignore[assignment]
+
+    trainer = _with(llama_trainer(tmp_path), _train_batch_size=8)
+    trainer.args.__class__ = OfTwo
+    workload = autoplan.from_trainer(trainer)
+    assert workload.global_batch == 16
+    assert any("sees 2 GPUs" in note and "global batch of 16" in note for note in workload.notes), workload.notes
 
 
 def test_what_the_plan_decides_is_said(tmp_path: Path) -> None:
