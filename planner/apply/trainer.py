@@ -149,7 +149,9 @@ def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
         values, not_carried = plan_values(config, accumulation=accumulation, device=plan.device, keys=keys)
     except ExportError as error:
         raise PlanError(error.flag_message, hint=error.flag_hint) from error
-    named = named_arguments(config, values | loader_values(setting_of(plan)), keys)
+    loading = loader_values(setting_of(plan))
+    named = named_arguments(config, values | loading, keys)
+    named |= {key: None for term, value in loading.items() if value is None and (key := keys.get(term)) is not None}
     fields = {field.name for field in dataclasses.fields(trainer.args) if field.init}
     for new, old in (("activation_checkpointing", "gradient_checkpointing"),):
         for suffix in ("", "_kwargs"):

@@ -74,10 +74,12 @@ def loader_values(setting: LoaderSetting | None) -> dict[str, Any]:
     """The loader's setting by the plan's terms; empty where none was measured: the Trainer's own stays."""
     if setting is None:
         return {}
-    values: dict[str, Any] = {"loader_workers": setting.workers, "loader_pin_memory": setting.pin_memory}
-    if setting.workers:
-        values |= {"loader_prefetch_factor": setting.prefetch_factor or 2, "loader_persistent_workers": True}
-    return values
+    return {
+        "loader_workers": setting.workers,
+        "loader_pin_memory": setting.pin_memory,
+        "loader_prefetch_factor": setting.prefetch_factor or 2 if setting.workers else None,
+        "loader_persistent_workers": setting.workers > 0,
+    }
 
 
 def device_not_carried(config: TrainingConfig, tool: str) -> list[str]:

@@ -19,8 +19,10 @@ from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.trainer_arguments import compiles_in_place, plan_values
 from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
+from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
 from tests.strategies.tiny_trainers import OwnLoss, llama_trainer, summed_loss, t5_trainer, vit_trainer
@@ -90,6 +92,20 @@ def test_callbacks_and_arguments_are_carried_over(tmp_path: Path) -> None:
     assert made.optimizer.defaults["foreach"] is False and len(made.optimizer.param_groups) == 2
     made.train()
     assert mine.steps == 3 and made.state.global_step == 3 and made.accelerator.mixed_precision == "bf16"
+
+
+def test_a_loader_without_workers_takes_the_place_of_one_with_workers(tmp_path: Path) -> None:
+    trainer = llama_trainer(
+        tmp_path, dataloader_num_workers=2, dataloader_prefetch_factor=4, dataloader_persistent_workers=True
+    )
+    measured = Loading(
+        source="list", identity="0" * 16, setting=LoaderSetting(workers=0), waiting_share=0.0, samples_per_s=800.0
+    )
+    made, _ = apply(plan_for(trainer).model_copy(update={"loading": measured}), trainer)
+    loader = made.get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (0, None, False)
+    made.train()
+    assert made.state.global_step == 3
 
 
 def test_what_the_trainer_cannot_carry_is_said(tmp_path: Path) -> None:
