@@ -94,6 +94,25 @@ def test_callbacks_and_arguments_are_carried_over(tmp_path: Path) -> None:
     assert mine.steps == 3 and made.state.global_step == 3 and made.accelerator.mixed_precision == "bf16"
 
 
+def test_who_holds_the_trainer_gets_the_new_one(tmp_path: Path) -> None:
+    class Logging(TrainerCallback):
+        def __init__(self, trainer: Trainer) -> None:
+            self.trainer, self.log, self.name = trainer, trainer.log, "mine"
+
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            self.trainer.log({"by_trainer": 1.0})
+            self.log({"by_method": 1.0})
+
+    trainer = llama_trainer(tmp_path)
+    trainer.add_callback(Logging(trainer))
+    trainer.itself = trainer
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.itself is made and trainer.itself is trainer
+    made.train()
+    for name in ("by_trainer", "by_method"):
+        assert [sum(name in entry for entry in one.state.log_history) for one in (trainer, made)] == [0, 3]
+
+
 def test_a_loader_without_workers_takes_the_place_of_one_with_workers(tmp_path: Path) -> None:
     trainer = llama_trainer(
         tmp_path, dataloader_num_workers=2, dataloader_prefetch_factor=4, dataloader_persistent_workers=True
