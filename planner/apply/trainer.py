@@ -17,7 +17,7 @@ from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.apply.prepare import check_before_use, refuse_other_training, warn_of_other_hardware
 from autoplan.planner.apply.trainer_arguments import loader_values, named_arguments, plan_values
-from autoplan.planner.apply.trainer_build import build_anew, divide_loss, switch_on
+from autoplan.planner.apply.trainer_build import build_anew, divide_loss, switch_on, with_batch_size
 from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
 from autoplan.planner.changes import refuse_changed_parts
 from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
@@ -35,6 +35,7 @@ NOT_DIVIDED = 0.01
 def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, changed_ok: bool = False) -> Any:
     """What Plan.apply_to calls; its docstring says the parameters and errors."""
     from autoplan.strategies.workloads.trainers import class_names, read_source
+    from autoplan.strategies.workloads.trainers.trainer_data import refuse_other_batch_size
 
     if "transformers.trainer.Trainer" not in class_names(trainer):
         raise WorkloadError(
@@ -64,6 +65,7 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
     optimizer = _optimizer(plan, trainer)
     if not changed_ok:
         refuse_other_training(plan, optimizer, trainer.model)
+    refuse_other_batch_size(with_batch_size(trainer, plan.config.micro_batch))
     arguments, not_carried = _arguments(plan, trainer)
     share = _divided_share(plan, trainer, workload)
     not_carried += _prepare_model(plan, trainer, workload)

@@ -7,6 +7,7 @@ the arguments are carried over.
 
 from __future__ import annotations
 
+import copy
 import os
 import types
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,19 @@ def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (N
     if reference is not None and made.accelerator.mixed_precision != "no":
         made.ref_model = made.accelerator.prepare_model(reference, evaluation_mode=True)
     return made
+
+
+def with_batch_size(trainer: Any, size: int) -> Any:
+    """A copy of a Trainer with another per_device_train_batch_size, to ask which loader it would make.
+
+    New arguments are not made for it: making them takes the accelerator's state from the Trainer that is there.
+    """
+    twin = copy.copy(trainer)
+    vars(twin).update({name: of_another(value, trainer, twin) for name, value in vars(trainer).items()})
+    twin.args = copy.copy(trainer.args)
+    twin.args.per_device_train_batch_size = size
+    twin._train_batch_size = twin.args.train_batch_size
+    return twin
 
 
 def of_another(value: Any, old: Any, new: Any) -> Any:

@@ -166,6 +166,28 @@ def test_several_gpus_without_torchrun_are_refused(tmp_path: Path) -> None:
         assert hint in raised.value.hint
 
 
+def test_a_loader_that_ignores_the_plans_micro_batch_is_refused(tmp_path: Path) -> None:
+    class Fixed(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+    class Follows(Trainer):
+        def get_train_dataloader(self) -> Any:
+            size = self._train_batch_size
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
+
+    trainer = llama_trainer(tmp_path, Fixed)
+    with pytest.raises(WorkloadError, match="Fixed gives batches of 4 samples where the arguments ask for 2") as raised:
+        apply(plan_for(trainer), trainer)
+    assert trainer.get_train_dataloader().batch_size == 4, "it is left as it was"
+    assert "self._train_batch_size" in raised.value.hint
+    made, _ = apply(plan_for(trainer, micro_batch=4), trainer)
+    assert made.state.global_step == 0
+    trainer = llama_trainer(tmp_path, Follows)
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.get_train_dataloader().batch_size == 2
+
+
 def test_the_trainers_own_loop_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
     trainer = t5_trainer(tmp_path)
     plan = plan_for(trainer)

@@ -265,6 +265,16 @@ def test_datasets_that_do_not_do(make: Callable[[Path], Any], text: str, tmp_pat
         autoplan.from_trainer(make(tmp_path))
 
 
+def test_a_loader_of_another_batch_size_than_the_arguments_is_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=self.sampler)
+
+    for sampler in ([[0, 1], [2, 3]], torch.utils.data.BatchSampler(range(64), 2, drop_last=True)):
+        with pytest.raises(WorkloadError, match="Own gives batches of 2 samples where the arguments ask for 4"):
+            autoplan.from_trainer(_with(llama_trainer(tmp_path, Own), sampler=sampler))
+
+
 def test_a_trainer_that_trained_is_refused(tmp_path: Path) -> None:
     trainer = llama_trainer(tmp_path)
     trainer.train()
