@@ -131,11 +131,11 @@ def _optimizer(plan: PlanLike, trainer: Any) -> torch.optim.Optimizer:
 
 def _optimizers(plan: PlanLike, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """What Trainer(optimizers=) takes; with FSDP it makes the optimizer itself."""
-    from autoplan.strategies.workloads.trainers.trainer_loss import SameSchedule
+    from autoplan.strategies.workloads.trainers.schedules import same_schedule
 
     if plan.config.dp_shard > 1:
         return None, None
-    return optimizer, None if trainer.lr_scheduler is None else SameSchedule(trainer.lr_scheduler)(optimizer)
+    return optimizer, None if trainer.lr_scheduler is None else same_schedule(trainer.lr_scheduler)(optimizer)
 
 
 def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:

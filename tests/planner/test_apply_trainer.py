@@ -127,6 +127,33 @@ def test_a_loader_without_workers_takes_the_place_of_one_with_workers(tmp_path: 
     assert made.state.global_step == 3
 
 
+class InOrder(torch.optim.lr_scheduler.SequentialLR):
+    """A warm-up and a decay."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        schedules = torch.optim.lr_scheduler
+        parts = [schedules.LinearLR(optimizer, 0.1, total_iters=1), schedules.ExponentialLR(optimizer, 0.5)]
+        super().__init__(optimizer, parts, milestones=[1])
+
+
+@pytest.mark.parametrize("kind", [InOrder, torch.optim.lr_scheduler.ReduceLROnPlateau])
+def test_schedules_of_the_users_own(kind: Any, tmp_path: Path) -> None:
+    def given() -> Any:
+        trainer = llama_trainer(tmp_path)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.lr_scheduler = kind(trainer.optimizer)
+        return trainer
+
+    alone = given()
+    as_it_was = trained(alone)
+    trainer = given()
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.lr_scheduler.optimizer is made.optimizer is not trainer.optimizer
+    assert all(torch.allclose(a, b, atol=FP32) for a, b in zip(as_it_was, trained(made), strict=True))
+    rates = [[entry["learning_rate"] for entry in one.state.log_history if "loss" in entry] for one in (alone, made)]
+    assert len(rates[0]) == 3 and rates[0] == rates[1]
+
+
 def test_what_the_trainer_cannot_carry_is_said(tmp_path: Path) -> None:
     trainer = llama_trainer(tmp_path)
     made, said = apply(plan_for(trainer, checkpointing="selective"), trainer)

@@ -19,8 +19,9 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
 from autoplan.strategies.workloads.trainers import TrainingSource
 from autoplan.strategies.workloads.trainers.copies import copy_model
+from autoplan.strategies.workloads.trainers.schedules import same_schedule
 from autoplan.strategies.workloads.trainers.trainer_data import read_batches, steps_of_training
-from autoplan.strategies.workloads.trainers.trainer_loss import SameSchedule, TrainerLoss, TrainerSchedule
+from autoplan.strategies.workloads.trainers.trainer_loss import TrainerLoss, TrainerSchedule
 from autoplan.strategies.workloads.trainers.trainer_parts import make_parts
 from autoplan.strategies.workloads.workload import Workload
 
@@ -151,7 +152,7 @@ def _schedule(trainer: Any, parts: Any, steps: int) -> tuple[Any, list[str]]:
     if by_metric:
         return None, ["the schedule is stepped after evaluations, which trials do not run: their rate is constant"]
     if given is not None:
-        return SameSchedule(given), []
+        return same_schedule(given), []
     return TrainerSchedule(parts, steps), [
         f"learning-rate schedule {kind} over {steps} steps, as its arguments make it"
     ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -89,7 +90,21 @@ def test_steps_are_those_of_the_trainers_own_loop(name: str, tmp_path: Path) -> 
     assert max(found.values()) < FP32, found
 
 
-def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
+def sequential(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=1), schedules.ExponentialLR(optimizer, 0.5)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[1])
+
+
+def nested(optimizer: torch.optim.Optimizer) -> Any:
+    return schedules.ChainedScheduler([sequential(optimizer), schedules.StepLR(optimizer, 2, gamma=0.5)], optimizer)
+
+
+def by_function(optimizer: torch.optim.Optimizer) -> Any:
+    return schedules.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+
+
+@pytest.mark.parametrize("make", [by_function, sequential, nested])
+def test_the_users_own_optimizer_and_schedule(make: Callable[[Any], Any], tmp_path: Path) -> None:
     def trainer(**parts: Any) -> Any:
         return llama_trainer(tmp_path, **parts)
 
@@ -97,16 +112,17 @@ def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.SGD([{"params": weights, "lr": 0.5}, {"params": others, "momentum": 0.9}], lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
     made = Trainer(
         model=model,
         args=arguments(tmp_path),
         train_dataset=trainer().train_dataset,
         data_collator=trainer().data_collator,
-        optimizers=(optimizer, schedule),
+        optimizers=(optimizer, make(optimizer)),
     )
     found = differences(made, 4)
-    assert found["parameters"] < FP32 and found["loss"] < FP32, found
+    assert max(found["parameters"], found["loss"], found["learning_rate"]) < FP32, found
+
+
 
 
 def test_what_it_takes_is_left_as_it_was(tmp_path: Path) -> None:
