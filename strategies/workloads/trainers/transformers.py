@@ -102,7 +102,7 @@ def make_optimizer(trainer: Any) -> torch.optim.Optimizer:
     if twin.optimizer is not None:
         return _as_at_the_start(twin.optimizer)
     try:
-        made = twin.create_optimizer()
+        made = twin.create_optimizer() or twin.optimizer  # some set it, and return nothing
     except Exception as error:
         raise WorkloadError(
             f"the optimizer {trainer.args.optim} of the {type(trainer).__name__} cannot be made: "

@@ -123,6 +123,15 @@ def test_the_users_own_optimizer_and_schedule(make: Callable[[Any], Any], tmp_pa
     assert max(found["parameters"], found["loss"], found["learning_rate"]) < FP32, found
 
 
+def test_an_optimizer_that_is_set_and_not_returned(tmp_path: Path) -> None:
+    class Sets(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    trainer = llama_trainer(tmp_path, Sets)
+    workload = autoplan.from_trainer(trainer)
+    optimizer = workload.build_optimizer(workload.build_model().parameters())
+    assert isinstance(optimizer, torch.optim.SGD) and trainer.optimizer is None
 
 
 def test_what_it_takes_is_left_as_it_was(tmp_path: Path) -> None:
