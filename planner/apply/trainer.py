@@ -17,7 +17,7 @@ from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.apply.prepare import check_before_use, refuse_other_training, warn_of_other_hardware
 from autoplan.planner.apply.trainer_arguments import loader_values, named_arguments, plan_values
-from autoplan.planner.apply.trainer_build import build_anew, divide_loss, switch_on
+from autoplan.planner.apply.trainer_build import build_anew, divide_loss, switch_on, with_batch_size
 from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
 from autoplan.planner.changes import refuse_changed_parts
 from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
@@ -35,6 +35,7 @@ NOT_DIVIDED = 0.01
 def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, changed_ok: bool = False) -> Any:
     """What Plan.apply_to calls; its docstring says the parameters and errors."""
     from autoplan.strategies.workloads.trainers import class_names, read_source
+    from autoplan.strategies.workloads.trainers.trainer_data import refuse_other_batch_size
 
     if "transformers.trainer.Trainer" not in class_names(trainer):
         raise WorkloadError(
@@ -64,6 +65,7 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
     optimizer = _optimizer(plan, trainer)
     if not changed_ok:
         refuse_other_training(plan, optimizer, trainer.model)
+    refuse_other_batch_size(with_batch_size(trainer, plan.config.micro_batch))
     arguments, not_carried = _arguments(plan, trainer)
     share = _divided_share(plan, trainer, workload)
     not_carried += _prepare_model(plan, trainer, workload)
@@ -86,8 +88,17 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
 
 
 def _refuse_world(plan: PlanLike, trainer: Any) -> None:
-    """Refuses a plan of another number of processes than this Trainer trains on."""
+    """Refuses a plan of another number of processes than this Trainer trains on, and a process with several GPUs."""
     here, wanted = int(trainer.args.world_size), plan.config.world_size
+    if (gpus := int(trainer.args.n_gpu)) > 1:
+        raise PlanError(
+            f"this process sees {gpus} GPUs, and the Trainer would split each batch over them (DataParallel); a plan "
+            "has one process for each GPU",
+            hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), "
+            "and apply it."
+            if wanted > 1
+            else "Set CUDA_VISIBLE_DEVICES to one GPU before the script starts.",
+        )
     if here == wanted:
         return
     raise PlanError(
@@ -120,18 +131,18 @@ def _optimizer(plan: PlanLike, trainer: Any) -> torch.optim.Optimizer:
 
 def _optimizers(plan: PlanLike, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """What Trainer(optimizers=) takes; with FSDP it makes the optimizer itself."""
-    from autoplan.strategies.workloads.trainers.trainer_loss import SameSchedule
+    from autoplan.strategies.workloads.trainers.schedules import same_schedule
 
     if plan.config.dp_shard > 1:
         return None, None
-    return optimizer, None if trainer.lr_scheduler is None else SameSchedule(trainer.lr_scheduler)(optimizer)
+    return optimizer, None if trainer.lr_scheduler is None else same_schedule(trainer.lr_scheduler)(optimizer)
 
 
 def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
     """The Trainer's arguments with the plan's values, and what they cannot express.
 
     Raises:
-        PlanError: the plan has a layout that no argument says.
+        PlanError: the plan has a layout that no argument says, or fp16 on a CPU.
     """
     keys = pick_table("transformers", importlib.metadata.version("transformers"))["keys"]
     config = plan.config
@@ -140,7 +151,9 @@ def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
         values, not_carried = plan_values(config, accumulation=accumulation, device=plan.device, keys=keys)
     except ExportError as error:
         raise PlanError(error.flag_message, hint=error.flag_hint) from error
-    named = named_arguments(config, values | loader_values(setting_of(plan)), keys)
+    loading = loader_values(setting_of(plan))
+    named = named_arguments(config, values | loading, keys)
+    named |= {key: None for term, value in loading.items() if value is None and (key := keys.get(term)) is not None}
     fields = {field.name for field in dataclasses.fields(trainer.args) if field.init}
     for new, old in (("activation_checkpointing", "gradient_checkpointing"),):
         for suffix in ("", "_kwargs"):

@@ -26,8 +26,9 @@ def plan_values(
         keys: The names of the arguments, by the plan's terms.
 
     Raises:
-        ExportError: it uses tensor or pipeline parallelism, or replicas of shards.
+        ExportError: it uses tensor or pipeline parallelism, replicas of shards, or fp16 on a CPU.
     """
+    refuse_fp16_on_cpu(config, device)
     if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
         raise ExportError(
             f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
@@ -54,14 +55,31 @@ def plan_values(
     return values, not_carried
 
 
+def refuse_fp16_on_cpu(config: TrainingConfig, device: str) -> None:
+    """Refuses what accelerate, and the Trainer, which runs on it, would train in fp32 without a word.
+
+    Raises:
+        ExportError: the plan has fp16 for a CPU.
+    """
+    if config.precision == "fp16" and device == "cpu":
+        raise ExportError(
+            "the plan has precision=fp16 for a CPU. accelerate, and the Trainer with it, leaves fp16 out on a CPU "
+            "without a word: the training would be in fp32",
+            hint="Search with --fix precision=bf16 or --fix precision=fp32, or use plan.prepare() in your own loop or "
+            "the target pytorch, which train in fp16 as measured.",
+        )
+
+
 def loader_values(setting: LoaderSetting | None) -> dict[str, Any]:
     """The loader's setting by the plan's terms; empty where none was measured: the Trainer's own stays."""
     if setting is None:
         return {}
-    values: dict[str, Any] = {"loader_workers": setting.workers, "loader_pin_memory": setting.pin_memory}
-    if setting.workers:
-        values |= {"loader_prefetch_factor": setting.prefetch_factor or 2, "loader_persistent_workers": True}
-    return values
+    return {
+        "loader_workers": setting.workers,
+        "loader_pin_memory": setting.pin_memory,
+        "loader_prefetch_factor": setting.prefetch_factor or 2 if setting.workers else None,
+        "loader_persistent_workers": setting.workers > 0,
+    }
 
 
 def device_not_carried(config: TrainingConfig, tool: str) -> list[str]:

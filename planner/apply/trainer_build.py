@@ -7,7 +7,9 @@ the arguments are carried over.
 
 from __future__ import annotations
 
+import copy
 import os
+import types
 from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.apply.trainer_arguments import compiles_in_place
@@ -48,6 +50,8 @@ COMPILER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
 def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (None, None)) -> Any:
     """A Trainer of the same class with other arguments: everything that does not depend on them is the old one's.
 
+    A callback that holds the old Trainer, or a method of it, holds the new one afterwards.
+
     Args:
         trainer: The old one.
         arguments: Its TrainingArguments, of the class of the old ones.
@@ -74,13 +78,39 @@ def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (N
     )
     for name, value in vars(trainer).items():
         if name not in BUILT_ANEW:
-            setattr(made, name, value)
+            setattr(made, name, of_another(value, trainer, made))
     made.model_init = None  # it would make another model when train() begins
     made.callback_handler.callbacks = list(trainer.callback_handler.callbacks)
+    for callback in made.callback_handler.callbacks:
+        for name, value in list(vars(callback).items()):
+            if (new := of_another(value, trainer, made)) is not value:
+                vars(callback)[name] = new
     reference = getattr(trainer, "ref_model", None)
     if reference is not None and made.accelerator.mixed_precision != "no":
         made.ref_model = made.accelerator.prepare_model(reference, evaluation_mode=True)
     return made
+
+
+def with_batch_size(trainer: Any, size: int) -> Any:
+    """A copy of a Trainer with another per_device_train_batch_size, to ask which loader it would make.
+
+    New arguments are not made for it: making them takes the accelerator's state from the Trainer that is there.
+    """
+    twin = copy.copy(trainer)
+    vars(twin).update({name: of_another(value, trainer, twin) for name, value in vars(trainer).items()})
+    twin.args = copy.copy(trainer.args)
+    twin.args.per_device_train_batch_size = size
+    twin._train_batch_size = twin.args.train_batch_size
+    return twin
+
+
+def of_another(value: Any, old: Any, new: Any) -> Any:
+    """The value; where it is the old Trainer or a method of it, the new one or its method."""
+    if value is old:
+        return new
+    if isinstance(value, types.MethodType) and value.__self__ is old:
+        return types.MethodType(value.__func__, new)
+    return value
 
 
 def switch_on(model: Any, config: TrainingConfig, device: str) -> None:

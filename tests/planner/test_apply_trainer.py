@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.trainer_arguments import compiles_in_place, plan_values
 from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
+from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
 from tests.strategies.tiny_trainers import OwnLoss, llama_trainer, summed_loss, t5_trainer, vit_trainer
@@ -92,6 +94,66 @@ def test_callbacks_and_arguments_are_carried_over(tmp_path: Path) -> None:
     assert mine.steps == 3 and made.state.global_step == 3 and made.accelerator.mixed_precision == "bf16"
 
 
+def test_who_holds_the_trainer_gets_the_new_one(tmp_path: Path) -> None:
+    class Logging(TrainerCallback):
+        def __init__(self, trainer: Trainer) -> None:
+            self.trainer, self.log, self.name = trainer, trainer.log, "mine"
+
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            self.trainer.log({"by_trainer": 1.0})
+            self.log({"by_method": 1.0})
+
+    trainer = llama_trainer(tmp_path)
+    trainer.add_callback(Logging(trainer))
+    trainer.itself = trainer
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.itself is made and trainer.itself is trainer
+    made.train()
+    for name in ("by_trainer", "by_method"):
+        assert [sum(name in entry for entry in one.state.log_history) for one in (trainer, made)] == [0, 3]
+
+
+def test_a_loader_without_workers_takes_the_place_of_one_with_workers(tmp_path: Path) -> None:
+    trainer = llama_trainer(
+        tmp_path, dataloader_num_workers=2, dataloader_prefetch_factor=4, dataloader_persistent_workers=True
+    )
+    measured = Loading(
+        source="list", identity="0" * 16, setting=LoaderSetting(workers=0), waiting_share=0.0, samples_per_s=800.0
+    )
+    made, _ = apply(plan_for(trainer).model_copy(update={"loading": measured}), trainer)
+    loader = made.get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (0, None, False)
+    made.train()
+    assert made.state.global_step == 3
+
+
+class InOrder(torch.optim.lr_scheduler.SequentialLR):
+    """A warm-up and a decay."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        schedules = torch.optim.lr_scheduler
+        parts = [schedules.LinearLR(optimizer, 0.1, total_iters=1), schedules.ExponentialLR(optimizer, 0.5)]
+        super().__init__(optimizer, parts, milestones=[1])
+
+
+@pytest.mark.parametrize("kind", [InOrder, torch.optim.lr_scheduler.ReduceLROnPlateau])
+def test_schedules_of_the_users_own(kind: Any, tmp_path: Path) -> None:
+    def given() -> Any:
+        trainer = llama_trainer(tmp_path)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.lr_scheduler = kind(trainer.optimizer)
+        return trainer
+
+    alone = given()
+    as_it_was = trained(alone)
+    trainer = given()
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.lr_scheduler.optimizer is made.optimizer is not trainer.optimizer
+    assert all(torch.allclose(a, b, atol=FP32) for a, b in zip(as_it_was, trained(made), strict=True))
+    rates = [[entry["learning_rate"] for entry in one.state.log_history if "loss" in entry] for one in (alone, made)]
+    assert len(rates[0]) == 3 and rates[0] == rates[1]
+
+
 def test_what_the_trainer_cannot_carry_is_said(tmp_path: Path) -> None:
     trainer = llama_trainer(tmp_path)
     made, said = apply(plan_for(trainer, checkpointing="selective"), trainer)
@@ -108,9 +170,49 @@ def test_refusals(tmp_path: Path) -> None:
         apply(plan, llama_trainer(tmp_path, OwnLoss))
     with pytest.raises(WorkloadError, match="the loop lacks optimizer, dataloader"):
         apply(plan, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="leaves fp16 out on a CPU") as raised:
+        apply(plan_for(trainer, precision="fp16"), trainer)
+    assert "plan.prepare()" in raised.value.hint
     trainer.train()
     with pytest.raises(WorkloadError, match=r"train\(\) of this Trainer has begun"):
         apply(plan, trainer)
+
+
+def test_several_gpus_without_torchrun_are_refused(tmp_path: Path) -> None:
+    """The Trainer would split each micro-batch over them; the arguments of a machine with two are put together here."""
+
+    class OfTwo(TrainingArguments):
+        n_gpu = property(lambda self: 2)  # type: ignore[assignment]
+
+    trainer = llama_trainer(tmp_path)
+    plans = [plan_for(trainer, dp_replicate=ranks) for ranks in (1, 2)]
+    trainer.args.__class__ = OfTwo
+    for plan, hint in zip(plans, ("CUDA_VISIBLE_DEVICES", "torchrun --nproc-per-node 2"), strict=True):
+        with pytest.raises(PlanError, match="sees 2 GPUs") as raised:
+            apply(plan, trainer)
+        assert hint in raised.value.hint
+
+
+def test_a_loader_that_ignores_the_plans_micro_batch_is_refused(tmp_path: Path) -> None:
+    class Fixed(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+    class Follows(Trainer):
+        def get_train_dataloader(self) -> Any:
+            size = self._train_batch_size
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
+
+    trainer = llama_trainer(tmp_path, Fixed)
+    with pytest.raises(WorkloadError, match="Fixed gives batches of 4 samples where the arguments ask for 2") as raised:
+        apply(plan_for(trainer), trainer)
+    assert trainer.get_train_dataloader().batch_size == 4, "it is left as it was"
+    assert "self._train_batch_size" in raised.value.hint
+    made, _ = apply(plan_for(trainer, micro_batch=4), trainer)
+    assert made.state.global_step == 0
+    trainer = llama_trainer(tmp_path, Follows)
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.get_train_dataloader().batch_size == 2
 
 
 def test_the_trainers_own_loop_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:

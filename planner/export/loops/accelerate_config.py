@@ -14,7 +14,7 @@ import yaml
 
 from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import installed_version, key_table
-from autoplan.planner.apply.trainer_arguments import device_not_carried
+from autoplan.planner.apply.trainer_arguments import device_not_carried, refuse_fp16_on_cpu
 from autoplan.planner.export.base import Export, companion_name, same_or_error
 from autoplan.planner.export.loops import loop_companion
 from autoplan.planner.export.loops.accelerate_companion import PRECISIONS, companion
@@ -78,13 +78,14 @@ def values(plan: Plan) -> dict[str, Any]:
     """The values of the file by the plan's term; None: not in the file.
 
     Raises:
-        ExportError: tensor or pipeline parallelism, or shards on a CPU.
+        ExportError: tensor or pipeline parallelism, or shards or fp16 on a CPU.
     """
     config = plan.config
     refuse_model_parallelism("Accelerate", config, replicas_of_shards=True)
     shards = config.dp_shard > 1
     if shards and plan.device == "cpu":
         raise refusal("Accelerate", "shards on a CPU", f"dp_shard={config.dp_shard} for a CPU")
+    refuse_fp16_on_cpu(config, plan.device)
     document: dict[str, Any] = {
         "environment": "LOCAL_MACHINE",
         "distributed": "FSDP" if shards else "MULTI_GPU" if config.dp > 1 else "NO",

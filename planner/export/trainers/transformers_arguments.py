@@ -39,7 +39,7 @@ def training_arguments(
         trained: What the workload trains with.
 
     Raises:
-        ExportError: the plan uses tensor or pipeline parallelism, or replicas of shards.
+        ExportError: the plan uses tensor or pipeline parallelism, replicas of shards, or fp16 on a CPU.
     """
     values, not_carried = plan_values(plan.config, accumulation=plan.accumulation, device=plan.device, keys=keys)
     values |= {"drop_last": True} | loader_values(setting_of(plan)) | trained.values

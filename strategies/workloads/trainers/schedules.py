@@ -67,9 +67,19 @@ def read_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[
             "the schedule is ReduceLROnPlateau, which takes a metric at each step; trials have none",
             hint="Search without it: hand in an optimizer that has no schedule, and step it yourself in training.",
         )
-    without = {id(owner): None, id(optimizer): None}  # the optimizer holds the model, and is made anew
+    return same_schedule(inner)
+
+
+def same_schedule(schedule: Any) -> Callable[[torch.optim.Optimizer], Any]:
+    """A function that makes a schedule like this one, as far as it has come, over another optimizer.
+
+    Args:
+        schedule: One of torch, also one that is made of several.
+    """
+    optimizer = plain_optimizer(schedule.optimizer)
+    without = {id(schedule.optimizer): None, id(optimizer): None}  # it holds the model, and is made anew
     rates = [(group.get("initial_lr", group["lr"]), group["lr"]) for group in optimizer.param_groups]
-    return functools.partial(schedule_over, copy.deepcopy(inner, without), rates)
+    return functools.partial(schedule_over, copy.deepcopy(schedule, without), rates)
 
 
 def at_the_start(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -92,10 +102,15 @@ def schedule_over(detached: Any, rates: list[tuple[Any, Any]], optimizer: torch.
         optimizer: With as many groups.
     """
     made = copy.deepcopy(detached)
-    for one in (made, *vars(made).get("_schedulers", ())):
+    for one in _with_parts(made):
         one.optimizer = optimizer
         if hasattr(one, "_step_count"):
             one._step_count += 1  # torch warns at a first step whose optimizer it has not patched itself
     for group, (initial, rate) in zip(optimizer.param_groups, rates, strict=True):
         group["initial_lr"], group["lr"] = initial, rate
     return made
+
+
+def _with_parts(schedule: Any) -> list[Any]:
+    """A schedule and those that it is made of, at any depth."""
+    return [schedule, *(one for part in vars(schedule).get("_schedulers", ()) for one in _with_parts(part))]

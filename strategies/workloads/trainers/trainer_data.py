@@ -86,7 +86,8 @@ def read_batches(trainer: Any, global_batch: int, seed: int) -> tuple[TrainerBat
         seed: For collators that draw.
 
     Raises:
-        WorkloadError: there is no dataset, it has no length, or it is smaller than a global batch.
+        WorkloadError: there is no dataset, it has no length, it is smaller than a global batch, or the loader's
+            batches are not those of the arguments.
     """
     with _random_state_kept():
         loader = _loader_of(trainer)
@@ -106,11 +107,35 @@ def read_batches(trainer: Any, global_batch: int, seed: int) -> tuple[TrainerBat
                 "whole",
                 hint="Give more samples, or a smaller batch.",
             )
-        flat = itertools.chain.from_iterable(sampler)
+        lists = iter(sampler)
+        first = next(lists, [])
+        _refuse_batch_size(trainer, len(first))
+        flat = itertools.chain(first, itertools.chain.from_iterable(lists))
         order = tuple(int(place) for place in itertools.islice(flat, KEPT_STEPS * global_batch))
         collate = _without_logger(loader.collate_fn)
         _check_mapping(_collated(collate, fetch(dataset, order[:1]), seed))
         return with_form(dataset, collate, order, seed), _notes(trainer, dataset, order, global_batch)
+
+
+def refuse_other_batch_size(trainer: Any) -> None:
+    """Refuses a Trainer whose loader's batches are not those of its arguments. It is left as it was.
+
+    Raises:
+        WorkloadError: they are not.
+    """
+    with _random_state_kept():
+        _refuse_batch_size(trainer, len(next(iter(_loader_of(trainer).batch_sampler), [])))
+
+
+def _refuse_batch_size(trainer: Any, found: int) -> None:
+    wanted = int(trainer._train_batch_size)
+    if found != wanted:
+        raise WorkloadError(
+            f"get_train_dataloader() of the {type(trainer).__name__} gives batches of {found} samples where the "
+            f"arguments ask for {wanted}; a plan sets the batch size by per_device_train_batch_size",
+            hint="Have get_train_dataloader() make batches of self._train_batch_size samples, which follows that "
+            "argument.",
+        )
 
 
 def _without_logger(collate: Any) -> Any:

@@ -129,20 +129,6 @@ class TrainerSchedule:
         return parts.create_scheduler(num_training_steps=self.steps, optimizer=optimizer)
 
 
-class SameSchedule:
-    """Makes the schedule that the user handed to the Trainer, over another optimizer."""
-
-    def __init__(self, schedule: Any) -> None:
-        self.schedule = schedule
-
-    def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # has the optimizer count its steps
-        made = copy.deepcopy(self.schedule, {id(self.schedule.optimizer): optimizer})
-        for group, initial, rate in zip(optimizer.param_groups, made.base_lrs, made.get_last_lr(), strict=True):
-            group["initial_lr"], group["lr"] = initial, rate
-        return made
-
-
 def is_scaled(parts: Any, items: Any) -> bool:
     """Whether the Trainer takes the loss as divided by the items of the whole step; else it divides by accumulation."""
     said = getattr(type(parts), "loss_is_scaled_for_ga", None)

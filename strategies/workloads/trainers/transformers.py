@@ -19,8 +19,9 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
 from autoplan.strategies.workloads.trainers import TrainingSource
 from autoplan.strategies.workloads.trainers.copies import copy_model
+from autoplan.strategies.workloads.trainers.schedules import same_schedule
 from autoplan.strategies.workloads.trainers.trainer_data import read_batches, steps_of_training
-from autoplan.strategies.workloads.trainers.trainer_loss import SameSchedule, TrainerLoss, TrainerSchedule
+from autoplan.strategies.workloads.trainers.trainer_loss import TrainerLoss, TrainerSchedule
 from autoplan.strategies.workloads.trainers.trainer_parts import make_parts
 from autoplan.strategies.workloads.workload import Workload
 
@@ -101,7 +102,7 @@ def make_optimizer(trainer: Any) -> torch.optim.Optimizer:
     if twin.optimizer is not None:
         return _as_at_the_start(twin.optimizer)
     try:
-        made = twin.create_optimizer()
+        made = twin.create_optimizer() or twin.optimizer  # some set it, and return nothing
     except Exception as error:
         raise WorkloadError(
             f"the optimizer {trainer.args.optim} of the {type(trainer).__name__} cannot be made: "
@@ -151,7 +152,7 @@ def _schedule(trainer: Any, parts: Any, steps: int) -> tuple[Any, list[str]]:
     if by_metric:
         return None, ["the schedule is stepped after evaluations, which trials do not run: their rate is constant"]
     if given is not None:
-        return SameSchedule(given), []
+        return same_schedule(given), []
     return TrainerSchedule(parts, steps), [
         f"learning-rate schedule {kind} over {steps} steps, as its arguments make it"
     ]
@@ -240,6 +241,11 @@ def _what_does_not_run(trainer: Any) -> list[str]:
         notes.append("the noise of neftune_noise_alpha is not in trials")
     if getattr(args, "use_liger_kernel", False):
         notes.append("the kernels of use_liger_kernel are not in trials: they are put in when train() begins")
+    if (gpus := int(args.n_gpu)) > 1:
+        notes.append(
+            f"this process sees {gpus} GPUs, over which the Trainer by itself splits each batch (DataParallel): the "
+            f"global batch of {_global_batch(trainer)} is that of all of them"
+        )
     if getattr(trainer, "model_init", None) is not None:
         notes.append("model_init is not called again: the model is as it is now")
     if (method := quantizer_of(trainer.model)) is not None:

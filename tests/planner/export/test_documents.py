@@ -103,7 +103,7 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 def test_training_arguments_are_read_back_by_the_real_class(
     config: TrainingConfig, read_back: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    plan = make_plan(config)
+    plan = make_plan(config, device="cuda" if config.precision == "fp16" else "cpu")
     exported = export_plan(plan, "transformers", tmp_path / "args.json")
     real = read_back[exported.paths[0].read_text()]
     assert real["per_device_train_batch_size"] == config.micro_batch
@@ -207,6 +207,16 @@ def test_shards_on_a_cpu_are_refused_where_accelerate_would_leave_them_out(to: s
     with pytest.raises(ExportError, match="shards on a CPU") as error:
         load_target(to).render(make_plan(TrainingConfig(micro_batch=2, dp_shard=2)), "args")
     assert "deepspeed" in error.value.hint
+
+
+@pytest.mark.parametrize("to", ["transformers", "trl", "accelerate"])
+def test_fp16_on_a_cpu_is_refused_where_accelerate_would_leave_it_out(to: str) -> None:
+    plan = TrainingConfig(micro_batch=2, precision="fp16")
+    with pytest.raises(ExportError, match="leaves fp16 out on a CPU") as error:
+        load_target(to).render(make_plan(plan), "args")
+    assert "precision=bf16" in error.value.flag_hint and "pytorch" in error.value.hint
+    settings = yaml.safe_load(next(iter(load_target(to).render(make_plan(plan, device="cuda"), "args").files.values())))
+    assert settings.get("fp16") is True or settings["mixed_precision"] == "fp16"
 
 
 @pytest.mark.parametrize("to", ["transformers", "trl", "accelerate"])

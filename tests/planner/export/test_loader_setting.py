@@ -58,7 +58,12 @@ def test_the_trainer_gets_all_of_it(tmp_path: Path) -> None:
         "dataloader_persistent_workers": True,
         "dataloader_drop_last": True,
     }
-    assert loader_values(LoaderSetting(workers=0)) == {"loader_workers": 0, "loader_pin_memory": False}
+    assert loader_values(LoaderSetting(workers=0)) == {
+        "loader_workers": 0,
+        "loader_pin_memory": False,
+        "loader_prefetch_factor": None,
+        "loader_persistent_workers": False,
+    }
     assert loader_values(setting_of(make_plan())) == {}
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoplan
 from autoplan.errors import UsageError, WorkloadError
@@ -89,7 +90,21 @@ def test_steps_are_those_of_the_trainers_own_loop(name: str, tmp_path: Path) -> 
     assert max(found.values()) < FP32, found
 
 
-def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
+def sequential(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=1), schedules.ExponentialLR(optimizer, 0.5)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[1])
+
+
+def nested(optimizer: torch.optim.Optimizer) -> Any:
+    return schedules.ChainedScheduler([sequential(optimizer), schedules.StepLR(optimizer, 2, gamma=0.5)], optimizer)
+
+
+def by_function(optimizer: torch.optim.Optimizer) -> Any:
+    return schedules.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+
+
+@pytest.mark.parametrize("make", [by_function, sequential, nested])
+def test_the_users_own_optimizer_and_schedule(make: Callable[[Any], Any], tmp_path: Path) -> None:
     def trainer(**parts: Any) -> Any:
         return llama_trainer(tmp_path, **parts)
 
@@ -97,16 +112,26 @@ def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.SGD([{"params": weights, "lr": 0.5}, {"params": others, "momentum": 0.9}], lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
     made = Trainer(
         model=model,
         args=arguments(tmp_path),
         train_dataset=trainer().train_dataset,
         data_collator=trainer().data_collator,
-        optimizers=(optimizer, schedule),
+        optimizers=(optimizer, make(optimizer)),
     )
     found = differences(made, 4)
-    assert found["parameters"] < FP32 and found["loss"] < FP32, found
+    assert max(found["parameters"], found["loss"], found["learning_rate"]) < FP32, found
+
+
+def test_an_optimizer_that_is_set_and_not_returned(tmp_path: Path) -> None:
+    class Sets(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    trainer = llama_trainer(tmp_path, Sets)
+    workload = autoplan.from_trainer(trainer)
+    optimizer = workload.build_optimizer(workload.build_model().parameters())
+    assert isinstance(optimizer, torch.optim.SGD) and trainer.optimizer is None
 
 
 def test_what_it_takes_is_left_as_it_was(tmp_path: Path) -> None:
@@ -265,6 +290,16 @@ def test_datasets_that_do_not_do(make: Callable[[Path], Any], text: str, tmp_pat
         autoplan.from_trainer(make(tmp_path))
 
 
+def test_a_loader_of_another_batch_size_than_the_arguments_is_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=self.sampler)
+
+    for sampler in ([[0, 1], [2, 3]], torch.utils.data.BatchSampler(range(64), 2, drop_last=True)):
+        with pytest.raises(WorkloadError, match="Own gives batches of 2 samples where the arguments ask for 4"):
+            autoplan.from_trainer(_with(llama_trainer(tmp_path, Own), sampler=sampler))
+
+
 def test_a_trainer_that_trained_is_refused(tmp_path: Path) -> None:
     trainer = llama_trainer(tmp_path)
     trainer.train()
@@ -302,6 +337,19 @@ def test_a_quantised_model_that_cannot_be_copied(tmp_path: Path) -> None:
     trainer.model.lm_head.weight = Packed(trainer.model.lm_head.weight.detach())
     with pytest.raises(WorkloadError, match=r"quantised \(4-bit\), and cannot be copied: RuntimeError: packed"):
         autoplan.from_trainer(trainer)
+
+
+def test_several_gpus_of_one_process_are_said(tmp_path: Path) -> None:
+    """The Trainer's batches are those of all GPUs that it sees; the arguments of two are put together here."""
+
+    class OfTwo(TrainingArguments):
+        n_gpu = property(lambda self: 2)  # type: ignore[assignment]
+
+    trainer = _with(llama_trainer(tmp_path), _train_batch_size=8)
+    trainer.args.__class__ = OfTwo
+    workload = autoplan.from_trainer(trainer)
+    assert workload.global_batch == 16
+    assert any("sees 2 GPUs" in note and "global batch of 16" in note for note in workload.notes), workload.notes
 
 
 def test_what_the_plan_decides_is_said(tmp_path: Path) -> None:
