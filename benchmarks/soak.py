@@ -45,11 +45,12 @@ BUDGET_S = 900.0
 """Of a search over all its runs. A search whose budget ends is a finding."""
 
 MARK = "AUTOPLAN_SOAK"
-PHASES = ("inspect", "trace", "baseline", "search", "finalists", "parity", "write")
+PHASES = ("inspect", "trace", "baseline", "search", "finalists", "parity", "claim", "write")
 STAGE_OF = {"plan": "write"}  # the search's own name of the stage
 VICTIMS = ("planner", "zygote", "both", "rank", "child")
 WITHOUT_RANKS = ("write",)
-SPAN_S = {"inspect": 0.5, "trace": 1.0, "baseline": 2.0, "search": 4.0, "finalists": 4.0, "parity": 2.0, "write": 0.05}
+SPAN_S = {"inspect": 0.5, "trace": 1.0, "baseline": 2.0, "search": 1.0, "finalists": 1.5, "parity": 1.5, "claim": 3.0}
+SPAN_S |= {"write": 0.05}
 """A kill comes at a random moment within so many seconds of the phase's beginning."""
 
 
