@@ -108,7 +108,7 @@ def read_batches(trainer: Any, global_batch: int, seed: int) -> tuple[TrainerBat
                 hint="Give more samples, or a smaller batch.",
             )
         lists = iter(sampler)
-        first = next(lists, [])
+        first: list[int] = next(lists, [])
         _refuse_batch_size(trainer, len(first))
         flat = itertools.chain(first, itertools.chain.from_iterable(lists))
         order = tuple(int(place) for place in itertools.islice(flat, KEPT_STEPS * global_batch))
