@@ -165,8 +165,13 @@ def run_once(soak: Soak) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    killed = kill_on_the_way(soak, planner, phase_file)
-    planner.wait()
+    try:
+        killed = kill_on_the_way(soak, planner, phase_file)
+    except BaseException:  # an interrupted soak leaves no search that holds the device
+        planner.kill()
+        raise
+    finally:
+        planner.wait()
     check_end(soak, mark, killed)
     check_record(soak)
     if result_file.exists():
