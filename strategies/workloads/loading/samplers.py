@@ -35,6 +35,15 @@ def is_shard(batch_sampler: Any) -> bool:
     return type(batch_sampler).__name__ == "BatchSamplerShard" and hasattr(batch_sampler, "batch_sampler")
 
 
+def split_over(loader: DataLoader[Any]) -> tuple[str, int] | None:
+    """What splits the samples of a loader over processes already, and over how many; None: nothing."""
+    for holder, name in ((sampler_of(loader), "num_replicas"), (loader.batch_sampler, "num_processes")):
+        processes = getattr(holder, name, 1)
+        if isinstance(processes, int) and processes > 1:
+            return type(holder).__name__, processes
+    return None
+
+
 def is_plain_order(sampler: Any, dataset: Any) -> bool:
     """Whether a sampler is torch's own that gives each sample of the dataset once, shuffled or not."""
     if type(sampler) not in (RandomSampler, SequentialSampler):
