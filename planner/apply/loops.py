@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload
 
 
+PLAN_LOADER = "Or make it of the dataset: plan.loader(dataset, run=run), with run = plan.prepare(...)."
+
+
 class AppliedLoop(NamedTuple):
     """A loop under a plan: `for batch in loader: result = run.step(batch)`.
 
     Attributes:
         run: The training run over the loop's own model.
         loader: The loop's DataLoader with batches of `run.local_batch` samples; a last, smaller batch is dropped. It
-            has the workers that the search measured, where it was given `loader=`.
+            has the workers that the search measured, where it was given `loader=`. On several ranks it gives this rank
+            its share of one order.
     """
 
     run: TrainingRun
@@ -99,13 +103,14 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
 
     Raises:
         WorkloadError: the parts make no training.
-        PlanError: they are not those of the search.
+        PlanError: they are not those of the search, or the ranks cannot share the DataLoader.
     """
     from autoplan.strategies.workloads.trainers.accelerate import read_loop, unwrap_model
     from autoplan.strategies.workloads.trainers.loader import resized
     from autoplan.strategies.workloads.trainers.schedules import at_the_start, plain_optimizer
 
     model, optimizer, dataloader, loss = (*parts, None, None, None, None)[:4]
+    _refuse_split_loader(dataloader)
     settings["global_batch"] = plan.workload.global_batch
     workload = read_loop(model, optimizer, dataloader, loss, **settings).workload
     run = prepare_plan(
@@ -119,7 +124,56 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
         changed_ok=changed_ok,
         read={"count": workload.count, "fixed_micro_batch": workload.fixed_micro_batch},
     )
-    return AppliedLoop(run, resized(dataloader, run.local_batch, setting_of(plan)))
+    order = None if run.mesh is None else _shared_order(run, dataloader, workload.make_batch)
+    return AppliedLoop(run, resized(dataloader, run.local_batch, setting_of(plan), order=order))
+
+
+def _refuse_split_loader(dataloader: Any) -> None:
+    from autoplan.strategies.workloads.loading.samplers import split_over
+    from autoplan.strategies.workloads.trainers.loader import check_loader
+
+    split = None if dataloader is None else split_over(check_loader(dataloader))
+    if split is not None:
+        raise PlanError(
+            f"the DataLoader is split over {split[1]} processes already ({split[0]}), and apply_to splits it itself",
+            hint="Give the DataLoader as it is before it is split, as the search had it. " + PLAN_LOADER,
+        )
+
+
+def _shared_order(run: TrainingRun, dataloader: Any, batches: Any) -> Any:
+    """The samples that this rank takes of one order, as plan.loader shares it.
+
+    Args:
+        run: Of several ranks.
+        dataloader: The loop's own.
+        batches: What was read of it on this rank, with its `order`.
+
+    Raises:
+        PlanError: ranks draw different orders, on each of them.
+    """
+    import torch.distributed as dist
+
+    from autoplan.strategies.techniques.mesh import data_position
+    from autoplan.strategies.workloads.digests import digest
+    from autoplan.strategies.workloads.loading.source import make_order, source_of
+
+    source = source_of(dataloader)
+    found: list[Any] = [None] * dist.get_world_size()
+    own = None if source.sampler is None else digest([list(batches.order)])
+    dist.all_gather_object(found, (len(source.dataset), own))
+    if len(set(found)) > 1:
+        lengths = sorted({length for length, _ in found})
+        what = (
+            f"the dataset has {lengths[0]} samples on one rank and {lengths[-1]} on another"
+            if len(lengths) > 1
+            else f"the sampler {type(source.sampler).__name__} gives other samples on one rank than on another"
+        )
+        raise PlanError(
+            f"{what}, so ranks cannot share its samples",
+            hint="Make it in the same way, with the same seed, on all ranks. " + PLAN_LOADER,
+        )
+    rank, ranks = data_position(run.mesh)
+    return make_order(source, batch_size=run.local_batch, rank=rank, ranks=ranks, seed=run.workload.seed)
 
 
 def apply_to_step(plan: PlanLike, make_step: Any, *, changed_ok: bool = False) -> PlannedStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,44 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+
+
+class RandomNumbers:
+    """Random numbers apart from those of the process: `with numbers:` draws them, and goes on where it left off.
+
+    Inside, torch's generator of the CPU, `random`, NumPy's global generator, and those that are given are as they were
+    left the last time; outside they are as they were before. CUDA's generators are left alone.
+
+    Args:
+        seed: Any whole number.
+        generators: Of torch, besides its own.
+    """
+
+    def __init__(self, seed: int, generators: Iterable[torch.Generator] = ()) -> None:
+        self._generators = (torch.default_generator, *generators)
+        self._outside = self._inside = self._states()
+        for generator in self._generators:
+            generator.manual_seed(seed % 2**63)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        self._outside = self._states()
+        self._set(self._inside)
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = self._states()
+        self._set(self._outside)
+
+    def _states(self) -> tuple[Any, ...]:
+        return [one.get_state() for one in self._generators], random.getstate(), np.random.get_state()
+
+    def _set(self, states: tuple[Any, ...]) -> None:
+        for generator, state in zip(self._generators, states[0], strict=True):
+            generator.set_state(state)
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def with_seeded_batches(workload: Workload) -> Workload:

@@ -40,10 +40,10 @@ OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
 # copies, by chance without them, and by how moments are kept. CPU: measured, 8.4 million parameters on one core, where
 # random numbers and the search of torchao's table cost more than what they move. CUDA: what is moved, counted in
 # techniques/rounded_steps.py and torchao's quantize_8bit_with_qmap; not measured. And operations per tensor.
-MASTER_PASSES = {"cpu": 11.0, "cuda": 3.0}
+MASTER_PASSES = {"cpu": 13.0, "cuda": 6.0}
 CHANCE_PASSES = {"cpu": 46.0, "cuda": 12.0}
 MOMENT_PASSES = {"cpu": np.array([0.0, 118.0, 1140.0]), "cuda": np.array([0.0, 21.0, 210.0])}
-MASTER_LAUNCHES, CHANCE_LAUNCHES = 2.0, 10.0
+MASTER_LAUNCHES, CHANCE_LAUNCHES = 5.0, 10.0
 MOMENT_LAUNCHES = np.array([0.0, 18.0, 130.0])
 # Clipping by the norm reads the gradients, reads them again and writes them: counted.
 CLIP_PASSES = 3.0

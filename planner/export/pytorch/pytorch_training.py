@@ -41,8 +41,8 @@ _ALLOCATOR_NAMES = (
 _PARAMETERS_NAMES = ("rounded_parameters", "_kept_in_fp32", "cast_parameters", "clip_in_fp32")
 _ROUNDED_STEPS_NAMES = (
     *("PIECE_ELEMENTS", "MOMENTS", "MASTER", "ELEMENTWISE", "BLOCK", "LEAST_8BIT_ELEMENTS", "TORCHAO"),
-    *("StepRounding", "_Rounded", "with_rounding", "is_elementwise", "held_by", "like", "widened"),
-    *("round_by_chance", "reason_against_8bit", "load_8bit_states"),
+    *("StepRounding", "_Rounded", "with_rounding", "is_elementwise", "held_by", "like", "differs"),
+    *("widened", "round_by_chance", "reason_against_8bit", "load_8bit_states"),
 )
 _CONFIG_ERROR = """class ConfigError(ValueError):
     def __init__(self, message, *, hint=None):

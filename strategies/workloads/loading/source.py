@@ -6,7 +6,6 @@ Out: a `LoaderSpec`; and from that, in a rank, a `LoaderSource`. `spec_of_text` 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ from autoplan.strategies.workloads.loading.settings import LoaderSetting, Loader
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+    from autoplan.strategies.workloads.loading.order import OwnOrder, SampleOrder
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 
@@ -128,9 +129,9 @@ def source_of(value: Any) -> LoaderSource:
     Raises:
         WorkloadError: it is none; or a DataLoader without a batch size, whose dataset makes the batches.
     """
-    from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+    from torch.utils.data import DataLoader, RandomSampler
 
-    from autoplan.strategies.workloads.loading.samplers import sampler_of
+    from autoplan.strategies.workloads.loading.samplers import is_plain_order, sampler_of
 
     value = getattr(value, "base_dataloader", value)  # what accelerator.prepare makes of a DataLoader
     if not isinstance(value, DataLoader):
@@ -154,7 +155,7 @@ def source_of(value: Any) -> LoaderSource:
             hint="Give the DataLoader a batch_size, and a dataset whose items are single samples.",
         )
     sampler = sampler_of(value)
-    if type(sampler) in (RandomSampler, SequentialSampler):
+    if is_plain_order(sampler, value.dataset):
         return LoaderSource(**common, shuffled=type(sampler) is RandomSampler)
     return LoaderSource(**common, sampler=sampler)
 
@@ -227,8 +228,8 @@ def make_loader(
         setting: Workers, prefetch factor, pinned memory.
         batch_size: Samples of a batch of this rank. A last, smaller batch is dropped.
         rank, ranks: Which share of the samples; a stream splits itself.
-        seed: Of the order.
-        start: Samples of all ranks that were seen before.
+        seed: Of the order, also of what the user's own sampler draws.
+        start: Samples of all ranks that were seen before. A stream is gone over up to there.
         named: Failures come as a batch that says the index (`named.py`).
         timeout_s: A batch that takes a worker longer is an error; 0: never.
 
@@ -238,21 +239,13 @@ def make_loader(
     from torch.utils.data import DataLoader, IterableDataset, default_collate
 
     from autoplan.strategies.workloads.loading.named import NamedCollate, NamedSamples, NamedStream, Stream
-    from autoplan.strategies.workloads.loading.order import SampleOrder
+    from autoplan.strategies.workloads.loading.order import StreamFrom
 
     dataset, collate, order = source.dataset, source.collate_fn or default_collate, None
     if not source.streams:
-        order = _share(source.sampler, rank, ranks)
-        if source.sampler is None:
-            order = SampleOrder(
-                len(dataset),
-                shuffle=source.shuffled,
-                seed=seed,
-                rank=rank,
-                ranks=ranks,
-                start=start,
-                multiple_of=batch_size * ranks,
-            )
+        order = make_order(source, batch_size=batch_size, rank=rank, ranks=ranks, seed=seed, start=start)
+    elif start:
+        dataset = StreamFrom(dataset, start=start, batch_size=batch_size, ranks=ranks)
     if named:
         dataset = NamedStream(dataset) if source.streams else NamedSamples(dataset)
         collate = NamedCollate(collate)
@@ -271,20 +264,27 @@ def make_loader(
     )
 
 
-def _share(sampler: Any, rank: int, ranks: int) -> Any:
-    """The samples of a rank in the order of the user's own sampler, which may be split over the ranks itself."""
-    split = int(getattr(sampler, "num_replicas", 1) or 1) > 1
-    return sampler if sampler is None or ranks == 1 or split else _Share(sampler, rank, ranks)
+def make_order(
+    source: LoaderSource, *, batch_size: int, rank: int = 0, ranks: int = 1, seed: int = 0, start: int = 0
+) -> SampleOrder | OwnOrder:
+    """The samples of one rank, as `make_loader` takes them from a dataset that does not stream.
 
+    Raises:
+        WorkloadError: the dataset has fewer samples than one step takes.
+    """
+    from autoplan.strategies.workloads.loading.order import OwnOrder, SampleOrder
 
-class _Share:
-    """Each `ranks`-th sample of a sampler."""
-
-    def __init__(self, sampler: Any, rank: int, ranks: int) -> None:
-        self.sampler, self.rank, self.ranks = sampler, rank, ranks
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(iter(self.sampler), self.rank, None, self.ranks)
-
-    def __len__(self) -> int:
-        return len(self.sampler) // self.ranks
+    step = batch_size * ranks
+    if source.sampler is None:
+        return SampleOrder(
+            len(source.dataset),
+            shuffle=source.shuffled,
+            seed=seed,
+            rank=rank,
+            ranks=ranks,
+            start=start,
+            multiple_of=step,
+        )
+    if int(getattr(source.sampler, "num_replicas", 1) or 1) > 1:  # it is split over the ranks by itself
+        return OwnOrder(source.sampler, seed=seed, start=start // ranks, multiple_of=batch_size)
+    return OwnOrder(source.sampler, seed=seed, rank=rank, ranks=ranks, start=start, multiple_of=step)

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import batch_size
-from autoplan.strategies.workloads.loading.samplers import is_shard, sampler_of
+from autoplan.strategies.workloads.loading.samplers import is_shard, sampler_of, split_over
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.trainers.trainer_data import TrainerBatches, fetch, with_form
@@ -118,13 +118,16 @@ def read_loader(
     return batches, facts
 
 
-def resized(loader: Any, batch_size: int, setting: LoaderSetting | None = None) -> DataLoader[Any]:
+def resized(
+    loader: Any, batch_size: int, setting: LoaderSetting | None = None, *, order: Any = None
+) -> DataLoader[Any]:
     """The same DataLoader with another batch size: dataset, order of samples and collate_fn stay.
 
     Args:
         loader: A DataLoader, also a prepared one.
         batch_size: Samples of a batch. A last, smaller batch is dropped.
         setting: Its workers, prefetch factor and pinned memory; None: as they are.
+        order: The samples of this rank (`make_order`); None: those of the loader's own sampler.
 
     Raises:
         WorkloadError: it is no DataLoader, or streams.
@@ -141,7 +144,7 @@ def resized(loader: Any, batch_size: int, setting: LoaderSetting | None = None) 
     return DataLoader(
         inner.dataset,
         batch_size=batch_size,
-        sampler=sampler_of(inner),
+        sampler=sampler_of(inner) if order is None else order,
         collate_fn=inner.collate_fn,
         drop_last=True,
         worker_init_fn=inner.worker_init_fn,
@@ -181,7 +184,7 @@ def _indices(loader: DataLoader[Any], seed: int) -> Iterator[int]:
             f"the sampler {type(sampler_of(loader)).__name__} cannot be copied: {type(error).__name__}: {error}",
             hint="Trials need its order without taking it from the training. " + OWN_BATCHES,
         ) from error
-    _refuse_shard(batch_sampler, sampler_of(loader))
+    _refuse_shard(loader)
     numbers = DataLoader(
         cast(Any, _Numbers(len(cast(Sized, loader.dataset)))),
         batch_sampler=batch_sampler,
@@ -199,15 +202,15 @@ def _copied(generator: torch.Generator) -> torch.Generator:
     return other
 
 
-def _refuse_shard(batch_sampler: Any, sampler: Any) -> None:
-    for holder, name in ((sampler, "num_replicas"), (batch_sampler, "num_processes")):
-        processes = getattr(holder, name, 1)
-        if isinstance(processes, int) and processes > 1:
-            raise WorkloadError(
-                f"the DataLoader is one of {processes} processes' ({type(holder).__name__}): a search runs in one",
-                hint="Search from a program that was started by itself (python train.py), with the DataLoader as it "
-                f"is before it is split, and global_batch= of all {processes} processes together.",
-            )
+def _refuse_shard(loader: DataLoader[Any]) -> None:
+    split = split_over(loader)
+    if split is not None:
+        kind, processes = split
+        raise WorkloadError(
+            f"the DataLoader is one of {processes} processes' ({kind}): a search runs in one",
+            hint="Search from a program that was started by itself (python train.py), with the DataLoader as it "
+            f"is before it is split, and global_batch= of all {processes} processes together.",
+        )
 
 
 def _batch_size(loader: DataLoader[Any], seed: int) -> int:

@@ -84,6 +84,27 @@ def test_replicas_round_alike(zygote: Zygote, tmp_path: Path) -> None:
     assert sums[0] == sums[1]
 
 
+def load_and_step(context: RankContext, config: TrainingConfig) -> list[float]:
+    """Writes 2 into every parameter of the model, and steps: the smallest and largest master copy after it."""
+    context.init_process_group("gloo", 60.0)
+    workload = make_workload("gpt2", build_optimizer=adamw)
+    run = prepare(workload, config, device="cpu")
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.fill_(2.0)
+    run.step(run.local_share(workload.make_batch(workload.global_batch, 0)))
+    rounding = rounding_of(run.optimizer)
+    assert rounding is not None
+    found = gather_full({name: rounding.master(p) for name, p in named_parameters(run.model)}, run.mesh)  # type: ignore[misc]
+    return [min(float(t.min()) for t in found.values()), max(float(t.max()) for t in found.values())]
+
+
+def test_weights_that_are_written_into_shards_are_stepped(zygote: Zygote) -> None:
+    report = run_ranks(zygote, load_and_step, 2, (TrainingConfig(**LAYOUTS["fsdp"]),))
+    for rank in report.ranks:
+        assert 1.99 < rank.result[0] <= rank.result[1] < 2.01
+
+
 def train_by_chance(context: RankContext, *rest: Any) -> Any:
     config, steps = rest[0], rest[1]
     context.init_process_group("gloo", 60.0)

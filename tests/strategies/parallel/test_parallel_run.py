@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
-from autoplan.errors import ConfigError
+import autoplan
+from autoplan.errors import ConfigError, PlanError
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import local_tensor, named_parameters
 from autoplan.strategies.techniques.rules import incompatible
+from autoplan.strategies.workloads.sources import spec_from_objects
+from tests.recorded import make_plan
 from tests.strategies.parallel.world import GLOBAL_BATCH, build_gpt2, make_workload, run_ranks
 
 
@@ -72,6 +78,67 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(zygote: Zygote, knobs: dict[s
     results = [rank.result for rank in report.ranks]
     assert results[0] == results[1]
     assert results[0]["skipped"] and results[0]["same"]
+
+
+class Batches:
+    """A batch sampler of one's own: pairs, drawn from a generator of its own or from torch's."""
+
+    def __init__(self, samples: int, seed: int | None) -> None:
+        self.samples, self.numbers = samples, None if seed is None else np.random.default_rng(seed)
+
+    def __iter__(self) -> Any:
+        order: Any = torch.randperm(self.samples) if self.numbers is None else self.numbers.permutation(self.samples)
+        return iter(order.reshape(-1, 2).tolist())
+
+    def __len__(self) -> int:
+        return self.samples // 2
+
+
+def apply_to_a_loop(context: RankContext) -> dict[str, Any]:
+    """Two epochs of the loader that plan.apply_to gives this rank, by how the loop's own loader takes its samples."""
+    context.init_process_group("gloo", 60.0)
+    warnings.simplefilter("ignore")
+    data = [(torch.tensor([float(number)]), torch.zeros(1)) for number in range(18)]
+    loaders = {
+        "in order": DataLoader(data, batch_size=8),
+        "shuffled": DataLoader(data, batch_size=8, shuffle=True),
+        "drawn": DataLoader(data, batch_sampler=Batches(18, None)),
+        "split": DataLoader(data, batch_size=8, sampler=DistributedSampler(data, 2, context.rank)),
+        "apart": DataLoader(data, batch_sampler=Batches(18, context.rank)),
+        "uneven": DataLoader(data[: 18 - context.rank], batch_size=8),
+    }
+    found: dict[str, Any] = {}
+    for name, loader in loaders.items():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        parts = (model, torch.optim.SGD(model.parameters(), lr=0.01), loader, torch.nn.MSELoss())
+        searched = autoplan.from_loop(*parts[:2], loaders["in order"], parts[3], global_batch=8)
+        config = TrainingConfig(micro_batch=2, dp_replicate=2)
+        plan = make_plan(config, workload=spec_from_objects(searched), training=None)
+        try:
+            run, own = plan.apply_to(*parts)
+        except PlanError as error:
+            found[name] = str(error)
+            continue
+        found[name] = [[batch[0].flatten().int().tolist() for batch in own] for _ in range(2)]
+        run.step(next(iter(own)))
+    return found
+
+
+def test_a_loops_own_loader_is_shared_by_its_ranks(zygote: Zygote) -> None:
+    report = run_ranks(zygote, apply_to_a_loop, 2, ())
+    one, other = (rank.result for rank in report.ranks)
+    for name in ("in order", "shuffled", "drawn"):
+        assert [len(epoch) for epoch in one[name]] == [len(epoch) for epoch in other[name]] == [2, 2]
+        for epoch, theirs in zip(one[name], other[name], strict=True):
+            assert len({*sum(epoch, []), *sum(theirs, [])}) == 16, name
+        assert (one[name][0] == one[name][1]) is (name == "in order")
+    assert one["in order"][0] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    for found in (one, other):
+        assert "split over 2 processes already (DistributedSampler)" in found["split"]
+        assert "the sampler _Flat gives other samples on one rank" in found["apart"]
+        assert "the dataset has 17 samples on one rank and 18 on another" in found["uneven"]
+        assert all("plan.loader(dataset, run=run)" in found[name] for name in ("split", "apart", "uneven"))
 
 
 def refuse(context: RankContext, config: TrainingConfig, model: str, options: dict[str, Any]) -> str:

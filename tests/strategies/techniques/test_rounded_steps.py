@@ -211,6 +211,42 @@ def test_the_optimizers_own_state_dict_has_all_that_it_needs():
     assert train(other, 2, 4) == train(run, 2, 4)
 
 
+def test_weights_that_are_loaded_into_the_model_are_what_the_next_step_starts_from():
+    run, other = (prepare(language(NO_DROPOUT), config(**BF16)) for _ in range(2))
+    train(run, 0, 2)
+    with torch.no_grad():
+        for parameter in run.parameters:
+            parameter.mul_(1.5)
+    other.model.load_state_dict(copy.deepcopy(run.model.state_dict()))
+    masters = [rounding_of(other.optimizer).master(p) for p in other.parameters]
+    assert all(torch.equal(one, p.detach().float()) for one, p in zip(masters, run.parameters, strict=True))
+    saved = other.state_dict()["model"]
+    name = "transformer.wpe.weight"
+    assert torch.equal(saved[name], run.model.get_parameter(name).detach().float())
+    before = [p.detach().float() for p in other.parameters]
+    train(other, 0, 1)
+    for start, parameter in zip(before, other.parameters, strict=True):
+        moved = (parameter.detach().float() - start).abs()
+        assert bool((moved <= 2e-3 + 2**-7 * start.abs()).all())  # AdamW's first step is the learning rate, rounded
+
+
+def test_an_element_that_is_written_leaves_the_precision_of_the_others():
+    for size in (8, 7):  # four numbers are compared at once where that goes
+        weight = nn.Parameter(torch.ones(size).bfloat16())
+        optimizer = with_rounding(torch.optim.SGD([weight], lr=1e-4), parameters="bf16", states="own")
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        with torch.no_grad():
+            weight[1] = 5.0
+            weight.data[2] = float("nan")
+        optimizer.step()
+        master = rounding_of(optimizer).master(weight)
+        assert master[1] == 5.0 - torch.tensor(1e-4) and master[2].isnan()
+        assert master[[0, *range(3, size)]].tolist() == pytest.approx([1 - 4e-4] * (size - 2), abs=2e-7)
+        assert weight[1] == 5.0 and bool((weight[[0, 3]] == 1.0).all())
+
+
 @pytest.mark.parametrize(
     ("states", "share"), [("own", 8.0), ("bf16", 4.0), pytest.param("8bit", 2.1, marks=needs_torchao)]
 )

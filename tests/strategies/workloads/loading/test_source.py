@@ -2,13 +2,27 @@
 
 import functools
 import itertools
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.loading.named import Failure, first_and_last
@@ -22,6 +36,7 @@ from autoplan.strategies.workloads.loading.source import (
     spec_of_object,
     spec_of_text,
 )
+from autoplan.strategies.workloads.randomness import seed_generators
 
 ALONE = LoaderSetting(workers=0)
 
@@ -96,6 +111,132 @@ def test_a_loader_drops_the_last_smaller_batch_and_takes_what_a_dataloader_has()
     every_second = DataLoader(Numbers(8), batch_size=2, sampler=[0, 2, 4, 6])
     assert seen(make_loader(source_of(every_second), ALONE, batch_size=2)) == [0, 2, 4, 6]
     assert seen(make_loader(source_of(every_second), ALONE, batch_size=1, rank=1, ranks=2)) == [2, 6]
+
+
+class Drawn(Sampler[int]):
+    """Draws its order from wherever people draw, a sample at a time, and has no length."""
+
+    def __init__(self, samples: int, source: str) -> None:
+        self.samples, self.source = samples, source
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Any:
+        left = list(range(self.samples))
+        while left:
+            at = {
+                "torch": lambda: int(torch.randint(len(left), ())),
+                "random": lambda: random.randrange(len(left)),
+                "numpy": lambda: np.random.randint(len(left)),
+                "own": lambda: int(torch.randint(len(left), (), generator=self.generator)),
+            }[self.source]()
+            yield left.pop(at)
+
+
+@pytest.mark.parametrize("source", ["torch", "random", "numpy", "own", "weighted", "batches"])
+def test_ranks_that_are_seeded_apart_share_the_order_of_a_drawing_sampler(source: str):
+    data = Numbers(26)
+
+    def epochs(rank: int, ranks: int, **given: int) -> list[list[int]]:
+        seed_generators(rank)
+        if source == "weighted":
+            sampler: Any = WeightedRandomSampler([1.0] * 26, 26, replacement=False)
+        else:
+            sampler = Drawn(26, "torch" if source == "batches" else source)
+            sampler.generator.manual_seed(rank)
+        own = DataLoader(data, batch_size=2, sampler=sampler)
+        if source == "batches":
+            own = DataLoader(data, batch_sampler=BatchesOf(sampler))
+        loader = make_loader(source_of(own), ALONE, batch_size=8 // ranks, rank=rank, ranks=ranks, **given)
+        before = torch.get_rng_state(), random.getstate()
+        order = iter(loader.sampler)
+        found = [next(order)]
+        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+        return [found + list(order), seen(loader)]
+
+    alone, two = epochs(0, 1), [epochs(rank, 2) for rank in range(2)]
+    for epoch in range(2):
+        assert len(set(alone[epoch])) == len(alone[epoch]) == 24
+        assert [two[k % 2][epoch][k // 2] for k in range(24)] == alone[epoch]
+    assert alone[0] != alone[1]
+    assert epochs(1, 2, start=8)[0] == two[1][0][4:]
+    assert epochs(1, 2, start=24 + 16)[0] == two[1][1][8:]
+    assert epochs(0, 1, seed=1)[0] != alone[0]
+
+
+class BatchesOf:
+    """A batch sampler of one's own."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return iter(BatchSampler(self.sampler, 2, drop_last=False))
+
+
+def test_start_passes_over_what_a_sampler_of_ones_own_gave():
+    own = source_of(DataLoader(Numbers(12), batch_size=4, sampler=list(range(11, -1, -1))))
+    loader = make_loader(own, ALONE, batch_size=4, start=8)
+    assert [seen(loader), seen(loader)] == [[3, 2, 1, 0], list(range(11, -1, -1))]
+    assert seen(make_loader(own, ALONE, batch_size=4, start=12))[0] == 11
+    split = DistributedSampler(Numbers(16), 2, 1, shuffle=False)
+    loader = make_loader(source_of(DataLoader(Numbers(16), sampler=split)), ALONE, batch_size=4, rank=1, ranks=2)
+    loader.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    assert split.epoch == 3 and seen(loader) == [1, 3, 5, 7, 9, 11, 13, 15]
+    own = source_of(DataLoader(Numbers(16), sampler=split))
+    assert seen(make_loader(own, ALONE, batch_size=4, rank=1, ranks=2, start=8)) == [9, 11, 13, 15]
+    with pytest.raises(WorkloadError, match="the sampler list gives 3 samples, and a step takes 4"):
+        seen(make_loader(source_of(DataLoader(Numbers(9), sampler=[1, 2, 3])), ALONE, batch_size=4))
+
+
+def test_torchs_own_samplers_with_options_keep_them():
+    data = Numbers(12)
+    few = make_loader(
+        source_of(DataLoader(data, sampler=RandomSampler(data, replacement=True, num_samples=4))), ALONE, batch_size=2
+    )
+    assert len(seen(few)) == len(few) * 2 == 4
+    twice = source_of(DataLoader(data, sampler=RandomSampler(data, replacement=True)))
+    assert len(set(seen(make_loader(twice, ALONE, batch_size=12)))) < 12
+    for part in (SequentialSampler(range(8)), RandomSampler(range(8))):
+        assert set(seen(make_loader(source_of(DataLoader(data, sampler=part)), ALONE, batch_size=4))) == set(range(8))
+
+
+class SplitStream(Stream):
+    """A stream whose workers share it by an attribute that a worker_init_fn sets, as torch's documentation does."""
+
+    start, step = 0, 1
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.start, self.length, self.step))
+
+
+def split_stream(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.start, info.dataset.step = number, info.num_workers
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_start_passes_over_what_a_stream_gave(workers: int):
+    setting = LoaderSetting(workers=workers, prefetch_factor=2 if workers else None)
+    source = LoaderSource(dataset=SplitStream(42), worker_init_fn=split_stream)
+
+    def batches(loader: DataLoader[Any]) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    whole = batches(make_loader(source, setting, batch_size=4))
+    assert len(whole) == 10
+    for start, rest in ((12, whole[3:]), (16, whole[4:]), (40, whole), (56, whole[4:])):
+        loader = make_loader(source, setting, batch_size=4, start=start)
+        found = batches(loader)
+        assert found == rest or (workers and start == 12 and sorted(found) == sorted(rest))  # turns begin anew
+        assert batches(loader) == whole
+    assert batches(make_loader(source, setting, batch_size=4, ranks=3, start=48)) == whole[4:]
+
+
+def test_start_of_a_stream_that_cannot_be_is_refused():
+    with pytest.raises(WorkloadError, match="start is -8"):
+        make_loader(source_of(Stream(8)), ALONE, batch_size=4, start=-8)
+    assert seen(make_loader(source_of(Stream(3)), ALONE, batch_size=4, start=8)) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
