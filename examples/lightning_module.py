@@ -80,7 +80,7 @@ def main() -> None:
     )
     print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the plain run")
 
-    settings = plan.apply_to(module, loader)  # the module is changed where the plan says so
+    settings = plan.apply_to(module, loader, trainer=trainer)  # the module is changed where the plan says so
     loader = DataLoader(data, batch_size=settings.batch_size, shuffle=True, drop_last=True)
     watch = autoplan.LightningWatch(plan)
     trainer = lightning.Trainer(**given | settings.trainer_arguments, callbacks=[watch])

@@ -84,7 +84,7 @@ def apply_parts(plan: PlanLike, training: Any, parts: tuple[Any, ...], *, change
     from autoplan.strategies.workloads.trainers.parts import LIGHTNING_MODULES, is_one_of
 
     if is_one_of(training, LIGHTNING_MODULES):
-        return apply_to_module(plan, training, *parts, changed_ok=changed_ok)
+        return apply_to_module(plan, training, *parts, changed_ok=changed_ok, **settings)
     if is_one_of(training, ("torch.nn.modules.module.Module",)):
         return apply_to_loop(plan, (training, *parts), changed_ok=changed_ok, **settings)
     if inspect.isroutine(training) or isinstance(training, functools.partial):
@@ -197,8 +197,17 @@ def apply_to_step(plan: PlanLike, make_step: Any, *, changed_ok: bool = False) -
     return PlannedStep(prepare(workload, plan.config, device=plan.device))
 
 
-def apply_to_module(plan: PlanLike, module: Any, data: Any = None, *, changed_ok: bool = False) -> LightningSettings:
+def apply_to_module(
+    plan: PlanLike, module: Any, data: Any = None, *, changed_ok: bool = False, **settings: Any
+) -> LightningSettings:
     """Changes a LightningModule in place as the plan says, and gives the arguments of the Trainer that trains it.
+
+    Args:
+        plan: Of a search with such a module.
+        module: It is changed in place.
+        data: Its datamodule or DataLoader.
+        changed_ok: See Plan.prepare.
+        settings: trainer, schedule, max_grad_norm, loss_mean: as the search had them.
 
     Raises:
         PlanError: the module is not that of the search, or the plan has what no Trainer does.
@@ -211,7 +220,8 @@ def apply_to_module(plan: PlanLike, module: Any, data: Any = None, *, changed_ok
     from autoplan.strategies.workloads.trainers.lightning import read_module
 
     training, config = plan.training, plan.config
-    workload = read_module(module, data, global_batch=plan.workload.global_batch).workload
+    settings["global_batch"] = plan.workload.global_batch
+    workload = read_module(module, data, **settings).workload
     _check(plan, workload, changed_ok=changed_ok, model=module)
     if not changed_ok:
         refuse_other_training(plan, workload.build_optimizer(trainable(module)), module)
