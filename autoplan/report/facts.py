@@ -80,7 +80,9 @@ def headline(plan: Plan) -> str:
     hand = plan.hand
     base = "the plain baseline"
     if hand is not None and hand.config == plan.baseline.config:
-        base, hand = "the plain baseline, which is the best hand setting too", None
+        others = [t for t in plan.evidence if t.purpose == "reference" and t.config != plan.baseline.config]
+        base += ", which is the best hand setting too" if others else ""
+        hand = None
     against = [_times(plan.speedup, plan.claim, base)]
     if plan.claim is not None and plan.config == plan.baseline.config:
         return f"none over {base}: {plan.claim.why_not}"

@@ -127,7 +127,14 @@ def _run_manual_setting(session: Session, precision: str) -> None:
         trial = tried.get(config)
         if trial is None:
             most = session.options.max_trials
-            if session.model.cost_s(config) > session.search_left_s or (most and session.trials_done >= most):
+            if most and session.trials_done >= most:
+                return
+            needed_s = session.model.cost_s(config)
+            if needed_s > session.search_left_s:
+                session.note(
+                    f"the hand setting {config.describe()} was not measured: it takes about {needed_s:.0f} s, which a "
+                    "larger --budget has"
+                )
                 return
             deadline_s = session.hard_deadline_s(session.parity_reserve_s)
             trial = session.measure("reference", config, deadline_s=deadline_s)

@@ -287,5 +287,10 @@ def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
     assert f"the plain baseline - {why}" in facts.headline(loud)
     same = loud.model_copy(update={"config": plan.baseline.config})
     assert facts.headline(same).startswith("none over the plain baseline: disturbed")
+    own = same.model_copy(update={"hand": hand.model_copy(update={"config": plan.baseline.config})})
+    assert "hand setting" not in facts.headline(own), "no other hand setting ran"
+    other = make_trial(7, TrainingConfig(micro_batch=8, precision="bf16"), 9.0, purpose="reference")
+    own = own.model_copy(update={"evidence": (*own.evidence, other)})
+    assert "the plain baseline, which is the best hand setting too" in facts.headline(own)
     earlier = plan.model_copy(update={"claim": None, "hand": None})
     assert facts.headline(earlier).startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; step times")

@@ -16,7 +16,7 @@ from autoplan.planner.search.objective import THROUGHPUT
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler, RedrawingSampler, make_sampler
 from autoplan.planner.search.session import BudgetOver, Session
-from autoplan.planner.search.stages import find_verified, manual_settings
+from autoplan.planner.search.stages import find_verified, manual_settings, run_manual_setting
 from autoplan.planner.search.trial_cost import COMPILE_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
 from autoplan.planner.trials.measure import ASSUMED
 from autoplan.processes import Ended, TaskFailedError
@@ -325,3 +325,22 @@ def test_the_hand_setting_halves_the_micro_batch_until_it_fits(sizes: list[int],
     context = SimpleNamespace(space=space, device="cpu", memory_limit_bytes=50, spec=SimpleNamespace(global_batch=24))
     session = SimpleNamespace(context=context, options=SimpleNamespace(fix={}), predict=predict)
     assert [config.micro_batch for config in manual_settings(session, "fp32")] == chosen  # type: ignore[arg-type]
+
+
+def test_a_hand_setting_that_there_is_no_time_for_is_named():
+    notes: list[str] = []
+    baseline = SimpleNamespace(purpose="baseline", config=TrainingConfig(micro_batch=2), outcome=Outcome.OK)
+    space = SimpleNamespace(values={"micro_batch": [1, 2], "precision": ["fp32", "bf16"]})
+    context = SimpleNamespace(space=space, device="cpu", memory_limit_bytes=50, spec=SimpleNamespace(global_batch=2))
+    session: Any = SimpleNamespace(
+        context=context,
+        options=SimpleNamespace(fix={}, max_trials=None),
+        predict=lambda config: SimpleNamespace(peak_memory_bytes=10),
+        store=SimpleNamespace(trials=[baseline]),
+        model=SimpleNamespace(cost_s=lambda config: 90.0),
+        search_left_s=60.0,
+        note=notes.append,
+    )
+    run_manual_setting(session)
+    (note,) = notes
+    assert "micro_batch=2 precision=bf16 was not measured: it takes about 90 s" in note and "--budget" in note
