@@ -166,6 +166,7 @@ def _run_workload(
     """Some steps of the plan's own workload; the first rank prints the speed."""
     run = plan.prepare(changed_ok=changed_ok, trust_code=trust_code, workload=model)
     records = run_steps(run, steps, plan.workload.counted)
+    _leave_group()
     if not is_first_rank():
         return
     later = records[1:] or records
@@ -179,6 +180,14 @@ def _run_workload(
         return
     sys.stderr.write(f"the plan measured {format_number(measured)} {unit}/s; this run is {rate / measured:.0%} of it\n")
     print(f"{format_number(rate)} {unit}/s, {format_seconds(step_s)} a step")
+
+
+def _leave_group() -> None:
+    """Ends the process group, where there is one: a process that ends with Gloo's threads running can abort."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> list[dict[str, Any]]:

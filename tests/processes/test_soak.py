@@ -72,7 +72,7 @@ def test_a_folder_that_is_left_and_a_wrong_verdict_are_found(soak: Soak, tmp_pat
 
 
 def test_every_victim_is_hit_in_every_phase_and_the_counts_go_on_from_their_file(soak: Soak, tmp_path: Path) -> None:
-    assert len(pairs()) == 6 * len(VICTIMS) + 3
+    assert len(pairs()) == 7 * len(VICTIMS) + 3
     for _ in range(module.LEAST * len(VICTIMS)):
         victim = soak.next_victim("parity")
         assert victim is not None
