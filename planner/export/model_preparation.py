@@ -20,6 +20,15 @@ OWN_CHECKPOINTING_OFF = [
 ]
 
 
+OWN_GRADIENTS = [
+    '    if "plan_gradients" not in model.__dict__:  # in memory that no CUDA graph writes to',
+    "        trained = [p for p in model.parameters() if p.requires_grad]",
+    '        model.__dict__["plan_gradients"] = OwnGradients(trained, optimizer)',
+    '    own = model.__dict__["plan_gradients"]',
+]
+"""Of a function of one step, over `model` and `optimizer`: its gradients, where CUDA graphs are replayed."""
+
+
 def attention_name(config: TrainingConfig) -> str:
     """What `set_attn_implementation` of transformers is given; the knob is not `own`."""
     return "sdpa" if config.attention in ATTENTION_BACKENDS else config.attention

@@ -97,6 +97,33 @@ def run_user_code(
     raise ExportError(f"{refused}: {said.splitlines()[0]}", hint=hint)
 
 
+def read_by_tool(
+    target: str, args: tuple[Any, ...], *, tool: str, what: str = "the arguments", env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a tool's own parser or class makes of what an export would write, in a process of its own.
+
+    Args:
+        target: "package.module:function"; it is called with a RankContext and the arguments.
+        args: Its arguments.
+        tool: With its version, as a subject.
+        what: What it reads, for the text.
+        env: Set in the process before the tool is imported.
+
+    Raises:
+        ExportError: the tool refuses it, or a limit ended the process.
+    """
+    found: dict[str, Any] = run_user_code(
+        target,
+        args,
+        doing=f"the check with {tool}",
+        functions={},
+        refused=f"{tool} refuses {what}",
+        hint="Nothing was written. What the export knows of this version may be out of date: please report it.",
+        env=env,
+    )
+    return found
+
+
 def _available_bytes() -> int:
     return _host_bytes("memory_available_bytes")
 

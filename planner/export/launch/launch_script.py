@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import same_or_error
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.export.variables import rank_variables
 from autoplan.planner.plan import Plan
 
@@ -154,15 +154,7 @@ def parse_torchrun(words: list[str]) -> dict[str, Any]:
     Raises:
         ExportError: the parser refuses them.
     """
-    read: dict[str, Any] = run_user_code(
-        "autoplan.planner.export.launch.launch_script:parse_in_rank",
-        (words,),
-        doing="the check with torchrun's parser",
-        functions={},
-        refused="torchrun's parser refuses the command",
-        hint="Nothing was written. The export does not know this version of torch: please report it.",
-    )
-    return read
+    return read_by_tool(f"{__name__}:parse_in_rank", (words,), tool="torchrun's parser", what="the command")
 
 
 def parse_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:

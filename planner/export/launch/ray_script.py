@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import CODING, Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.pytorch.pytorch_script import PytorchTarget, read_constants
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.export.variables import not_carried, rank_variables
 from autoplan.planner.plan import Plan
 
@@ -110,14 +110,8 @@ class RayTarget:
         version = installed_version()
         if version is None:
             return ("not read by Ray's own classes: Ray is not installed (pip install 'ray[train]')",)
-        read = run_user_code(
-            "autoplan.planner.export.launch.ray_script:read_in_rank",
-            (constants["SCALING"], constants["TORCH"], constants["MAX_FAILURES"]),
-            doing="the check with Ray's classes",
-            functions={},
-            refused=f"Ray {version} refuses the settings",
-            hint="Nothing was written. The script is written for Ray " + WRITTEN_FOR + ": please report it.",
-        )
+        parts = (constants["SCALING"], constants["TORCH"], constants["MAX_FAILURES"])
+        read = read_by_tool(f"{__name__}:read_in_rank", parts, tool=f"Ray {version}", what="the settings")
         for name, value in {**wanted["SCALING"], **wanted["TORCH"], "max_failures": wanted["MAX_FAILURES"]}.items():
             same_or_error(name, read.get(name), value)
         if not version.startswith(WRITTEN_FOR + "."):

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.apply.lightning_arguments import PACKAGES, Call, Kind, LightningArguments, installed_version
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
@@ -33,15 +33,7 @@ def read_back(text: str, kind: Kind) -> dict[str, Any]:
     Raises:
         ExportError: it refuses the arguments.
     """
-    values: dict[str, Any] = run_user_code(
-        "autoplan.planner.export.lightning.lightning_check:read_back_in_rank",
-        (text, kind),
-        doing=f"the check with lightning {installed_version()}",
-        functions={},
-        refused=f"lightning {installed_version()} refuses the arguments",
-        hint="Nothing was written. The key table of this version may be out of date: please report it.",
-    )
-    return values
+    return read_by_tool(f"{__name__}:read_back_in_rank", (text, kind), tool=f"lightning {installed_version()}")
 
 
 def read_back_in_rank(context: RankContext, text: str, kind: Kind) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autoplan.planner.apply.lightning_arguments import Kind
 from autoplan.planner.export.model_preparation import (
+    OWN_GRADIENTS,
     allocator_lines,
     attention_name,
     gelu_lines,
@@ -322,12 +323,7 @@ def _step_lines(plan: Plan) -> list[str]:
         "    sums = torch.zeros(2, device=fabric.device)",
     ]
     if replays_graphs(plan):
-        lines += [
-            '    if "plan_gradients" not in model.__dict__:  # in memory that no CUDA graph writes to',
-            "        trained = [p for p in model.parameters() if p.requires_grad]",
-            '        model.__dict__["plan_gradients"] = OwnGradients(trained, optimizer)',
-            '    own = model.__dict__["plan_gradients"]',
-        ]
+        lines += OWN_GRADIENTS
     lines += ["    for number, micro_batch in enumerate(micro_batches, start=1):"]
     lines += ["        torch.compiler.cudagraph_mark_step_begin()"] if marks else []
     lines += ["        own.attach()"] if replays_graphs(plan) else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from autoplan.planner.export.base import loader_arguments_source
 from autoplan.planner.export.lightning import lightning_source
 from autoplan.planner.export.loops import loop_companion
+from autoplan.planner.export.model_preparation import OWN_GRADIENTS
 from autoplan.planner.export.pytorch.pytorch_training import replays_graphs
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import CUDAGRAPH_MODES, PLAIN
@@ -161,12 +162,7 @@ def _step_lines(plan: Plan) -> list[str]:
         "    sums = torch.zeros(2, device=accelerator.device)",
     ]
     if replays:
-        lines += [
-            '    if "plan_gradients" not in model.__dict__:  # in memory that no CUDA graph writes to',
-            "        trained = [p for p in model.parameters() if p.requires_grad]",
-            '        model.__dict__["plan_gradients"] = OwnGradients(trained, optimizer)',
-            '    own = model.__dict__["plan_gradients"]',
-        ]
+        lines += OWN_GRADIENTS
     lines += ["    for number, micro_batch in enumerate(micro_batches, start=1):"]
     lines += ["        torch.compiler.cudagraph_mark_step_begin()"] if marks else []
     lines += ["        own.attach()"] if replays else []

@@ -20,7 +20,7 @@ from autoplan.planner.export.loops import loop_companion
 from autoplan.planner.export.loops.accelerate_companion import PRECISIONS, companion
 from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
 from autoplan.planner.export.pytorch.pytorch_script import read_constants
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -171,15 +171,8 @@ def read_back(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the launcher refuses the file.
     """
-    found: dict[str, Any] = run_user_code(
-        "autoplan.planner.export.loops.accelerate_config:read_back_in_rank",
-        (text,),
-        doing=f"the check with accelerate {installed_version('accelerate')}",
-        functions={},
-        refused=f"accelerate {installed_version('accelerate')} refuses the file",
-        hint="Nothing was written. The key table of this version may be out of date: please report it.",
-    )
-    return found
+    tool = f"accelerate {installed_version('accelerate')}"
+    return read_by_tool(f"{__name__}:read_back_in_rank", (text,), tool=tool, what="the file")
 
 
 def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:

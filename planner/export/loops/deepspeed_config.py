@@ -19,7 +19,7 @@ from autoplan.planner.export.loops.accelerate_config import check_module
 from autoplan.planner.export.loops.deepspeed_companion import companion
 from autoplan.planner.export.nearest import refuse_model_parallelism
 from autoplan.planner.export.optimizer_source import last_part, training_of
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import PLAIN
 
@@ -157,16 +157,9 @@ def read_back(text: str, ranks: int) -> dict[str, Any]:
     Raises:
         ExportError: it refuses the file.
     """
-    found: dict[str, Any] = run_user_code(
-        "autoplan.planner.export.loops.deepspeed_config:read_back_in_rank",
-        (text, ranks),
-        doing=f"the check with deepspeed {installed_version('deepspeed')}",
-        functions={},
-        refused=f"deepspeed {installed_version('deepspeed')} refuses the file",
-        hint="Nothing was written. The key table of this version may be out of date: please report it.",
-        env={"DS_ACCELERATOR": "cpu"},
-    )
-    return found
+    tool = f"deepspeed {installed_version('deepspeed')}"
+    env = {"DS_ACCELERATOR": "cpu"}
+    return read_by_tool(f"{__name__}:read_back_in_rank", (text, ranks), tool=tool, what="the file", env=env)
 
 
 def read_back_in_rank(context: RankContext, text: str, ranks: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.pretraining.megatron_model import model_flags
 from autoplan.planner.export.pretraining.shared import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import CHECKPOINT_EVERY, PLAIN
 from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
@@ -54,13 +54,8 @@ class MegatronTarget:
             same_or_error(flag, read.get(flag), wanted.get(flag))
         if not _has_parser():
             return ("read back by the table of flags, not by Megatron's own parser, which is in its repository alone",)
-        found: dict[str, Any] = run_user_code(
-            "autoplan.planner.export.pretraining.megatron_flags:read_back_in_rank",
-            (_words(text),),
-            doing="the check with Megatron's parser",
-            functions={},
-            refused="Megatron's parser refuses the flags",
-            hint="Nothing was written. The table of flags may be out of date: please report it.",
+        found = read_by_tool(
+            f"{__name__}:read_back_in_rank", (_words(text),), tool="Megatron's parser", what="the flags"
         )
         for flag, value in wanted.items():
             same_or_error(flag, found[flag], value)

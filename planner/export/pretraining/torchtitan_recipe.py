@@ -20,7 +20,7 @@ from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import CODING, Export, comment, is_python_name, provenance_lines, same_or_error
 from autoplan.planner.export.pretraining.shared import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import CUDAGRAPH_MODES, PLAIN
 from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
@@ -81,14 +81,8 @@ class TorchtitanTarget:
         if installed_version() is None:
             return ("not read by torchtitan's own ConfigManager: install torchtitan 0.3.0 to have that checked",)
         wanted, version = expected(plan), installed_version()
-        found: dict[str, Any] = run_user_code(
-            "autoplan.planner.export.pretraining.torchtitan_recipe:read_back_in_rank",
-            (text, model, name.removesuffix(".py"), list(wanted)),
-            doing=f"the check with torchtitan {version}",
-            functions={},
-            refused=f"torchtitan {version} refuses the recipe",
-            hint="Nothing was written. The key table of this version may be out of date: please report it.",
-        )
+        parts = (text, model, name.removesuffix(".py"), list(wanted))
+        found = read_by_tool(f"{__name__}:read_back_in_rank", parts, tool=f"torchtitan {version}", what="the recipe")
         for key, value in wanted.items():
             same_or_error(key, found.get(key), value)
         return ()

@@ -21,7 +21,7 @@ from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
 from autoplan.planner.export.optimizer_source import training_of
 from autoplan.planner.export.trainers.transformers_companion import LOSS_LINE, companion, version_line
 from autoplan.planner.export.trainers.transformers_training import TrainedParts, trained_parts
-from autoplan.planner.export.user_code import run_user_code
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -138,36 +138,17 @@ def expected(plan: Plan) -> dict[str, Any]:
     return values
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
 def read_back_arguments(text: str) -> dict[str, Any]:
     """The values that the real class reads, in its own process.
 
     Raises:
         ExportError: the class refuses the arguments.
     """
-    return read_back_by(f"{__name__}:read_back_in_rank", f"transformers {installed_version()}", text)
-
-
-def read_back_by(reader: str, tool: str, text: str) -> dict[str, Any]:
-    """The values that a tool's own class of arguments reads, in a process of its own.
-
-    Args:
-        reader: `module:function` of the one that calls `read_back_with`.
-        tool: With its version, for texts.
-        text: The arguments, as JSON.
-
-    Raises:
-        ExportError: the class refuses the arguments.
-    """
-    values: dict[str, Any] = run_user_code(
-        reader,
-        (text,),
-        doing=f"the check with {tool}",
-        functions={},
-        refused=f"{tool} refuses the arguments",
-        hint="Nothing was written. The key table of this version may be out of date: please report it.",
-        env={"HF_HUB_OFFLINE": "1"},
-    )
-    return values
+    tool = f"transformers {installed_version()}"
+    return read_by_tool(f"{__name__}:read_back_in_rank", (text,), tool=tool, env=OFFLINE)
 
 
 def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:

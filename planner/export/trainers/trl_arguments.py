@@ -14,15 +14,16 @@ from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import installed_version, key_table, pick_table
 from autoplan.planner.export.base import Export, companion_name, same_or_error
 from autoplan.planner.export.trainers.transformers_arguments import (
+    OFFLINE,
     TransformersTarget,
     check_companion,
     checked_arguments,
     compare_with_plan,
-    read_back_by,
     read_back_with,
 )
 from autoplan.planner.export.trainers.transformers_companion import TRL, companion
 from autoplan.planner.export.trainers.transformers_training import trained_parts
+from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def read_back(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the class refuses the arguments.
     """
-    return read_back_by(f"{__name__}:read_back_in_rank", f"trl {installed_version('trl')}", text)
+    tool = f"trl {installed_version('trl')}"
+    return read_by_tool(f"{__name__}:read_back_in_rank", (text,), tool=tool, env=OFFLINE)
 
 
 def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
