@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, move_batch, slice_batch
+from autoplan.strategies.workloads.padding import padding_share, padding_words
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
 
@@ -35,15 +36,19 @@ class Additivity:
         deterministic: The same two samples give the same loss with any seed.
         both: The summed loss of both.
         alone: The loss of each by itself; empty where it is not known.
+        padding: How much padding changes the gradient (1); None: it does not.
     """
 
     additive: bool
     deterministic: bool
     both: float = math.nan
     alone: tuple[float, ...] = ()
+    padding: float | None = None
 
     def describe(self) -> str:
         """Why the micro-batch is not free, where the losses do not add up."""
+        if self.padding is not None:
+            return f"depends on the micro-batch: {padding_words(self.padding)}"
         if not self.alone:
             return "of two samples is not known for each sample by itself, so it may depend on the micro-batch"
         text = (
@@ -81,8 +86,14 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
     # A window or a pooling may need longer sequences, and a loss that differentiates by its inputs needs a graph.
     for batch, graph in ((shorten(whole, SHORT_LENGTH), False), (whole, False)):
         with contextlib.suppress(Exception):
-            return _measure(workload, model, batch, device, graph=graph)
-    return _measure(workload, model, whole, device, graph=True)
+            found = _measure(workload, model, batch, device, graph=graph)
+            break
+    else:
+        found = _measure(workload, model, whole, device, graph=True)
+    if not (found.additive and found.deterministic):
+        return found
+    share = padding_share(workload.loss, model, workload.make_batch, device, seed=workload.seed)
+    return found if share is None else replace(found, additive=False, padding=share)
 
 
 def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.device, *, graph: bool) -> Additivity:

@@ -13,6 +13,7 @@ optimizers.py      a user's optimizer, made again over other parameters
 containers.py      batches in dataclasses and mappings that torch's pytree does not know
 transfer.py        the micro-batches of a step on the device that trains
 counting.py        what throughput counts: tokens without padding, or samples
+padding.py         whether padding changes what is trained
 training_mode.py   how a model is set while it trains: modes, key-value cache, checkpointing of its own
 randomness.py      the random generators that a training may draw from
 user_errors.py     errors of the user's own functions

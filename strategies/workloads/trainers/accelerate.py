@@ -20,6 +20,7 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.objects import workload_from_objects
 from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.padding import padding_words
 from autoplan.strategies.workloads.trainers import TrainingSource
 from autoplan.strategies.workloads.trainers.loader import LoaderFacts, check_loader, read_loader
 from autoplan.strategies.workloads.trainers.mean_loss import (
@@ -29,6 +30,7 @@ from autoplan.strategies.workloads.trainers.mean_loss import (
     LossMean,
     MeanLoss,
     OutputLoss,
+    padding_of,
     read_loss,
     scalar_of,
 )
@@ -100,6 +102,10 @@ def read_loop(
     )
     step_samples = global_batch or facts.batch_size * parts.accumulation
     loss_sum, count = read_loss(_loss_function(loss), parts.model, batches, seed=seed, mean=loss_mean)
+    padding = padding_of(loss_sum, parts.model, batches, seed=seed)
+    fixed = loss_mean == "batches" or has_batch_norm(parts.model) or padding is not None
+    if padding is not None and global_batch is not None:
+        _check_whole_batches(parts, global_batch, seed)
     head = None
     if loss is None and _is_causal_loss(parts.model, loss_sum, count, batches):
         loss_sum, head = causal_loss, CausalHead()
@@ -114,11 +120,11 @@ def read_loop(
         max_grad_norm=max_grad_norm,
         name=name,
         sequence_length=sequence_length,
-        fixed_micro_batch=facts.batch_size if loss_mean == "batches" or has_batch_norm(parts.model) else None,
+        fixed_micro_batch=facts.batch_size if fixed else None,
         seed=seed,
     )
     workload = dataclasses.replace(workload, count=count, head=head)
-    notes = _notes(parts, facts, workload, count, given=global_batch is not None)
+    notes = _notes(parts, facts, workload, count, padding, given=global_batch is not None)
     return TrainingSource(workload=workload, notes=tuple(notes))
 
 
@@ -228,7 +234,8 @@ def _check_whole_batches(parts: LoopParts, global_batch: int, seed: int) -> None
     if global_batch % facts.batch_size:
         raise WorkloadError(
             f"the global batch of {global_batch} is no whole number of the loop's batches of {facts.batch_size}",
-            hint='With BatchNorm, and with loss_mean="batches", a step takes whole batches of the DataLoader.',
+            hint='With BatchNorm, with loss_mean="batches", and where padding changes the gradients, a step takes '
+            "whole batches of the DataLoader.",
         )
 
 
@@ -271,12 +278,15 @@ def _is_causal_loss(
         model.train(training)
 
 
-def describe_data(facts: LoaderFacts, workload: Workload, count: Count | None) -> list[str]:
+def describe_data(
+    facts: LoaderFacts, workload: Workload, count: Count | None, padding: float | None = None
+) -> list[str]:
     """Sentences on what was found of the loss and the DataLoader."""
     steps, size = workload.global_batch, facts.batch_size
     notes = []
     if workload.fixed_micro_batch is not None:
         why = "BatchNorm normalises each batch by itself, or each has the same weight in a step"
+        why = why if padding is None else padding_words(padding)
         notes.append(f"the micro-batch stays at the DataLoader's {size}: {why}")
     elif count is not None:
         notes.append(f"the loss is a mean over {count.describe()}, found by measuring it")
@@ -292,7 +302,9 @@ def describe_data(facts: LoaderFacts, workload: Workload, count: Count | None) -
     return notes
 
 
-def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, count: Count | None, *, given: bool) -> list[str]:
+def _notes(
+    parts: LoopParts, facts: LoaderFacts, workload: Workload, count: Count | None, padding: float | None, *, given: bool
+) -> list[str]:
     """What is taken over, and what is not."""
     steps, size = workload.global_batch, facts.batch_size
     notes = []
@@ -304,7 +316,7 @@ def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, count: Coun
         notes.append(
             f"global batch {steps} samples: the DataLoader's batch size. A loop that accumulates gives global_batch="
         )
-    notes += describe_data(facts, workload, count)
+    notes += describe_data(facts, workload, count, padding)
     unsaid = {"max_grad_norm=": workload.max_grad_norm, "schedule=": workload.build_schedule}
     missing = [name for name, value in unsaid.items() if value is None]
     if missing:

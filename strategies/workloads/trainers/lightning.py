@@ -25,7 +25,7 @@ from autoplan.strategies.workloads.trainers import TrainingSource
 from autoplan.strategies.workloads.trainers.accelerate import describe_data, has_batch_norm, on_cpu
 from autoplan.strategies.workloads.trainers.lightning_optimizers import read_optimizers
 from autoplan.strategies.workloads.trainers.loader import check_loader, read_loader
-from autoplan.strategies.workloads.trainers.mean_loss import LossMean, read_loss
+from autoplan.strategies.workloads.trainers.mean_loss import LossMean, padding_of, read_loss
 from autoplan.strategies.workloads.trainers.schedules import at_the_start
 from autoplan.strategies.workloads.user_errors import user_error
 
@@ -166,6 +166,8 @@ def read_module(
     optimizer, own_schedule, said = read_optimizers(twin, facts.num_training_batches // accumulation or 1)
     index = len(inspect.signature(module.training_step).parameters) > 1
     loss, count = read_loss(TrainingStepLoss(index), twin, batches, seed=seed, mean=loss_mean)
+    padding = padding_of(loss, twin, batches, seed=seed)
+    fixed = loss_mean == "batches" or has_batch_norm(twin) or padding is not None
     workload = workload_from_objects(
         model=on_cpu(twin),
         make_batch=batches,
@@ -176,7 +178,7 @@ def read_module(
         max_grad_norm=clip if max_grad_norm is None else max_grad_norm,
         name=name or type(module).__name__,
         sequence_length=sequence_length,
-        fixed_micro_batch=found.batch_size if loss_mean == "batches" or has_batch_norm(twin) else None,
+        fixed_micro_batch=found.batch_size if fixed else None,
         seed=seed,
     )
     build = functools.partial(copy_model, on_cpu(twin), facts)
@@ -185,7 +187,7 @@ def read_module(
     notes = [
         f"global batch {samples} samples: batches of {found.batch_size}, {where} accumulation {accumulation}, devices "
         f"{processes}",
-        *describe_data(found, workload, count),
+        *describe_data(found, workload, count, padding),
         *said,
         *_notes(module, trainer),
     ]

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
 from autoplan.strategies.workloads.containers import know_containers
+from autoplan.strategies.workloads.padding import padding_share
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.user_errors import user_error
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum
@@ -224,6 +225,15 @@ def read_loss(
 
 def _few(make_batch: Callable[[int, int], Batch]) -> Batch:
     return make_batch(SAMPLES, 0)
+
+
+def padding_of(
+    loss: Callable[[nn.Module, Batch], LossSum], model: nn.Module, make_batch: Callable[[int, int], Batch], *, seed: int
+) -> float | None:
+    """`padding_share` of a loop's own model, which is left as it was."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with _quiet(model):
+        return padding_share(loss, model, make_batch, device, seed=seed)
 
 
 def _same(found: Count, mean: str, batch: Batch) -> bool:
