@@ -294,3 +294,18 @@ def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
     assert "the plain baseline, which is the best hand setting too" in facts.headline(own)
     earlier = plan.model_copy(update={"claim": None, "hand": None})
     assert facts.headline(earlier).startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; step times")
+
+
+def test_no_setting_is_cut_on_a_narrow_terminal():
+    """At 80 columns `optimizer_step=foreach` was printed as `optimizer_step=for` and `each`."""
+    words = "micro_batch=1 precision=bf16 checkpointing=selective optimizer_step=foreach allocator=keep"
+    rows = facts.Rows(
+        ("#", "for", "configuration", "tokens/s", "peak memory", "took", "outcome"),
+        [("0", "reference", words, "93.1 (87.9 to 94.9)", "6.33 GiB", "48.7 s", "ok")],
+    )
+    for columns in (80, 300):
+        stream = io.StringIO()
+        terminal.show_table(Console(file=stream, force_terminal=True, width=columns, no_color=True), rows, title="All")
+        text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+        assert all(word in text.split() for word in (*words.split(), "reference", "ok"))
+        assert max(map(len, text.splitlines())) <= columns
