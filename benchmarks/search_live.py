@@ -7,7 +7,8 @@ In each round every method runs once, in an order that is drawn; then all that t
 known from earlier rounds, is measured by one trial runner, again in a drawn order. The methods: `autoplan.search`;
 Optuna's TPE over the same space with the same trial runner; the power-of-two recipe (micro-batches doubled until one is
 out of memory, the fastest is taken); accelerate's `find_executable_batch_size`, the Trainer's `auto_find_batch_size`,
-Lightning's `BatchSizeFinder` (benchmarks/search_peers.py; all three say which batch size fits, not which is fast).
+Lightning's `BatchSizeFinder` (benchmarks/search_peers.py; all three say which batch size fits, not which is fast);
+DeepSpeed's autotuner (benchmarks/search_deepspeed.py), with the global batch as its `max_train_batch_size`.
 A library that is not installed is named, with the line that installs it.
 
 The seconds are those of the method alone: for ours from the call to the verified plan, for TPE only its trials (the
@@ -56,8 +57,16 @@ from benchmarks.trials_saved import ListedCandidates
 RESULTS = Path(__file__).parent / "results" / "search_live.jsonl"
 TIME_BOX_S = 2.0
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-PEERS = {"accelerate": "accelerate", "trainer": "accelerate", "lightning": "lightning"}
-"""By finder: the package that it needs besides torch and transformers."""
+PEERS = {
+    "accelerate": ("accelerate",),
+    "trainer": ("accelerate",),
+    "lightning": ("lightning",),
+    "deepspeed": ("deepspeed", "tabulate"),
+}
+"""By finder: the packages that it needs besides torch and transformers."""
+
+PEER_LIMIT_S = {"deepspeed": 1200.0}
+"""Of a peer that takes longer than twice the budget: DeepSpeed builds extensions, and launches each trial anew."""
 
 
 @dataclass(kw_only=True)
@@ -206,20 +215,23 @@ def by_finder(peer: str) -> Callable[[Live, int], Choice]:
 
     def find(live: Live, seed: int) -> Choice:
         out = live.folder / f"{peer}-{seed}.json"
-        command = [sys.executable, "-m", "benchmarks.search_peers", peer, "--case", live.case]
-        command += ["--memory-limit", str(live.memory_limit_bytes), "--out", str(out)]
+        command = [sys.executable, "-m", "benchmarks.search_deepspeed"]
+        if peer != "deepspeed":
+            command = [sys.executable, "-m", "benchmarks.search_peers", peer]
+        command += ["--case", live.case, "--memory-limit", str(live.memory_limit_bytes), "--out", str(out)]
+        limit_s = max(60 + 2 * live.budget_s, PEER_LIMIT_S.get(peer, 0.0))
         began = time.monotonic()
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * live.budget_s)
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return live.chosen(None, time.monotonic() - began, 0, "no answer within twice the budget and a minute")
+            return live.chosen(None, time.monotonic() - began, 0, f"no answer within {limit_s:.0f} s")
         if not out.exists():
             last = (ended.stderr.strip().splitlines() or ["it says nothing"])[-1][:160]
             return live.chosen(None, time.monotonic() - began, 0, f"it ended with status {ended.returncode}: {last}")
         found = json.loads(out.read_text())
         size = found["batch_size"]
         return Choice(
-            config=TrainingConfig(micro_batch=size),
+            config=TrainingConfig(micro_batch=found.get("micro_batch", size)),
             global_batch=size,
             seconds=found["seconds"],
             tried=len(found["tried"]),
@@ -238,10 +250,12 @@ METHODS: dict[str, Callable[[Live, int], Choice]] = {
 
 def missing(method: str) -> str | None:
     """Why a method cannot run here, with the line that installs what it needs; None: it can."""
-    package = "deepspeed" if method == "deepspeed" else PEERS.get(method)
-    if package is None or importlib.util.find_spec(package) is not None:
-        return "installed, but this benchmark does not drive it yet" if method == "deepspeed" else None
-    return f"{package} is not installed: pip install {package}"
+    packages = [name for name in PEERS.get(method, ()) if importlib.util.find_spec(name) is None]
+    if not packages:
+        return None
+    return f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed: pip install " + " ".join(
+        packages
+    )
 
 
 # The rounds.

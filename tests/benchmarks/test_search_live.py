@@ -111,7 +111,8 @@ def test_each_method_has_its_own_empty_compile_cache(tmp_path: Path, monkeypatch
 def test_a_library_that_is_missing_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert search_live.missing("lightning") == "lightning is not installed: pip install lightning"
-    assert search_live.missing("deepspeed") == "deepspeed is not installed: pip install deepspeed"
+    both = "deepspeed and tabulate are not installed: pip install deepspeed tabulate"
+    assert search_live.missing("deepspeed") == both
     assert search_live.missing("autoplan") is None and search_live.missing("doubling") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert search_live.missing("trainer") is None
