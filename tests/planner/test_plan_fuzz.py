@@ -18,17 +18,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autoplan.cli import app
+from autoplan.planner.export.run import TARGETS, load_target
 from autoplan.planner.plan import Plan
 from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan
-from tests.strategies.tiny import GPT2
+from tests.strategies.tiny import GPT2, LLAMA
 
 MARK, MARKS = "touch MARK", ("MARK", "touch")
 PICKLE = base64.b64encode(pickle.dumps((os.system, (MARK,)))).decode()
@@ -43,22 +45,29 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def base_documents(folder: Path) -> list[dict[str, Any]]:
+def base_documents(folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """Sound plans: of a built-in model, of a config.json, and of a file that leaves a mark where it runs."""
-    (folder / "config.json").write_text(json.dumps(GPT2 | {"n_embd": 16, "n_layer": 2, "n_head": 2}))
+    model = LLAMA if device == "cuda" else GPT2 | {"n_embd": 16, "n_layer": 2, "n_head": 2}
+    (folder / "config.json").write_text(json.dumps(model))
     (folder / "evil.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('MARK').touch()\n\n\ndef workload():\n    pass\n"
     )
     rates = ((0.1,), (0.05,))
     schedule = ScheduleFacts(kind="torch.optim.lr_scheduler.StepLR", options={"step_size": 1}, learning_rates=rates)
-    group = GroupFacts(tensors=4, elements=100, options={"lr": 0.1, "weight_decay": 0.01, "betas": [0.9, 0.99]})
+    group = GroupFacts(
+        tensors=4, elements=100, options={"lr": 0.1, "weight_decay": 0.01, "betas": [0.9, 0.99], "eps": 1e-8}
+    )
     facts = TrainingFacts(
         optimizer="torch.optim.adamw.AdamW", groups=(group,), max_grad_norm=1.0, schedule=schedule, seed=0
     )
     config = TrainingConfig(micro_batch=4)
     of_file = make_spec(model=str(folder / "config.json"), sequence_length=16, global_batch=16)
     of_code = make_spec(model=f"{folder / 'evil.py'}:workload", global_batch=16)
-    plans = [make_plan(training=facts), make_plan(config, workload=of_file), make_plan(config, workload=of_code)]
+    plans = [
+        make_plan(training=facts, device=device),
+        make_plan(config, workload=of_file, training=facts, device=device),
+        make_plan(config, workload=of_code, device=device),
+    ]
     return [json.loads(plan.model_dump_json()) for plan in plans]
 
 
@@ -223,10 +232,10 @@ def wrong_end(code: int, text: str) -> str | None:
     return None
 
 
-def fuzz(witness: Witness, folder: Path, count: int, seed: int, *verb: str) -> Counter[str]:
+def fuzz(witness: Witness, folder: Path, count: int, seed: int, *verb: str, device: str = "cpu") -> Counter[str]:
     """Runs a verb on so many changed plans; every end is a right answer or a clear error."""
     chance, ends, wrong = random.Random(seed), Counter[str](), Counter[str]()
-    documents = base_documents(folder)
+    documents = base_documents(folder, device)
     path = folder / "plan.json"
     run(witness, "show", str(path))  # what is imported at the first call is imported before
     witness.seen.clear()
@@ -286,10 +295,13 @@ def test_exports_of_data(witness: Witness, folder: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["json", "yaml", "pytorch", "torchrun", "slurm", "ray", "transformers"])
+@pytest.mark.parametrize("to", list(TARGETS))
 def test_two_hundred_of_each_export(witness: Witness, folder: Path, to: str, monkeypatch) -> None:
     _keep_to_this_process(monkeypatch)
-    fuzz(witness, folder, 200, 7, "export", "--to", to, "--force", "--out", str(folder / "out"))
+    out = folder / f"out{load_target(to).suffix}"
+    device = "cuda" if to in ("megatron", "torchtitan") else "cpu"
+    ends = fuzz(witness, folder, 200, 7, "export", "--to", to, "--force", "--out", str(out), device=device)
+    assert ends["right"] > 2, "where all are refused for one reason, nothing was tried"
 
 
 @pytest.mark.exhaustive
@@ -302,7 +314,7 @@ def test_two_hundred_runs_and_verifications(witness: Witness, folder: Path, verb
     from autoplan.planner.verify import measure
     from autoplan.strategies.workloads import sources
 
-    def no_ranks(*given: Any) -> Any:
+    def no_ranks(*given: Any, **named: Any) -> Any:
         raise NoFeasiblePlanError("the ranks would start here")
 
     def no_weights(spec: Any) -> Any:
@@ -344,13 +356,21 @@ def test_two_hundred_prepares(witness: Witness, folder: Path) -> None:
 
 
 def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two checks that start Python with our own source: the model of the config, and the Trainer's arguments."""
+    """The checks that start Python with our own source: the model of the config, and what a tool's parser reads."""
+    import importlib
+
     from autoplan.planner.export.launch import launch_script, slurm_script, torchrun_script
+    from autoplan.planner.export.loops import accelerate_config
     from autoplan.planner.export.model_summary import ModelSummary
     from autoplan.planner.export.pytorch import pytorch_script
     from autoplan.planner.export.trainers import transformers_arguments
 
+    def read_here(target: str, args: tuple[Any, ...], **given: Any) -> Any:
+        module, _, function = target.partition(":")
+        return getattr(importlib.import_module(module), function)(SimpleNamespace(directory=Path.cwd()), *args)
+
     names = [[f"transformer.h.{number}" for number in range(4)]]
+    monkeypatch.setattr(accelerate_config, "read_by_tool", read_here)
     monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary("causal", names))
     monkeypatch.setattr(transformers_arguments, "read_back_arguments", json.loads)
     for module in (torchrun_script, slurm_script):

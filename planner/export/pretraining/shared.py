@@ -15,6 +15,9 @@ from autoplan.strategies.analysis.training_facts import TrainingFacts
 
 NEAREST = "Nearest targets: pytorch, lightning, fabric, transformers; or plan.prepare() under torchrun."
 
+ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+"""What these tools take of AdamW."""
+
 
 def causal_fields(plan: Plan, tool: str) -> dict[str, Any]:
     """The configuration of the plan's model, whole: with the defaults of its type, as transformers' config.json has it.
@@ -57,7 +60,8 @@ def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
     """What the workload trains with.
 
     Raises:
-        ExportError: that is not torch's AdamW with one group, which is what these tools have.
+        ExportError: that is not torch's AdamW with one group, which is what these tools have, or not all of
+            it is known.
     """
     training = training_of(plan)
     assert training is not None, "a workload that a configuration describes has an optimizer"
@@ -67,6 +71,13 @@ def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
             f"the workload trains with {what} over {len(training.groups)} parameter group(s); for {tool}, AdamW over "
             "one is written",
             hint=NEAREST,
+        )
+    options = training.main_group.options
+    unknown = [name for name in ADAMW_OPTIONS if name not in options]
+    if unknown:
+        raise ExportError(
+            f"the plan does not say {', '.join(unknown)} of the workload's AdamW, which {tool} has to be told",
+            hint="Search again: a plan of this version has them.",
         )
     return training
 

@@ -19,7 +19,14 @@ from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import CODING, Export, comment, is_python_name, provenance_lines, same_or_error
-from autoplan.planner.export.pretraining.shared import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
+from autoplan.planner.export.pretraining.shared import (
+    ADAMW_OPTIONS,
+    NEAREST,
+    adamw_of,
+    causal_fields,
+    data_not_carried,
+    is_tied,
+)
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import CUDAGRAPH_MODES, PLAIN
@@ -166,8 +173,7 @@ def _layers_per_stage(plan: Plan, stages: int) -> int:
 
 def _adamw_options(plan: Plan) -> dict[str, Any]:
     options = adamw_of(plan, "torchtitan").main_group.options
-    found = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay") if key in options}
-    return found | {"betas": list(found["betas"])}
+    return {key: options[key] for key in ADAMW_OPTIONS} | {"betas": list(options["betas"])}
 
 
 def _not_carried(plan: Plan) -> list[str]:
