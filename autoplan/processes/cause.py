@@ -58,6 +58,9 @@ OUTSIDE_TEXTS = (
 )
 WORKER_KILLED = "is killed by signal: Killed"
 
+WORKER_GONE = ("DataLoader worker", "exited unexpectedly")
+"""Of torch's text where a loader's worker is gone and its signal is not known: killed, or ended by the dataset."""
+
 
 class Cause(StrEnum):
     """What ended a task that did not finish."""
@@ -67,7 +70,8 @@ class Cause(StrEnum):
     LIMIT = "limit"
     """Our memory limit or deadline, a limit of the shell, or the kernel's out-of-memory killer. Never run again."""
     FATAL_SIGNAL = "fatal_signal"
-    """SIGSEGV, SIGBUS, SIGABRT and the like. The same signal in the same phase a second time is a verdict."""
+    """SIGSEGV, SIGBUS, SIGABRT and the like, or a loader's worker that is gone, which may be the program's own doing or
+    not. The same in the same phase a second time is a verdict."""
     OUTSIDE = "outside"
     """A signal that nobody here sent, a lost zygote, a failed fork, a full /dev/shm: it says nothing about the task."""
 
@@ -93,7 +97,10 @@ def _cause_of_rank(report: ProcessReport) -> Cause:
     if killed_for_memory(report):
         return Cause.LIMIT
     if rank.error is not None:
-        return Cause.OUTSIDE if is_from_outside(rank.error) else Cause.PROGRAM
+        if is_from_outside(rank.error):
+            return Cause.OUTSIDE
+        gone = all(text in rank.error.message for text in WORKER_GONE)
+        return Cause.FATAL_SIGNAL if gone else Cause.PROGRAM
     if rank.signal is None:
         return Cause.PROGRAM
     if rank.signal in LIMIT_SIGNALS:

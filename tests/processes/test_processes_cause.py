@@ -112,6 +112,35 @@ def test_a_fatal_signal_is_run_again_once(zygote: Zygote, tmp_path: Path, number
     assert (runs.settled, cause_of(runs.report), made) == (True, Cause.FATAL_SIGNAL, 2)
 
 
+def load_with_worker(context: RankContext, folder: Path, times: int) -> int:
+    """Takes a batch from a loader, whose worker ends without a word so many times."""
+    import torch
+
+    class Rows(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            before = len(list(folder.glob("run*")))
+            (folder / f"run{before}").touch()
+            if before < times:
+                os._exit(1)
+            return index
+
+    return len(next(iter(torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1))))
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_loaders_worker_that_is_gone_is_run_again_once(zygote: Zygote, tmp_path: Path, times: int) -> None:
+    runs = run_again(zygote, Task(target=load_with_worker, args=(tmp_path, times)))
+    assert runs.settled and [cause_of(one) for one in runs.lost] == [Cause.FATAL_SIGNAL]
+    if times == 1:
+        assert runs.report.ranks[0].result == 2
+    else:
+        error = runs.report.ranks[0].error
+        assert cause_of(runs.report) is Cause.FATAL_SIGNAL and error is not None and "exited unex" in error.message
+
+
 def test_an_exception_an_exit_status_and_a_deadline_are_not_run_again(zygote: Zygote) -> None:
     for task, ended in (
         (Task(target=targets.raise_error), Ended.RANK_FAILED),
