@@ -24,6 +24,9 @@ the interval that is shown."""
 ROUNDS_AGAIN = 2
 """So many rounds in which a run was disturbed are made again."""
 
+SLOWER = "it was measured slower"
+"""Why there is no claim where the interval lies below 1."""
+
 WANTED_HALF_WIDTH = 0.02
 """A claim needs no narrower interval than plus and minus this share."""
 
@@ -60,7 +63,14 @@ def rounds_needed(spread: Spread, log_gain: float) -> int:
     return MOST_ROUNDS
 
 
-def compare(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread, *, chosen_from: int) -> Comparison:
+def compare(
+    candidate: CandidateRuns,
+    reference: CandidateRuns,
+    spread: Spread,
+    *,
+    chosen_from: int,
+    chosen_in_rounds: int = 1,
+) -> Comparison:
     """The speed-up of a candidate over a reference, and whether it may be claimed.
 
     Args:
@@ -68,6 +78,8 @@ def compare(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread, 
         spread: Between runs on this device, `measured_spread`.
         chosen_from: How many configurations were measured. It matters where there are no rounds of the claim's own:
             then the runs of the choice have to do, and the best of many looks faster than it is.
+        chosen_in_rounds: Of how many configurations the rounds of the claim chose the candidate: more than one where
+            another was the winner before them (`stages.fall_back`).
     """
     if candidate.config == reference.config:
         return _same(candidate, reference, spread)
@@ -79,7 +91,7 @@ def compare(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread, 
         disturbed = None if enough else next(run.disturbed for pair in pairs for run in pair if run.disturbed)
         candidate = replace(candidate, counted=tuple(pair[0] for pair in used))
         reference = replace(reference, counted=tuple(pair[1] for pair in used))
-        rounds, chosen_from = len(used), 1
+        rounds, chosen_from = len(used), chosen_in_rounds
     else:
         candidate, reference = match_rounds(candidate, reference)
         runs = (*candidate.runs, *reference.runs)
@@ -91,7 +103,7 @@ def compare(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread, 
         why_not = f"disturbed: not a claim ({disturbed} while it was measured)"
         speedup = speedup.model_copy(update={"low": min(speedup.low, 1.0), "high": max(speedup.high, 1.0)})
     elif speedup.high < 1.0:
-        why_not = "it was measured slower"
+        why_not = SLOWER
     elif speedup.low <= 1.0:
         why_not = "no win is claimed: the runs do not tell the two apart"
     claim = Claim(
@@ -104,6 +116,24 @@ def compare(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread, 
         trials=tuple(sorted(run.number for run in (*candidate.runs, *reference.runs))),
     )
     return Comparison(candidate=candidate, reference=reference, speedup=speedup, claim=claim)
+
+
+def faster_reference(
+    candidate: CandidateRuns, references: Sequence[CandidateRuns], spread: Spread
+) -> CandidateRuns | None:
+    """The fastest of the references that the rounds of the claim show to be faster than the candidate; None: none is.
+
+    Args:
+        candidate: The winner of the choice, with its runs.
+        references: What ran beside it: the baseline, the hand setting.
+        spread: Between runs on this device.
+    """
+    faster = {}
+    for reference in references:
+        against = compare(candidate, reference, spread, chosen_from=1)
+        if against.candidate.claim_runs and against.claim.why_not == SLOWER:
+            faster[against.speedup.median] = reference
+    return faster[min(faster)] if faster else None
 
 
 def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) -> Comparison:

@@ -43,8 +43,8 @@ def make_plan(
     candidates = collect_runs(session.store.trials)
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
     spread = session.run_spread
-    chosen_from = len(candidates)
-    against = compare(winner, _runs_of(baseline, candidates), spread, chosen_from=chosen_from)
+    chosen = {"chosen_from": len(candidates), "chosen_in_rounds": session.chosen_in_rounds}
+    against = compare(winner, _runs_of(baseline, candidates), spread, **chosen)
     hand = None if session.hand is None else _runs_of(session.hand, candidates)
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -59,7 +59,7 @@ def make_plan(
         baseline=with_all_runs(session, against.reference),
         speedup=against.speedup,
         claim=against.claim,
-        hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, chosen_from=chosen_from)),
+        hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, **chosen)),
         alternatives=tuple(_alternatives(session, winner, candidates, spread)),
         untried=find_untried(session.model, winner.step_time.median),
         parity=parity,
@@ -173,8 +173,12 @@ def _alternatives(
     for candidate in order(session.objective, candidates, spread):
         if candidate.config == winner.config:
             continue
-        ratio = speed_ratio(candidate, winner, spread)
-        candidate, _ = match_rounds(candidate, winner)
+        beside = compare(candidate, winner, spread, chosen_from=1) if candidate.claim_runs else None
+        if beside is not None and beside.candidate.counted:  # in the rounds of the claim: baseline, hand setting
+            candidate, ratio = beside.candidate, beside.speedup
+        else:
+            ratio = speed_ratio(candidate, winner, spread)
+            candidate, _ = match_rounds(candidate, winner)
         parity = session.store.parity_of(candidate.config)
         if parity is not None and not parity.passed:
             why = "it fails parity: it would not train the same thing"

@@ -97,7 +97,7 @@ def run_claim(session: Session, winner: TrainingConfig) -> bool:
         by_config = {runs.config: runs for runs in collect_runs(session.store.trials)}
         if winner not in by_config:
             return False
-        compared = [by_config[config] for config in _compared(session, winner) if config in by_config]
+        compared = [by_config[config] for config in (winner, *compared_with(session, winner)) if config in by_config]
         if len(compared) < 2:
             return True
         rounds = [runs.claim_runs for runs in compared]
@@ -119,15 +119,13 @@ def run_claim(session: Session, winner: TrainingConfig) -> bool:
             return True
 
 
-def _compared(session: Session, winner: TrainingConfig) -> list[TrainingConfig]:
-    """The winner, the baseline and the hand setting, each once."""
-    configs = [winner]
-    if session.baseline is not None:
-        configs.append(session.baseline.config)
+def compared_with(session: Session, winner: TrainingConfig) -> list[TrainingConfig]:
+    """What the winner is measured beside, each once: the baseline and the hand setting, where it is neither."""
+    configs = [] if session.baseline is None else [session.baseline.config]
     hand = session.hand
     if hand is not None and not session.hand_left_out:
         configs.append(hand.config)
-    return list(dict.fromkeys(configs))
+    return [config for config in dict.fromkeys(configs) if config != winner]
 
 
 def _claim_rounds(session: Session, winner: TrainingConfig) -> int:

@@ -27,7 +27,7 @@ from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
 from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
-from autoplan.planner.search.stages import find_verified, run_baseline, run_manual_setting, run_trials
+from autoplan.planner.search.stages import fall_back, find_verified, run_baseline, run_manual_setting, run_trials
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
@@ -298,6 +298,7 @@ def _run_stages(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_verified(run, ended_by)
     if baseline is None:
         return answer.no_baseline(run, ended_by)
+    verified = fall_back(session, verified)
     loading = measure_loading(session, verified[0])
     session.observer.on_phase("plan", verified[0].config.describe())
     return answer.plan_found(run, make_plan(session, *verified, baseline, loading), ended_by)

@@ -75,6 +75,7 @@ class Session:
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
         hand_left_out: The time was too short to measure the hand setting beside the plan.
+        chosen_in_rounds: Of how many configurations the rounds of the claim chose the plan; 1: they had no part in it.
         taken_over: What earlier searches on this device taught.
         loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
         ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
@@ -95,6 +96,7 @@ class Session:
     lost_in_a_row: int = 0
     ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
     hand_left_out: bool = False
+    chosen_in_rounds: int = 1
     loading_s: float = 0.0
     taken_over: TakenOver = NOTHING
 

@@ -12,10 +12,11 @@ from typing import Any, Literal
 from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search import parity_time
+from autoplan.planner.search.claim import faster_reference
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.objective import time_to_beat_s
 from autoplan.planner.search.parity_time import first_eager
-from autoplan.planner.search.rounds import eligible, repeat_if_due
+from autoplan.planner.search.rounds import compared_with, eligible, repeat_if_due
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
@@ -259,6 +260,37 @@ def find_verified(session: Session, tried: int = 3) -> tuple[CandidateRuns, Pari
     if late is not None:
         raise late
     return None
+
+
+def fall_back(session: Session, verified: tuple[CandidateRuns, Parity]) -> tuple[CandidateRuns, Parity]:
+    """What becomes the plan after the rounds of the claim: the winner, or what they show to be faster than it.
+
+    A run that looked fast in its trial may be slow beside the baseline. Then the plan is the baseline, or the hand
+    setting, whichever was faster, once it passed the parity check. Where memory or cost is looked for, the winner
+    stays: it may be slower than the baseline.
+    """
+    if session.objective.name != "throughput":
+        return verified
+    by_config = {runs.config: runs for runs in eligible(session)}
+    winner = by_config.get(verified[0].config, verified[0])
+    others = [by_config[config] for config in compared_with(session, winner.config) if config in by_config]
+    faster = faster_reference(winner, others, session.run_spread)
+    if faster is None:
+        return verified
+    what = f"{winner.config.describe()} was the fastest before the last rounds, and slower than "
+    what += f"{faster.config.describe()} in them"
+    parity = session.store.parity_of(faster.config)
+    try:
+        parity = parity or _check(session, faster.config, None)
+    except BudgetOver:
+        parity = None
+    if parity is None or not parity.passed:
+        why = "did not end in its time" if parity is None else f"says: {'; '.join(parity.failures) or parity.note}"
+        session.note(f"{what}; it is the plan all the same, since the parity check of the other {why}")
+        return verified
+    session.note(f"{what}: the plan is the latter")
+    session.chosen_in_rounds = 1 + len(others)
+    return faster, parity
 
 
 def _check(session: Session, config: TrainingConfig, fallback: CandidateRuns | None) -> Parity | None:

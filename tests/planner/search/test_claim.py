@@ -16,6 +16,7 @@ from autoplan.planner.search.claim import (
     ROUNDS_WITHOUT_HOPE,
     Comparison,
     compare,
+    faster_reference,
     rounds_needed,
 )
 from autoplan.planner.search.learned import NOTHING
@@ -299,3 +300,46 @@ def test_a_run_of_the_claim_that_is_late_does_not_cost_the_plan():
     runs = {one.config: one for one in collect_runs(session.store.trials)}
     found = compare(runs[OTHERS[0]], runs[BASE], ASSUMED, chosen_from=2)
     assert found.claim.rounds == 1 and found.claim.chosen_from == 1
+
+
+# What the rounds of the claim show to be faster than the winner.
+
+
+def side_by_side(times_s: dict[TrainingConfig, float], window: Window | None = None) -> dict[TrainingConfig, Any]:
+    """Three rounds of the claim; in their first trials all took 1 s."""
+    trials = [a_trial(number, "search", config, 1.0) for number, config in enumerate(times_s)]
+    for round in range(3):
+        for config, time_s in times_s.items():
+            trials.append(a_trial(len(trials), "claim", config, time_s, round=round, window=window))
+    return {runs.config: runs for runs in collect_runs(trials)}
+
+
+def test_the_fastest_of_what_beat_the_winner_is_found():
+    quiet = Spread(sd=0.01, freedom=6)
+    winner, hand = OTHERS[0], OTHERS[1]
+
+    def faster(winner_s: float, base_s: float, hand_s: float, window: Window | None = None) -> TrainingConfig | None:
+        runs = side_by_side({winner: winner_s, BASE: base_s, hand: hand_s}, window)
+        found = faster_reference(runs[winner], [runs[BASE], runs[hand]], quiet)
+        return None if found is None else found.config
+
+    assert faster(1.5, 1.0, 1.1) == BASE
+    assert faster(1.5, 1.0, 0.8) == hand
+    assert faster(1.5, 2.0, 1.2) == hand
+    assert faster(1.0, 1.5, 1.1) is None
+    assert faster(1.01, 1.0, 1.0) is None, "a tie does not move the plan"
+    assert faster(1.5, 1.0, 1.0, Window(seconds=1.0, disturbed=LOAD)) is None, "disturbed runs do not move it"
+
+
+def test_without_rounds_nothing_beat_the_winner():
+    trials = [a_trial(0, "baseline", BASE, 1.0), a_trial(1, "search", OTHERS[0], 2.0)]
+    runs = {one.config: one for one in collect_runs(trials)}
+    assert faster_reference(runs[OTHERS[0]], [runs[BASE]], ASSUMED) is None
+
+
+def test_what_the_rounds_chose_has_a_wider_interval_from_them():
+    runs = side_by_side({OTHERS[1]: 0.9, BASE: 1.0})
+    one, three = (
+        compare(runs[OTHERS[1]], runs[BASE], ASSUMED, chosen_from=5, chosen_in_rounds=n).speedup for n in (1, 3)
+    )
+    assert three.low < one.low < one.median == three.median

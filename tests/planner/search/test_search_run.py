@@ -399,3 +399,59 @@ def test_ctrl_c_keeps_what_finished(tmp_path: Path):
     assert "ended interrupted 130" in output
     assert planner.returncode == 130
     assert recorded(folder)
+
+
+TURNING = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from autoplan.strategies.workloads.workload import LossSum, Workload
+
+SLOW = Path(__file__).with_name("slow")
+
+def make_batch(count, index):
+    return {"x": torch.rand(count, 8)}
+
+def loss(model, batch):
+    count = len(batch["x"])
+    time.sleep(0.004 * count if count == 4 else (0.04 if SLOW.exists() else 0.001) * count)
+    return LossSum(model(batch["x"]).square().sum(), count)
+
+def turning():
+    return Workload(
+        name="turning", build_model=lambda: nn.Linear(8, 8), make_batch=make_batch, global_batch=8, loss=loss,
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.alone  # with other work on the cores the rounds show nothing
+def test_a_winner_that_turns_out_slower_than_the_baseline_is_not_the_plan(tmp_path: Path):
+    """Its small micro-batches were fast in the trials; when the claim's rounds begin they become slow."""
+    (tmp_path / "turning.py").write_text(TURNING)
+
+    class Turns(Listener):
+        def on_phase(self, name: str, detail: str = "") -> None:
+            super().on_phase(name, detail)
+            if name == "claim":
+                (tmp_path / "slow").touch()
+
+    listener = Turns()
+    options = SearchOptions(
+        spec=make_spec(model=f"{tmp_path / 'turning.py'}:turning"),
+        budget=60.0,
+        device="cpu",
+        store=tmp_path / "s",
+        max_trials=6,
+        fix=ONE_FAMILY | {"allocator": "own", "threads": None},
+        bound={"micro_batch": Bound(values=(2, 4))},
+        sampler="random",
+    )
+    plan = run_search(options, observer=listener).plan
+    assert plan is not None and plan.config.micro_batch == 4, listener.notes
+    assert plan.parity.passed and plan.claim is not None and plan.claim.why_not == "nothing faster was found"
+    assert any("micro_batch=2" in note and "the plan is the latter" in note for note in plan.notes), plan.notes
+    slower = next(one for one in plan.alternatives if one.config.micro_batch == 2)
+    assert slower.speed_ratio.high < 1.0 and "slower" in slower.why
