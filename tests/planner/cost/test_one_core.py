@@ -280,6 +280,7 @@ PERTURBED: dict[str, tuple[dict[str, Any], Any]] = {
     "micro_batch": ({}, 4),
     "checkpointing": ({}, "every_2"),
     "precision": ({}, "bf16"),
+    "fp8": ({"precision": "bf16"}, "tensorwise"),
     "compile": ({}, "block"),
     "compile_mode": ({"compile": "block"}, "reduce-overhead"),
     "attention": ({}, "eager"),

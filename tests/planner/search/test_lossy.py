@@ -37,12 +37,13 @@ def spec(tmp_path: Path) -> Any:
     [
         {"fix": {"parameters": "bf16"}},
         {"fix": {"optimizer_state": "8bit"}},
+        {"fix": {"fp8": "tensorwise"}},
         {"bound": {"parameters": ["own", "bf16_stochastic"]}},
     ],
     ids=str,
 )
 def test_a_lossy_value_without_the_word_is_an_error_that_says_so(spec, asked):
-    with pytest.raises(ConfigError, match="keeps fewer bits between steps") as caught:
+    with pytest.raises(ConfigError, match="loses bits at each step") as caught:
         SearchOptions(spec=spec, **asked)
     assert 'numerics="lossy"' in (caught.value.hint or "") and "--numerics lossy" in (caught.value.flag_hint or "")
     assert SearchOptions(spec=spec, numerics="lossy", **asked).numerics == "lossy"
