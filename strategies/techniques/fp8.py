@@ -142,16 +142,15 @@ def fp8_linears(model: nn.Module, blocks: Sequence[str], recipe: str, *, every_s
     return [
         name
         for name, linear in _linears(model, blocks)
-        if (linear.out_features % MULTIPLE == 0 and linear.in_features % MULTIPLE == 0)
+        if _is_aligned(linear)
         and (every_size or reason_against_sizes(linear.out_features, linear.in_features, recipe) is None)
     ]
 
 
 def linear_weights(structure: Structure) -> tuple[tuple[int, int, int], ...]:
     """The sizes of the linear layers of a model that fp8 takes if they are large enough: outputs, inputs, how many."""
-    names = fp8_linears(structure.model, _blocks(structure), RECIPES[0], every_size=True)
-    linears = [structure.model.get_submodule(name) for name in names]
-    sizes = Counter((int(linear.out_features), int(linear.in_features)) for linear in linears)
+    linears = (linear for _, linear in _linears(structure.model, _blocks(structure)))
+    sizes = Counter((one.out_features, one.in_features) for one in linears if _is_aligned(one))
     return tuple((n, k, count) for (n, k), count in sorted(sizes.items()))
 
 
@@ -162,6 +161,10 @@ def _linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.
             name = f"{block}.{inner}"
             if type(module) is nn.Linear and module.weight.requires_grad and not _is_special(name, module):
                 yield name, module
+
+
+def _is_aligned(linear: nn.Linear) -> bool:
+    return linear.out_features % MULTIPLE == 0 and linear.in_features % MULTIPLE == 0
 
 
 def _is_special(name: str, module: nn.Linear) -> bool:

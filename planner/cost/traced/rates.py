@@ -95,7 +95,7 @@ class Rates:
 def from_device(device: Device) -> Rates:
     """Rates from a probed device, filled up from its datasheet; what neither knows is assumed and said."""
     assumed: list[str] = []
-    matmul = {}
+    matmul: dict[str, MatmulFit] = {}
     for dtype in ("float32", "tf32", "bfloat16", "float16", "float8"):
         fit = _measured_fit(device, dtype) or _beside_bfloat16(device, dtype, matmul) or _datasheet_fit(device, dtype)
         if fit is not None:

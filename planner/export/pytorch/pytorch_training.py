@@ -62,7 +62,7 @@ _HOST_ACTIVATIONS_NAMES = (
 
 
 # Of techniques/fp8.py, with the sizes of fp8_rules.py.
-_FP8_NAMES = ("fp8_linears", "_linears", "_is_special", "use_fp8")
+_FP8_NAMES = ("fp8_linears", "_linears", "_is_aligned", "_is_special", "use_fp8")
 
 _KERNELS_NAMES = (
     *("liger_function", "use_liger", "_apply_to_instance", "_modeling_files", "_classes_of"),

@@ -1,4 +1,4 @@
-"""Products in fp8: which layers are taken, what a replaced one computes, names in a state, refusals. Emulated on a CPU."""
+"""Products in fp8: which layers are taken, what a replaced one computes, names in a state, refusals; on a CPU."""
 
 import copy
 import importlib.util
