@@ -124,11 +124,11 @@ def segment_times(
         if fp8 is not None and place in fp8:
             in_8_bits = fp8[place] * group.count
             seconds = seconds * (1 - fp8[place])
-            target[PARTS.index("fp8")] += in_8_bits * fp8_seconds(group, one_s, rates, candidates, fused)
+            target[PARTS.index("fp8")] += in_8_bits * fp8_seconds(group, one_s, rates, candidates)
         np.add.at(target, (row, np.arange(size)), seconds)
         asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
         dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
-        dispatch = dispatch + in_8_bits * fp8_dispatch_s(rates, fused)
+        dispatch = dispatch + in_8_bits * fp8_dispatch_s(rates, candidates)
         if group.kind == "memory":
             eager = np.where(candidates.liger & (group.segment == "block"), LIGER_LEAVES, 1.0)
             dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], eager)

@@ -78,14 +78,10 @@ def product_seconds(group: OperationGroup, plain_s: Floats, rates: Rates, c: Can
     return np.asarray(plain_s * ratio)
 
 
-def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates, fused: Floats) -> Floats:
+def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates) -> Floats:
     """Seconds of the casts of both operands of one product.
 
-    Args:
-        group: The products.
-        rates: Of the device.
-        c: The candidates.
-        fused: Whether the compiler fuses the passes of a cast.
+    The layers that are taken lie in blocks, which any compiled run compiles: there the passes of a cast are fused.
     """
     m, n, k = (fit.fixed + fit.per_sample * c.micro_batch for fit in (group.m, group.n, group.k))
     moved = np.zeros(len(c))
@@ -98,15 +94,15 @@ def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates, fused: Floa
         compiled = np.where(wide, COMPILED_CAST[4], COMPILED_CAST[2])
         eager = np.where(wide, EAGER_CAST[4], EAGER_CAST[2])
         saved = np.where(wide & (group.phase == "forward"), AUTOCAST_WEIGHT_BYTES, 0)
-        moved += numbers * (np.where(fused, compiled, eager) - saved)
+        moved += numbers * (np.where(c.compiled > 0, compiled, eager) - saved)
     return np.asarray(moved / rates.memory_bytes_per_s)
 
 
-def fp8_seconds(group: OperationGroup, plain_s: Floats, rates: Rates, c: Candidates, fused: Floats) -> Floats:
+def fp8_seconds(group: OperationGroup, plain_s: Floats, rates: Rates, c: Candidates) -> Floats:
     """Seconds of one product in 8 bits with its casts."""
-    return product_seconds(group, plain_s, rates, c) + cast_seconds(group, rates, c, fused)
+    return product_seconds(group, plain_s, rates, c) + cast_seconds(group, rates, c)
 
 
-def fp8_dispatch_s(rates: Rates, fused: Floats) -> Floats:
+def fp8_dispatch_s(rates: Rates, c: Candidates) -> Floats:
     """Host seconds of one product's casts."""
-    return np.where(fused, COMPILED_LAUNCHES, EAGER_LAUNCHES) * rates.dispatch_s
+    return np.where(c.compiled > 0, COMPILED_LAUNCHES, EAGER_LAUNCHES) * rates.dispatch_s
