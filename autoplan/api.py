@@ -136,8 +136,8 @@ def search(
             "cost", the least time of all ranks together.
         min_throughput: With "memory", the floor, as a share of the best throughput. Default: 0.9.
         price_per_hour: Of one device; the plan then says what a million tokens cost.
-        numerics: "lossy" also tries parameters and optimizer states in fewer bits (docs/techniques.md); the
-            plan names the risk. "kept" leaves them out.
+        numerics: "lossy" also tries parameters, optimizer states and products of linear layers in fewer bits
+            (docs/techniques.md); the plan names the risk. "kept" leaves them out.
         sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
             Optuna, whose illegal points are drawn again at no trial's cost.
         out: A file to write the plan to, too.

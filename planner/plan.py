@@ -105,6 +105,7 @@ class Environment(Record):
     transformers: str | None
     liger_kernel: str | None = None
     triton: str | None = None
+    torchao: str | None = None
     platform: str
     variables: dict[str, str] = Field(default_factory=dict)
 

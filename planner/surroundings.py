@@ -52,6 +52,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         transformers=_version("transformers"),
         liger_kernel=_version("liger-kernel"),
         triton=_version("triton"),
+        torchao=_version("torchao"),
         platform=platform.platform(),
         variables={name: source[name] for name in sorted(SHOWN_VARIABLES) if name in source},
     )
@@ -82,7 +83,8 @@ def find_differences(plan: Plan, here: HardwareProfile, environment: Environment
     found = [Difference(kind="hardware", text=text) for text in _hardware(plan.hardware, here, plan.device)]
     then, now = plan.environment, environment or read_environment()
     on_gpu = ("liger_kernel", "triton") if plan.device == "cuda" else ()  # kernels of loss=fused and kernels=liger
-    for package in ("torch", "transformers", *on_gpu, "python", "autoplan"):
+    in_8_bits = ("torchao",) if plan.config.fp8 != "off" or plan.config.optimizer_state == "8bit" else ()
+    for package in ("torch", "transformers", *on_gpu, *in_8_bits, "python", "autoplan"):
         before, after = getattr(then, package), getattr(now, package)
         if before != after:
             package = package.replace("_", "-")

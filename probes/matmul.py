@@ -2,7 +2,9 @@
 
 Shapes are (m, n, k): `x[m, k]` times the transpose of `w[n, k]`, as nn.Linear has it, 2mnk flop forward.
 
-- "matmul": the forward product with operands already in the dtype. Its best rate is the device's peak.
+- "matmul": the forward product with operands already in the dtype. Its best rate is the device's peak. In "float8" it
+  is torch._scaled_mm of e4m3 operands with one scale each and a result in bfloat16, as fp8 training has it; on GPUs
+  that have it, for sizes that are multiples of 16.
 - "linear_train": forward and backward (6mnk flop) of a Linear with float32 weights, under autocast for
   bfloat16 and float16. This is what mixed-precision training runs. On a CPU without bfloat16 units it can be
   10 to 20 times slower than float32, with AMX several times faster: only a measurement shows which.
@@ -59,6 +61,41 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
     if torch.cuda.get_device_capability(device) >= (8, 0):
         return ("float32", "tf32", "bfloat16", "float16")
     return ("float32", "bfloat16", "float16")
+
+
+def float8_operations(device: torch.device, shapes: Sequence[Shape]) -> Iterator[Operation]:
+    """The forward product in 8 bits for each shape that it takes; none where the device or torch has no such product.
+
+    Compute capability 8.9 and above (Ada, Hopper): torch's own check of torch._scaled_mm.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not hasattr(torch, "_scaled_mm"):
+        return
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return
+    for shape in in_order(shapes, device):
+        if all(size % 16 == 0 for size in shape):
+            yield _float8_matmul(device, shape)
+
+
+def _float8_matmul(device: torch.device, shape: Shape) -> Operation:
+    m, n, k = shape
+
+    def build() -> Callable[[], object]:
+        x, w = (filled((rows, k), torch.bfloat16, device).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(
+            x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return Operation(
+        kind="matmul",
+        dtype="float8",
+        shape=shape,
+        work=2.0 * m * n * k,
+        unit="flop/s",
+        memory_bytes=8 * (m * k + n * k + m * n),
+        build=build,
+    )
 
 
 def in_order(shapes: Sequence[Shape], device: torch.device) -> list[Shape]:

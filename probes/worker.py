@@ -252,8 +252,9 @@ def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callabl
     train_shapes = matmul.CPU_TRAIN_SHAPES if on_cpu else matmul.CUDA_TRAIN_SHAPES
     attention_shapes = attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES
     series: list[tuple[float, Callable[[], list[Any]]]] = [
-        (0.40 if on_cpu else 0.45, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
+        (0.40, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
         (0.20 if on_cpu else 0.15, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
+        *([] if on_cpu else [(0.05, lambda: list(matmul.float8_operations(device, shapes)))]),
         (0.17, lambda: list(memory.bandwidth_operations(device, cache_bytes=request.cache_bytes))),
         (0.17, lambda: list(attention.attention_operations(device, attention_dtypes, attention_shapes))),
     ]

@@ -20,7 +20,7 @@ from autoplan.errors import ConfigError
 from autoplan.record import Record
 from autoplan.strategies.device_knobs import Allocator, Kernels, Offload
 from autoplan.strategies.knob import Knob, Need
-from autoplan.strategies.rounding_knobs import OptimizerState, Parameters
+from autoplan.strategies.rounding_knobs import Fp8, OptimizerState, Parameters
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -102,6 +102,7 @@ class TrainingConfig(Record):
         description="fp32; tf32 (fp32 storage, TF32 matmuls, CUDA); bf16 or fp16 autocast over fp32 parameters, "
         "fp16 with dynamic loss scaling",
     )
+    fp8: Fp8 = "off"
     compile: Annotated[
         Compile, Knob(technique="compilation", left_out="no compiler; `block`: no repeated blocks; `model`: a pipeline")
     ] = Field(default="off", description="torch.compile: off, each repeated block, the whole model")

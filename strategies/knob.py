@@ -58,7 +58,9 @@ class Knob:
         memory_only: For a knob whose other values only save memory: what its plain value saves, in words. A search
             tries the other values only where the plain one may not fit.
         memory_only_on: The one device type on which that is so; None: all.
-        lossy: The values that keep fewer bits between steps: a search has them only with `--numerics lossy`.
+        lossy: The values that lose bits in a way that three steps cannot judge (parameters, optimizer states, products
+            in fewer bits): a search has them only with `--numerics lossy`.
+        must_gain: A search tries its other values only where they are predicted to be faster than the plain one.
         last_resort: A search offers its other values only where no configuration with the plain one is sure to fit.
         offered: The values that a search offers, in words, where the knob has no closed list.
         left_out: When a search leaves values out, in words, besides what `device` and `needs` say.
@@ -73,6 +75,7 @@ class Knob:
     memory_only: str = ""
     memory_only_on: Literal["cpu", "cuda"] | None = None
     lossy: tuple[str, ...] = ()
+    must_gain: bool = False
     last_resort: bool = False
     offered: str = ""
     left_out: str = ""

@@ -36,6 +36,11 @@ def check_knob(knob: str, value: Any) -> Any:
     try:
         config = TrainingConfig.model_validate({"micro_batch": 1} | {knob: value}, strict=False)
     except ValidationError:
+        if knob == "precision" and str(value).lower() in ("fp8", "float8"):
+            raise ConfigError(
+                "fp8 is no value of precision: it is a knob beside precision=bf16, for the products of linear layers",
+                hint="For example: --fix precision=bf16 --fix fp8=tensorwise --numerics lossy",
+            ) from None
         rule = "one of " + ", ".join(map(str, allowed)) if allowed else f"a whole number of at least {_least(knob)}"
         raise ConfigError(f"{knob}={value!r} is not a value of {knob}", hint=f"{knob} takes {rule}.") from None
     return getattr(config, knob)

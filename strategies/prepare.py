@@ -21,6 +21,7 @@ from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
 from autoplan.strategies.techniques.checkpointing import CheckpointingStrategy
 from autoplan.strategies.techniques.compilation import CompilationStrategy, CompileModeStrategy
 from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
+from autoplan.strategies.techniques.fp8 import Fp8Strategy
 from autoplan.strategies.techniques.gelu import GeluStrategy
 from autoplan.strategies.techniques.kernels import KernelsStrategy
 from autoplan.strategies.techniques.loss import LossStrategy
@@ -48,6 +49,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
     GeluStrategy(),  # likewise
     KernelsStrategy(),  # likewise
+    Fp8Strategy(),  # swaps linear layers inside the blocks, likewise; those of kernels look them up by name
     LossStrategy(),  # swaps the head and the loss, likewise
     TensorParallelStrategy(),  # splits what is inside the blocks, so before they are wrapped
     BatchNormStrategy(),  # swaps modules inside the blocks, likewise

@@ -1,4 +1,4 @@
-"""The knobs of what is kept rounded between steps: parameters and optimizer states in fewer bits. Loads no torch.
+"""The lossy knobs: parameters and optimizer states that are kept in fewer bits, products in 8 bits. Loads no torch.
 
 They lose something at each step that a short parity check cannot show, so a search has them only on request
 (`--numerics lossy`), and a plan names the risk.
@@ -43,6 +43,24 @@ OptimizerState = Annotated[
     ),
 ]
 
+Fp8 = Annotated[
+    Literal["off", "tensorwise", "rowwise"],
+    Knob(
+        technique="fp8",
+        numerics="changes",
+        device="cuda",
+        lossy=("tensorwise", "rowwise"),
+        must_gain=True,
+        needs=(Need(knob="precision", values=("bf16",)),),
+        left_out="no `--numerics lossy`; compute capability below 8.9 (`rowwise`: 9.0); no torchao; no linear layer "
+        "that is large enough; no gain is predicted; tensor parallelism, a pipeline",
+    ),
+    Field(
+        description="products of large linear layers in 8-bit floating point (torchao): off; tensorwise: one scale "
+        "for each tensor; rowwise: one for each row or column, in powers of two",
+    ),
+]
+
 RISKS: Mapping[tuple[str, str], str] = {
     ("parameters", "bf16"): "parameters=bf16: the forward and the gradients see parameters of 8 bits of mantissa, and "
     "gradients of micro-batches are added up in bf16; the fp32 master copies keep every update. Three steps cannot "
@@ -56,6 +74,12 @@ RISKS: Mapping[tuple[str, str], str] = {
     ("optimizer_state", "8bit"): "optimizer_state=8bit: Adam's moments keep 8 bits, with a scale for each 256: small "
     "ones beside a large one lose most of their bits, which three steps, with moments that have just begun, cannot "
     "show",
+    ("fp8", "tensorwise"): "fp8=tensorwise: activations and weights keep 4 bits of mantissa in the products of linear "
+    "layers, gradients of outputs 3, and a whole tensor has one scale: beside outliers, which grow over a long "
+    "training, small numbers become zero. Three steps cannot show that",
+    ("fp8", "rowwise"): "fp8=rowwise: activations, weights and gradients of outputs keep 4 bits of mantissa in the "
+    "products of linear layers, with a scale for each row: outliers, which grow over a long training, hide small "
+    "numbers of their row alone. Three steps cannot show what that does to the loss",
 }
 """By knob and value, what a plan says of a lossy choice: what the parity check cannot show."""
 
@@ -74,7 +98,9 @@ def not_carried(values: Mapping[str, Any], tool: str) -> list[str]:
         values: Of the knobs.
         tool: As a subject.
     """
-    return [
+    recipe = values.get("fp8", "off")
+    in_fp8 = f"fp8={recipe}: with {tool} the products of linear layers stay in bf16, which takes longer than measured"
+    return ([in_fp8] if recipe != "off" else []) + [
         f"{knob}={values[knob]}: {tool} steps by itself, and {text}; whether that fits was not measured"
         for knob, text in KEPT_BY_TOOLS.items()
         if values.get(knob, "own") != "own"

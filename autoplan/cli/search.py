@@ -174,7 +174,7 @@ def search_command(
         typer.Option(
             "--numerics",
             metavar="KIND",
-            help="kept, or lossy: also try parameters and optimizer states in fewer bits. The plan names the risk.",
+            help="kept, or lossy: also try parameters, states and products in fewer bits. The plan names the risk.",
             rich_help_panel=SEARCH,
         ),
     ] = "kept",

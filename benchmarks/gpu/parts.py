@@ -176,7 +176,7 @@ def part_c(session: Session) -> None:
 
 
 def part_d(session: Session) -> None:
-    """The allocator's segments; then one knob after another: compile modes, attention, all that the space has."""
+    """The allocator's segments; then one knob after another: compile modes, attention, all that the space has; fp8."""
     from autoplan.strategies.config import KNOBS, knob_values, knobs
 
     sizes = (4, 8) if session.small else (64, 128, 256)
@@ -186,12 +186,18 @@ def part_d(session: Session) -> None:
     trials(session, "d.expandable", "gpt2", largest, limit_s=60, time_box_s=4.0, environment=expandable)
     base: Knobs = {**HAND, "micro_batch": 8 if session.small else 32}
     order = ["compile_mode", "attention", "compile", "precision", "loss", "optimizer_step", "checkpointing"]
-    others = [knob for knob in KNOBS if knob not in order and knobs()[knob].role == "run" and knob != "micro_batch"]
+    apart = ("micro_batch", "fp8")  # GPT-2 has no layers that fp8 takes
+    others = [knob for knob in KNOBS if knob not in order and knobs()[knob].role == "run" and knob not in apart]
     device_knobs = [knob for knob in [*order, *others] if knobs()[knob].device in (None, session.device)]
     varied = [{**base, knob: value} for knob in device_knobs for value in knob_values(knob) or ()]
     eager = {**base, "compile": "off"}
     varied += [{**eager, "attention": value} for value in knob_values("attention") or ()]
-    trials(session, "d", "gpt2", [base, *varied], limit_s=520, time_box_s=6.0, deadline_s=200.0)
+    trials(session, "d", "gpt2", [base, *varied], limit_s=420, time_box_s=6.0, deadline_s=200.0)
+    if session.device == "cuda":
+        plain: Knobs = {**HAND, "compile": "block", "micro_batch": 2 if session.small else 8}
+        recipes = [{**plain, "fp8": value} for value in knob_values("fp8") or ()]
+        uncompiled = {**plain, "compile": "off", "fp8": "tensorwise"}
+        trials(session, "d.fp8", "llama", [*recipes, uncompiled], limit_s=100, predict=True, time_box_s=6.0)
 
 
 def part_e(session: Session) -> None:

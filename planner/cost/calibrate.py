@@ -2,10 +2,10 @@
 
     log t_measured = log sum_p exp(theta_p) t_p + noise,      theta_p ~ N(0, sd_p)
 
-over the parts p of the predicted time: matmul per precision class, attention, memory-bound work, the same when
-compiled, dispatch, first touches of memory, optimizer, communication. The maximum a posteriori is found by
-Gauss-Newton; its covariance gives the interval of a prediction: what the trials have pinned down is narrow, what they
-have not seen stays wide.
+over the parts p of the predicted time: matmul per precision class (in 8 bits with its casts), attention, memory-bound
+work, the same when compiled, dispatch, first touches of memory, optimizer, communication. The maximum a posteriori is
+found by Gauss-Newton; its covariance gives the interval of a prediction: what the trials have pinned down is narrow,
+what they have not seen stays wide.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from autoplan.record import Record
 PRIOR_SD = {
     "matmul/full": 0.15,
     "matmul/half": 0.20,
+    "matmul/fp8": 0.40,
     "attention": 0.25,
     "memory": 0.30,
     "fused_memory": 0.50,

@@ -41,6 +41,7 @@ KNOBS_READ: tuple[str, ...] = (
     "micro_batch",
     "checkpointing",
     "precision",
+    "fp8",
     "compile",
     "compile_mode",
     "attention",

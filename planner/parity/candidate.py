@@ -23,6 +23,7 @@ from autoplan.planner.parity.records import (
 )
 from autoplan.planner.parity.reference import dropout_rates, noise_seed
 from autoplan.planner.parity.replay import replay
+from autoplan.planner.parity.rounded_products import product_distances
 from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.analysis.additivity import buffers_kept
 from autoplan.strategies.config import TrainingConfig
@@ -129,6 +130,7 @@ def _steps_and_own_length(
         schedule_steps=getattr(run.schedule, "last_epoch", None),
         learning_rates=tuple(float(group["lr"]) for group in run.optimizer.param_groups if group.get("lr") is not None),
         replay=replay(small, reference.parameters, recorder, device),
+        products=product_distances(run.model, config.fp8) if config.fp8 != "off" else {},
         chunk_rows=rows,
         micro_batch=config.micro_batch,
         **{name: getattr(reference, name) for name in _SAME_AS_REFERENCE},

@@ -129,7 +129,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
         config: The candidate's; with the parameters' dtypes, its precision decides the tolerance.
     """
     measurement = reference.measurement
-    tolerance = tolerance_of(config.precision, measurement.dtypes, parameters=config.parameters)
+    tolerance = tolerance_of(config.precision, measurement.dtypes, parameters=config.parameters, fp8=config.fp8)
     judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
     problems = [*worst.problems, *_reference_problems(measurement, config)]
@@ -246,6 +246,7 @@ def _reference(
     sizes = [micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
     key = [FORMAT, spec.identity, device, *sizes, *(["own shapes"] if own_shapes else [])]
     key += ["bf16 parameters"] if config.parameters != "own" else []
+    key += [f"fp8={config.fp8}"] if config.fp8 != "off" else []
     key += [config.batch_norm] if config.batch_norm != "own" else []
     kept = folder / ("reference-" + hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16])
     found = _load(kept, 1)

@@ -35,6 +35,7 @@ from autoplan.planner.parity.tolerances import (
     CHANGE_NORM,
     DROPOUT_NOISE,
     MOMENTS_KEPT,
+    PRODUCTS,
     SAME_GRADIENT,
     SAME_STREAM,
     Tolerance,
@@ -85,6 +86,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
         largest("learning rate after the last step", 1e-6, _rates_after(plain, ours)),
         _optimizer(plain, ours, tolerance),
         *_rounding(ours, states),
+        *([largest("products in fp8", PRODUCTS, ours.products)] if ours.products else []),
         largest("frozen parameters", 0.0, _frozen(plain, ours)),
     ]
     buffers = buffers_to_compare(plain, ours)

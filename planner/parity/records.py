@@ -141,6 +141,10 @@ class ParityMeasurement(Record):
     schedule_steps: int | None = Field(default=None, description="how often the schedule was stepped, as it says")
     learning_rates: tuple[float, ...] = Field(default=(), description="by group, after the last step")
     replay: ReplayMeasure | None = None
+    products: dict[str, float] = Field(
+        default_factory=dict,
+        description="of a candidate, by layer in fp8: how far its products are from the recipe",
+    )
     own_length: PassMeasure | None = None
     dropout: tuple[PassMeasure, ...] = Field(default=(), description="with dropout on, one for each seed")
     dropout_repeated_loss: float | None = Field(default=None, description="the first seed's loss once more")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,10 +37,12 @@ from autoplan.planner.parity.records import (
     check_accumulation,
     dropout_accumulation,
 )
+from autoplan.planner.parity.rounded_products import RoundedProducts
 from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.analysis.additivity import buffers_kept, check_additivity, shorten
-from autoplan.strategies.analysis.structure import clean_name, disable_dropout
+from autoplan.strategies.analysis.structure import clean_name, disable_dropout, find_structure
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.techniques.fp8 import selected_linears
 from autoplan.strategies.techniques.host_activations import HostActivations
 from autoplan.strategies.techniques.host_states import keep_states_on_host
 from autoplan.strategies.techniques.parameters import rounded_parameters
@@ -86,6 +88,8 @@ def run_reference(
     reference.most_samples = CHECK_MICRO_BATCH if own_shapes else None
     if config.parameters != "own":
         reference.round_parameters(rounded_parameters(model))
+    if config.fp8 != "off":
+        reference.round_products(config)
     reference.offload = config.offload
     reference.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
     masked = can_mask_labels(workload, model, device, config.micro_batch)
@@ -102,7 +106,8 @@ def run_reference(
 
     small = small_workload(workload, config, length=length, masked=masked, accumulation=check_accumulation(config))
     phase("additivity")
-    additive, deterministic = check_additivity(small, model, device)
+    with reference.plain_products():
+        additive, deterministic = check_additivity(small, model, device)
     if not deterministic:  # noise in the loss: the same draws, in micro-batches of the same size
         reference.noisy_micro_batch = config.micro_batch
     recorder.restore()
@@ -163,6 +168,7 @@ class _Reference:
         self.offload = "none"  # what the candidate moves, where nothing else fits: the plain numbers are the same
         self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
         self.rounded: list[nn.Parameter] = []  # those that the candidate keeps in bf16
+        self.products: RoundedProducts | None = None  # those that the candidate makes in fp8
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
 
     def backward(self, batch: Batch, micro_batch: int, seed: int | None = None) -> float:
@@ -198,6 +204,24 @@ class _Reference:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return total / count
+
+    def round_products(self, config: TrainingConfig) -> None:
+        """Rounds the operands of the linear layers that the candidate takes, in micro-batches of its size.
+
+        One scale holds for all samples that go through at once.
+        """
+        linears = [linear for _, linear in selected_linears(find_structure(self.model), config.fp8)]
+        self.products = RoundedProducts(linears, config.fp8)
+        self.most_samples = config.micro_batch
+
+    @contextlib.contextmanager
+    def plain_products(self) -> Iterator[None]:
+        """Here no operand is rounded."""
+        if self.products is not None:
+            self.products.enabled = False
+        yield
+        if self.products is not None:
+            self.products.enabled = True
 
     def round_parameters(self, rounded: list[nn.Parameter]) -> list[torch.Tensor]:
         """Puts the numbers of bf16 into parameters, which stay fp32; gives them as they were."""
@@ -268,7 +292,8 @@ class _Reference:
         if not limit.allows(sample_s * samples * whole / length):
             return None, (f"a forward and backward at its own {whole} tokens: there was no time",)
         batch = self.workload.make_batch(samples, 0)
-        micro_batch = samples if self.noisy_micro_batch is None else samples // config.dp
+        by_rank = self.noisy_micro_batch is not None or self.products is not None
+        micro_batch = samples // config.dp if by_rank else samples
         loss = self.backward(
             batch, self.workload.fixed_micro_batch or micro_batch, noise_seed(self.workload, CHECK_STEPS)
         )

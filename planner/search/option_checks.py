@@ -98,8 +98,7 @@ def refuse_lossy(fix: Mapping[str, Any], bound: Mapping[str, Bound]) -> None:
         asked = fixed or (f"{knob} in {', '.join(map(str, values))}" if values and set(values) & set(lossy) else None)
         if asked is not None:
             raise ConfigError(
-                f"{asked} keeps fewer bits between steps, and --numerics is kept: a lossy choice is tried by your word "
-                "alone",
+                f"{asked} loses bits at each step, and --numerics is kept: a lossy choice is tried by your word alone",
                 hint="Add --numerics lossy. The plan then names what its parity check cannot show.",
             )
 

@@ -60,7 +60,7 @@ class SearchOptions:
         store: The folder of the searches' records, one folder in it for each; None: the user's state folder.
         fresh: Start over; what the store has of this search is moved aside.
         wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
-        numerics: "kept", or "lossy": parameters and optimizer states in fewer bits are in the space too.
+        numerics: "kept", or "lossy": parameters, optimizer states and products in fewer bits are in the space too.
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
         objective: "throughput"; "memory": the least of it at a floor of throughput; "cost": the least time of all ranks

@@ -73,9 +73,10 @@ def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig)
     """Whether a check with a trial's own micro-batch and sequence length costs less, because nothing is compiled anew.
 
     Dropout is off in the steps of a check, so that a model with dropout is another graph there; so is a fused loss,
-    which takes other chunks. What is kept rounded is compared on few additions.
+    which takes other chunks. What is kept rounded is compared on few additions, and products in fp8
+    beside a reference with the same few samples behind each scale.
     """
-    others = config.loss == "fused" or config.parameters != "own" or config.pp > 1
+    others = config.loss == "fused" or config.parameters != "own" or config.fp8 != "off" or config.pp > 1
     if config.compile == "off" or others or cost.has_dropout:
         return False
     saved_s = compilations(cost, config) * trials.compile_s(config) - trials.compile_s(config, warm=True)

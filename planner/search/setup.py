@@ -267,6 +267,7 @@ def prepare_search(
         device,
         spares_memory=not least_memory,
         host_limit_bytes=host_limit if device == "cuda" else None,
+        named=named,
     )
     left_out = (*space.left_out, *(needless or ()), *dropped)
     observer.on_space(len(kept), left_out)

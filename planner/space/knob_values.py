@@ -21,7 +21,7 @@ LOSING_RATE_SHARE = 0.6
 everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
 bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
 
-LOSSY_REASON = "it keeps fewer bits between steps, and is tried by your word alone: --numerics lossy"
+LOSSY_REASON = "it loses bits at each step, which three steps cannot judge; tried by your word alone: --numerics lossy"
 
 PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
 
@@ -47,7 +47,7 @@ def offered_values(
 
 
 def without_lossy(choices: Sequence[Choices]) -> list[Choices]:
-    """The choices without the values that keep fewer bits between steps, which are left out with the way to get them.
+    """The choices without the values that lose bits at each step, which are left out with the way to get them.
 
     What a technique leaves out by itself keeps its own reason.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,11 +35,13 @@ def keep_what_may_win(
     *,
     spares_memory: bool = True,
     host_limit_bytes: int | None = None,
+    named: Collection[str] = (),
 ) -> tuple[list[int], list[LeftOutFamily]]:
     """Indices of the candidates worth a trial, in their order, and the families that are not, with by how much.
 
     Left out is what cannot fit (even the low end of its predicted peak is above the limit), what is offloaded and does
-    not fit the host, what saves memory that is not needed, and, beyond MAX_CANDIDATES, what is predicted to be slowest.
+    not fit the host, what saves memory that is not needed, what is worth its loss of bits only where it gains and is
+    predicted to gain nothing, and, beyond MAX_CANDIDATES, what is predicted to be slowest.
 
     Args:
         candidates: The legal configurations.
@@ -48,6 +50,7 @@ def keep_what_may_win(
         device: cpu or cuda.
         spares_memory: Leave out what saves memory that is not needed; False where little memory is looked for.
         host_limit_bytes: What the ranks of a trial may take of the host's memory together; None: no limit.
+        named: The knobs that the user fixed or bounded: their values are tried without a gain.
     """
     shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
     too_big = table.peak_memory_low_bytes > shares
@@ -62,6 +65,10 @@ def keep_what_may_win(
         needless = _needless(knob, candidates, table, shares)
         worth[list(needless)] = False
         left_out += _needless_families(knob, candidates, table, needless)
+    for knob in (name for name, known in knobs().items() if known.must_gain and name not in named):
+        gainless = _gainless(knob, candidates, table)
+        worth[list(gainless)] = False
+        left_out += _gainless_families(knob, candidates, table, gainless)
     kept = np.flatnonzero(worth)
     if len(kept) > MAX_CANDIDATES:
         order = kept[np.argsort(table.step_time_low_s[kept], kind="stable")]
@@ -181,6 +188,41 @@ def _needless_families(
             LeftOutFamily(
                 family=family,
                 limit=f"{knob}={getattr(PLAIN, knob)} fits with all else the same, and {knobs()[knob].memory_only}",
+                by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
+                configurations=len(members),
+            )
+        )
+    return left_out
+
+
+def _gainless(knob: str, candidates: Sequence[TrainingConfig], table: CostTable) -> dict[int, int]:
+    """Where another value than the plain one is predicted to gain no time, to where the same with the plain one is."""
+    plain = getattr(PLAIN, knob)
+    places = {config: index for index, config in enumerate(candidates) if getattr(config, knob) == plain}
+    found = {}
+    for index, config in enumerate(candidates):
+        if getattr(config, knob) != plain:
+            other = places.get(config.model_copy(update={knob: plain}))
+            if other is not None and table.step_time_s[other] <= table.step_time_s[index]:
+                found[index] = other
+    return found
+
+
+def _gainless_families(
+    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, gainless: Mapping[int, int]
+) -> list[LeftOutFamily]:
+    """By value, and by whether the run is compiled: what it fuses decides what casts cost."""
+    families: dict[str, list[int]] = {}
+    for index in gainless:
+        compiled = "compiled" if candidates[index].compile != "off" else "not compiled"
+        families.setdefault(f"{knob}={getattr(candidates[index], knob)}, {compiled}", []).append(index)
+    left_out = []
+    for family, members in families.items():
+        slower = table.step_time_s[members] / table.step_time_s[[gainless[index] for index in members]] - 1
+        left_out.append(
+            LeftOutFamily(
+                family=family,
+                limit=f"no gain: the same with {knob}={getattr(PLAIN, knob)} is predicted to be no slower",
                 by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
                 configurations=len(members),
             )

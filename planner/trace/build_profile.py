@@ -33,6 +33,7 @@ from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
 from autoplan.planner.trace.variants import PLAIN
 from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
+from autoplan.strategies.techniques.fp8 import linear_weights
 from autoplan.strategies.workloads.workload import Workload
 
 _ADAM_STATE_BYTES = 8.0
@@ -260,6 +261,7 @@ def _assemble(
         optimizer_state_bytes_per_parameter=state_bytes,
         parameter_tensors=len(trainable),
         largest_parameter=max((p.numel() for p in trainable), default=0),
+        linear_weights=linear_weights(structure),
         clips_gradients=workload.max_grad_norm is not None,
         boundary_bytes=_boundary_bytes(workload.sequence_length, hidden),
         batch_bytes=_batch_bytes(tracer),

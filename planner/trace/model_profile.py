@@ -13,7 +13,7 @@ from pydantic import Field
 
 from autoplan.record import Record
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -126,6 +126,9 @@ class ModelProfile(Record):
     parameter_tensors: int = Field(default=0, description="trainable tensors: what a for-loop optimizer visits")
     largest_parameter: int = 0
     clips_gradients: bool = False
+    linear_weights: tuple[tuple[int, int, int], ...] = Field(
+        default=(), description="of the linear layers that fp8 may take: outputs, inputs, how many in the whole model"
+    )
     boundary_bytes: LinearFit = Field(default=ZERO, description="the activation between two blocks, fp32")
     batch_bytes: LinearFit = Field(default=ZERO, description="the batch itself on the device")
     input_s_per_sample: float | None = Field(

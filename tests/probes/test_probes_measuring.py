@@ -13,7 +13,13 @@ import torch
 
 from autoplan.probes.attention import attention_operations
 from autoplan.probes.launch import probe_launch
-from autoplan.probes.matmul import linear_train_operations, matmul_operations, thread_operations
+from autoplan.probes.matmul import (
+    _float8_matmul,
+    float8_operations,
+    linear_train_operations,
+    matmul_operations,
+    thread_operations,
+)
 from autoplan.probes.memory import LARGEST_BUFFER_BYTES, bandwidth_operations, transfer_operations
 from autoplan.probes.timing import (
     TORCH_DTYPES,
@@ -69,6 +75,24 @@ def test_the_product_is_that_of_a_linear_layer(dtype: str) -> None:
     assert isinstance(y, torch.Tensor)
     assert y.shape == (3, 5) and y.dtype == TORCH_DTYPES[dtype]
     assert operation.work == 2 * 3 * 5 * 7
+
+
+def test_the_product_in_8_bits_is_that_of_a_linear_layer() -> None:
+    """torch._scaled_mm runs on a CPU too, slowly: what is timed on a GPU is shown to be the product."""
+    operation = _float8_matmul(CPU, (32, 16, 48))
+    y = operation.build()()
+    assert isinstance(y, torch.Tensor)
+    assert y.shape == (32, 16) and y.dtype == torch.bfloat16 and operation.work == 2 * 32 * 16 * 48
+    assert not list(float8_operations(CPU, ((32, 16, 48),))), "a search on a CPU does not time it"
+
+
+@pytest.mark.parametrize(("capability", "shapes"), [((8, 0), []), ((8, 9), [(64, 64, 64), (32, 16, 48)])])
+def test_8_bits_are_timed_where_the_chip_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], shapes: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = float8_operations(torch.device("cuda"), ((32, 16, 48), (8192, 50257, 768), (64, 64, 64)))
+    assert [operation.shape for operation in found] == shapes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

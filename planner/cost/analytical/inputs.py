@@ -28,7 +28,6 @@ from autoplan.strategies.knob_input import check_knob
 OTHER_INPUTS = {
     "sharding": "ddp, zero1, zero2, shard_grad_op or zero3. zero1 and zero2 are other trainers'; the others are said "
     "with dp_shard and reshard_after_forward too",
-    "fp8": "true: products in fp8 (Transformer Engine)",
     "sequence_parallel": "false: tensor parallelism that does not split the sequence",
     "chunked_loss": "true: the loss casts its logits to fp32 a chunk at a time (torchtune, LitGPT)",
     "optimizer": f"the workload's: {', '.join(OPTIMIZER_STATE_BYTES)}",
@@ -108,7 +107,8 @@ VALUES: dict[str, dict[str, dict[str, str]]] = {
     "attention": {old: {"attention": "sdpa"} for old in (*_TRUE, "flash", "flash_attention_2", "flash_attn")}
     | {old: {"attention": "eager"} for old in _FALSE},
     "precision": {old: {"precision": new} for old, new in _PRECISION_NAMES.items()}
-    | {old: {"precision": "bf16", "fp8": "true"} for old in ("fp8", "amp_fp8")},
+    | {old: {"precision": "bf16", "fp8": "tensorwise"} for old in ("fp8", "amp_fp8")},
+    "fp8": {old: {"fp8": "tensorwise"} for old in _TRUE} | {old: {"fp8": "off"} for old in _FALSE},
     "compile": {old: {"compile": "block"} for old in _TRUE} | {old: {"compile": "off"} for old in _FALSE},
     "loss": {"chunked": {"loss": "full", "chunked_loss": "true"}},
     "optimizer": {"adamw_fused": {"optimizer": "adamw", "optimizer_step": "fused"}},
@@ -196,11 +196,10 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
         ConfigError: a value that its input does not take.
         UsageError: what does not go together, or that the chip cannot do.
     """
-    names = ("precision", "compile", "attention", "loss", "optimizer_step")
+    names = ("precision", "fp8", "compile", "attention", "loss", "optimizer_step")
     knobs = {name: check_knob(name, values.get(name, defaults.get(name, plain_value(name)))) for name in names}
     knobs |= {name: check_knob(name, values[name]) for name in IGNORED_KNOBS if name in values}
-    fp8 = flag(values, "fp8", False)
-    precision = "fp8" if fp8 else knobs["precision"]
+    precision = "fp8" if knobs["fp8"] != "off" else knobs["precision"]
     peak = chip.peak(precision)
     if peak is None:
         have = ", ".join(p for p in PRECISIONS if chip.peak(p) is not None)

@@ -15,6 +15,7 @@ import numpy as np
 
 from autoplan.planner.cost.columns import COMPILES, DTYPES, STATES, Floats
 from autoplan.planner.cost.traced.candidates import Candidates
+from autoplan.planner.cost.traced.fp8 import Fp8Shares, fp8_dispatch_s, fp8_seconds
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
 
@@ -69,7 +70,7 @@ CHECKPOINT_DISPATCH_S = 3e-4
 SLOWER_THAN_PROBED = 3.0
 COMPARED_FLOPS = 1e8
 
-PARTS = ("matmul", "attention", "memory", "fused_memory", "dispatch")
+PARTS = ("matmul", "fp8", "attention", "memory", "fused_memory", "dispatch")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,8 +81,16 @@ class SegmentTimes:
     rest: Floats
 
 
-def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates) -> SegmentTimes:
+def segment_times(
+    variant: VariantProfile, rates: Rates, candidates: Candidates, fp8: Fp8Shares | None = None
+) -> SegmentTimes:
     """Times of one micro-step for candidates of one variant.
+
+    Args:
+        variant: The traced variant.
+        rates: Of the device.
+        candidates: All of that variant.
+        fp8: By product of the variant, its share that runs in 8 bits for each candidate; None: nothing does.
 
     Returns:
         Arrays of shape (parts, candidates).
@@ -93,8 +102,9 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates)
     )
     slow = rates.thread_slowdown(candidates.threads)
     whole = candidates.compiled == COMPILES.index("model")
-    for group in variant.groups:
-        seconds = _group_seconds(group, rates, candidates) * group.count
+    for place, group in enumerate(variant.groups):
+        one_s = _group_seconds(group, rates, candidates)
+        seconds = one_s * group.count
         # what lies outside the blocks stays eager where blocks are compiled
         fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
         if group.kind == "memory":
@@ -110,9 +120,15 @@ def segment_times(variant: VariantProfile, rates: Rates, candidates: Candidates)
             row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
             seconds = seconds * slow
         target = times.block if group.segment == "block" else times.rest
+        in_8_bits = np.zeros(size)
+        if fp8 is not None and place in fp8:
+            in_8_bits = fp8[place] * group.count
+            seconds = seconds * (1 - fp8[place])
+            target[PARTS.index("fp8")] += in_8_bits * fp8_seconds(group, one_s, rates, candidates)
         np.add.at(target, (row, np.arange(size)), seconds)
         asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
         dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
+        dispatch = dispatch + in_8_bits * fp8_dispatch_s(rates, candidates)
         if group.kind == "memory":
             eager = np.where(candidates.liger & (group.segment == "block"), LIGER_LEAVES, 1.0)
             dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], eager)

@@ -11,6 +11,7 @@ a datasheet is known, the roofline with an efficiency (Williams et al. 2009): ma
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,9 @@ ASSUMED_ATTENTION_EFFICIENCY = 0.45
 # in-place addition, several times less
 ASSUMED_DISPATCH_S = 8e-6
 AUTOGRAD_OVERHEAD = 6.0
+
+# Of the dense peaks: every chip of the catalogue that has both is at 2
+FLOAT8_OVER_BFLOAT16 = 2.0
 
 _BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 
@@ -69,7 +73,10 @@ class Rates:
 
     def matmul_fit(self, dtype: str) -> MatmulFit:
         """The fit of a dtype, or of float32 where that one was never measured."""
-        return self.matmul.get(dtype) or self.matmul["float32"]
+        found = self.matmul.get(dtype)
+        if found is None and dtype == "float8" and "bfloat16" in self.matmul:
+            return _in_8_bits(self.matmul["bfloat16"], FLOAT8_OVER_BFLOAT16)
+        return found or self.matmul["float32"]
 
     def attention_rate(self, dtype: str) -> float:
         """FLOP/s of fused attention in a dtype."""
@@ -88,9 +95,9 @@ class Rates:
 def from_device(device: Device) -> Rates:
     """Rates from a probed device, filled up from its datasheet; what neither knows is assumed and said."""
     assumed: list[str] = []
-    matmul = {}
+    matmul: dict[str, MatmulFit] = {}
     for dtype in ("float32", "tf32", "bfloat16", "float16", "float8"):
-        fit = _measured_fit(device, dtype) or _datasheet_fit(device, dtype)
+        fit = _measured_fit(device, dtype) or _beside_bfloat16(device, dtype, matmul) or _datasheet_fit(device, dtype)
         if fit is not None:
             matmul[dtype] = fit
     if "float32" not in matmul:
@@ -157,6 +164,21 @@ def _measured_fit(device: Device, dtype: str) -> MatmulFit | None:
     if len(points) < 3:
         return None
     return MatmulFit(coefficients=fit_matmul(np.array(points, dtype=np.float64)), measured=True)
+
+
+def _beside_bfloat16(device: Device, dtype: str, known: Mapping[str, MatmulFit]) -> MatmulFit | None:
+    """float8 that was not measured beside bfloat16 that was: in proportion to the datasheet's peaks."""
+    plain = known.get("bfloat16")
+    peaks = [device.datasheet_peak_flops_per_s.get(name) for name in (dtype, "bfloat16")]
+    if dtype != "float8" or plain is None or not plain.measured or None in peaks:
+        return None
+    mine, other = (peak.value if peak is not None else None for peak in peaks)
+    return _in_8_bits(plain, mine / other) if mine and other else None
+
+
+def _in_8_bits(plain: MatmulFit, faster: float) -> MatmulFit:
+    """bfloat16's fit with products so many times as fast, and operands of half the bytes; results stay in bf16."""
+    return MatmulFit(coefficients=plain.coefficients * np.array([1 / faster, 1.0, 0.5, 0.5, 1.0]), measured=False)
 
 
 def _datasheet_fit(device: Device, dtype: str) -> MatmulFit | None:

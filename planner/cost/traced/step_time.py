@@ -20,6 +20,7 @@ from autoplan.planner.cost.traced.compute import (
     optimizer_seconds,
     segment_times,
 )
+from autoplan.planner.cost.traced.fp8 import fp8_shares
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, VariantKey, VariantProfile
@@ -87,11 +88,11 @@ def _blended_times(
 ) -> tuple[SegmentTimes, Floats]:
     """Times and FLOPs of one micro-step, between no block and every block checkpointed whole."""
     profile, share = machine.profile, c.checkpointed
-    times = segment_times(plain, machine.rates, c)
+    times = segment_times(plain, machine.rates, c, fp8_shares(plain, profile, c))
     flops = executed_flops(plain, profile.num_blocks, c.micro_batch)
     if plain is full:
         return times, flops
-    other = segment_times(full, machine.rates, c)
+    other = segment_times(full, machine.rates, c, fp8_shares(full, profile, c))
     names = ("block", "rest")
     mixed = {name: (1 - share) * getattr(times, name) + share * getattr(other, name) for name in names}
     mixed["block"][PARTS.index("dispatch")] += share * CHECKPOINT_DISPATCH_S
@@ -119,6 +120,7 @@ def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
     rows = {
         "matmul/full": np.where(c.half, 0.0, part["matmul"]),
         "matmul/half": np.where(c.half, part["matmul"], 0.0),
+        "matmul/fp8": part["fp8"],
         "attention": part["attention"],
         "memory": part["memory"] + _adding_gradients_s(machine, c),
         "fused_memory": part["fused_memory"],

@@ -34,7 +34,7 @@ class PytorchTarget:
         _refuse_what_cannot_be_carried(plan)
         config = plan.config
         model = summarize_model(plan.workload)
-        needs_blocks = config.checkpointing != "none" or config.compile == "block"
+        needs_blocks = config.checkpointing != "none" or config.compile == "block" or config.fp8 != "off"
         names_blocks = needs_blocks or config.tp > 1 or pytorch_ranks.uses_fsdp(config)
         if needs_blocks and not model.stacks:
             raise ExportError(

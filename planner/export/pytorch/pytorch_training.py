@@ -19,6 +19,7 @@ from autoplan.strategies.config import (
     TrainingConfig,
 )
 from autoplan.strategies.rounding_knobs import rounds_steps
+from autoplan.strategies.techniques.fp8_rules import MULTIPLE
 
 # What the script takes from techniques/checkpointing.py, techniques/allocator.py and workloads/training_mode.py.
 CHECKPOINTING_NAMES = (
@@ -60,6 +61,9 @@ _HOST_ACTIVATIONS_NAMES = (
 )
 
 
+# Of techniques/fp8.py, with the sizes of fp8_rules.py.
+_FP8_NAMES = ("fp8_linears", "_linears", "_is_aligned", "_is_special", "use_fp8")
+
 _KERNELS_NAMES = (
     *("liger_function", "use_liger", "_apply_to_instance", "_modeling_files", "_classes_of"),
     *("_replaced_functions", "_uses", "_with_globals"),
@@ -79,6 +83,8 @@ def knob_settings(config: TrainingConfig) -> dict[str, Any]:
         constants["ATTENTION"] = "sdpa" if config.attention in ATTENTION_BACKENDS else config.attention
     if config.attention in ATTENTION_BACKENDS:
         constants["ATTENTION_KERNEL"] = ATTENTION_BACKENDS[config.attention]
+    if config.fp8 != "off":
+        constants["FP8"] = config.fp8
     if config.gelu != "own":
         constants["GELU"] = config.gelu
     if config.kernels != "own":
@@ -125,6 +131,9 @@ def techniques(plan: Plan) -> str:
         sections += [_CONFIG_ERROR, take("techniques/rounded_steps.py", *_ROUNDED_STEPS_NAMES)]
     if (config.offload == "optimizer" or rounds_steps(config)) and not pytorch_ranks.has_ranks(config):
         sections.append(take("techniques/mesh.py", "local_tensor"))  # with ranks it comes with the rest of that file
+    if config.fp8 != "off":
+        sections.append(take("techniques/fp8_rules.py", "MULTIPLE", "reason_against_sizes"))
+        sections.append(take("techniques/fp8.py", *_FP8_NAMES))
     if config.kernels != "own":
         sections.append(take("techniques/kernels.py", *_KERNELS_NAMES))
     if replays_graphs(plan):
@@ -180,6 +189,7 @@ def prepare(plan: Plan, head: str, fields: list[str]) -> str:
         *(["    use_maskless_attention(language_models(model))"] if avoids_masks(plan) else []),
         *(["    use_torch_gelu(model)"] if config.gelu != "own" else []),
         *(["    assert use_liger(model), KERNELS"] if config.kernels == "liger" else []),
+        *(_fp8_lines(plan) if config.fp8 != "off" else []),
         *(["    defer_logits(model.get_submodule(HEAD))"] if deferred else []),
         *pytorch_ranks.tensor_lines(config),
         *pytorch_ranks.batch_norm_lines(config),
@@ -212,6 +222,16 @@ _ATTENTION_LINES = [
     '        if ATTENTION == "eager" or inner._supports_sdpa:',
     "            inner.set_attn_implementation(ATTENTION)",
 ]
+
+
+def _fp8_lines(plan: Plan) -> list[str]:
+    length = plan.workload.sequence_length
+    pads = length is None or plan.config.micro_batch * length % MULTIPLE != 0
+    return [
+        "    in_fp8 = fp8_linears(model, [name for stack in STACKS for name in stack], FP8)",
+        '    assert in_fp8, "no linear layer is large enough: it is another model"',
+        f"    use_fp8(model, in_fp8, FP8, pads={pads})  # pip install torchao",
+    ]
 
 
 def _checkpointing_lines(config: TrainingConfig) -> list[str]:

@@ -66,7 +66,7 @@ def imports(plan: Plan, task: str, head: str) -> str:
     modules |= rank_modules
     lines = [f"import {name}" for name in sorted(modules)]
     kinds = {"Iterator"}
-    kinds |= {"Sequence"} if config.compile_mode in CUDAGRAPH_MODES or ranks else set()
+    kinds |= {"Sequence"} if config.compile_mode in CUDAGRAPH_MODES or ranks or config.fp8 != "off" else set()
     kinds |= {"Iterable", "Mapping"} if any_containers(plan) or ranks or rounded else set()
     calls = fused or any_containers(plan) or ranks or rounded or config.offload == "optimizer"
     kinds |= {"Callable"} if calls else set()

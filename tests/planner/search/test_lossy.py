@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -37,12 +38,13 @@ def spec(tmp_path: Path) -> Any:
     [
         {"fix": {"parameters": "bf16"}},
         {"fix": {"optimizer_state": "8bit"}},
+        {"fix": {"fp8": "tensorwise"}},
         {"bound": {"parameters": ["own", "bf16_stochastic"]}},
     ],
     ids=str,
 )
 def test_a_lossy_value_without_the_word_is_an_error_that_says_so(spec, asked):
-    with pytest.raises(ConfigError, match="keeps fewer bits between steps") as caught:
+    with pytest.raises(ConfigError, match="loses bits at each step") as caught:
         SearchOptions(spec=spec, **asked)
     assert 'numerics="lossy"' in (caught.value.hint or "") and "--numerics lossy" in (caught.value.flag_hint or "")
     assert SearchOptions(spec=spec, numerics="lossy", **asked).numerics == "lossy"
@@ -103,6 +105,19 @@ def test_a_dry_run_has_them_with_the_word(spec, tmp_path):
     families = {family.family: family.limit for family in found["kept"].left_out}
     assert "--numerics lossy" in families["parameters=bf16"]
     assert any(family.family.startswith("optimizer_state=bf16") for family in found["lossy"].left_out)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
+def test_fp8_that_the_machine_lacks_is_left_out_with_the_reason_and_an_error_if_it_is_fixed(spec, tmp_path):
+    given = {"spec": spec, "budget": 60.0, "device": "cpu", "store": tmp_path / "s", "dry_run": True}
+    result = run_search(SearchOptions(**given, numerics="lossy", fix={"compile": "off", "threads": 1}))
+    families = {family.family: family.limit for family in result.left_out}
+    assert "compute capability 8.9" in families["fp8=tensorwise"] and "9.0" in families["fp8=rowwise"]
+    with pytest.raises(ConfigError, match="fp8=rowwise is not possible here: .*compute capability 9.0") as caught:
+        run_search(SearchOptions(**given, numerics="lossy", fix={"fp8": "rowwise", "precision": "bf16"}))
+    missing = importlib.util.find_spec("torchao") is None
+    assert ("pip install" in str(caught.value)) is missing
 
 
 @pytest.mark.slow

@@ -274,6 +274,30 @@ def test_growing_segments_are_tried_on_cuda_only_where_memory_asks_for_them():
     assert keep_what_may_win([*kept_on_cpu], table, 10 * 2**30, "cpu")[0] == [0, 1, 2], "there it saves time"
 
 
+def test_fp8_is_tried_only_where_it_is_predicted_to_gain_unless_it_was_named():
+    configs = [
+        TrainingConfig.model_validate({"micro_batch": m, "precision": "bf16", "compile": c, "fp8": fp8})
+        for m, c in ((1, "off"), (1, "block"), (2, "block"))
+        for fp8 in ("off", "tensorwise")
+    ]
+    table = columns(*[2**30] * 6, times=(1.0, 1.3, 0.8, 0.8, 0.7, 0.6))
+    kept, families = keep_what_may_win(configs, table, 2 * 2**30, "cuda")
+    assert kept == [0, 2, 4, 5]
+    said = {family.family: (family.limit, family.by, family.configurations) for family in families}
+    assert set(said) == {"fp8=tensorwise, not compiled", "fp8=tensorwise, compiled"}
+    limit, by, count = said["fp8=tensorwise, not compiled"]
+    assert limit.startswith("no gain: the same with fp8=off") and "30.0% slower" in by and count == 1
+    assert keep_what_may_win(configs, table, 2 * 2**30, "cuda", named={"fp8"}) == ([0, 1, 2, 3, 4, 5], [])
+    alone = [config for config in configs if config.fp8 != "off"]
+    assert keep_what_may_win(alone, columns(*[2**30] * 3), 2 * 2**30, "cuda")[0] == [0, 1, 2], "nothing to compare with"
+
+
+def test_fp8_is_no_value_of_precision():
+    with pytest.raises(ConfigError, match="a knob beside precision=bf16") as caught:
+        parse_knob("precision=fp8")
+    assert "--fix fp8=tensorwise" in (caught.value.hint or "") + (caught.value.flag_hint or "")
+
+
 def test_on_cpu_the_ranks_share_the_memory_and_on_cuda_each_has_its_own():
     configs = [TrainingConfig(micro_batch=1), TrainingConfig(micro_batch=1, dp_replicate=2)]
     table = columns(1.9 * 2**30, 1.9 * 2**30)

@@ -146,3 +146,14 @@ def test_a_plan_is_verified_here_and_under_a_limit() -> None:
     assert found.verdict in ("faster", "slower", "holds")  # the plan's figures are made up
     found = autoplan.verify(plan, budget="2s", trust_code=True, memory_limit="32MiB")
     assert found.verdict == "does_not_fit" and found.exit_code == 3 and found.memory_limit_bytes == 32 << 20
+
+
+def test_the_version_of_torchao_counts_for_a_plan_that_runs_on_it() -> None:
+    for knobs, counts in (({}, False), ({"fp8": "rowwise"}, True), ({"optimizer_state": "8bit"}, True)):
+        config = TrainingConfig.model_validate({"micro_batch": 1, "precision": "bf16"} | knobs)
+        plan = make_plan(config)
+        then = read_environment({}).model_copy(update={"torchao": "0.17.0"})
+        plan = plan.model_copy(update={"environment": then})
+        now = then.model_copy(update={"torchao": None})
+        texts = [found.text for found in find_differences(plan, plan.hardware, now)]
+        assert texts == (["torchao none here, 0.17.0 then"] if counts else [])

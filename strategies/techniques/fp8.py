@@ -1,0 +1,216 @@
+"""The fp8 knob: the products of large linear layers in 8-bit floating point, through torchao.
+
+Over bf16 autocast, `torchao.float8` rounds both operands of the three products of a linear layer (output, gradient of
+the input, gradient of the weight) to 8 bits with a scale taken at that moment: one for the tensor (tensorwise: e4m3,
+gradients of outputs e5m2), or one for each row or column (rowwise: e4m3, powers of two). Weights, gradients and
+optimizer states stay as they are, and so do the names in a state.
+
+Taken are plain nn.Linear of the repeated blocks whose weight trains and is large enough (fp8_rules.py). Left as they
+are: the output head and embeddings, which lie outside of the blocks; routers, whose small differences choose experts;
+LoRA's adapters; frozen weights, for which torchao would compute gradients that nobody wants; layers with hooks or with
+a forward of their own, which a replaced module would lose; and Conv1D of transformers (GPT-2), which torchao does not
+know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.errors import ConfigError
+from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.analysis.facts import Choices, offer
+from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.fp8_rules import MULTIPLE, reason_against_sizes
+from autoplan.strategies.workloads.workload import Workload
+
+RECIPES = ("tensorwise", "rowwise")
+
+LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+"""Compute capability from which torch._scaled_mm multiplies: Ada and Hopper with one scale, Hopper with rows of them
+(torch's own check, aten/src/ATen/native/cuda/Blas.cpp)."""
+
+TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
+
+_EMULATED: ContextVar[bool] = ContextVar("emulated", default=False)
+
+
+class Fp8Strategy:
+    """off; tensorwise and rowwise: torchao's recipes of those names."""
+
+    name = "fp8"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """What the chip and torchao do, for a model with linear layers that are large enough."""
+        return offer(self.name, ("off",), {recipe: reason_against_fp8(structure, recipe, device) for recipe in RECIPES})
+
+    def apply(self, build: Build) -> None:
+        """Replaces the selected linear layers, in place; parameters stay the objects that they are.
+
+        Raises:
+            ConfigError: another chip, no torchao, or no layer that is large enough.
+        """
+        recipe = build.config.fp8
+        if recipe == "off":
+            return
+        reason = reason_against_fp8(build.structure, recipe, build.device.type)
+        if reason is not None:
+            raise ConfigError(f"fp8={recipe} does not apply: {reason}", hint="Use fp8=off.")
+        names = [name for name, _ in selected_linears(build.structure, recipe)]
+        samples, length = build.config.micro_batch, build.workload.sequence_length
+        use_fp8(
+            build.model,
+            names,
+            recipe,
+            pads=length is None or samples * length % MULTIPLE != 0,
+            emulates=_EMULATED.get(),
+        )
+
+
+def reason_against_fp8(structure: Structure, recipe: str, device: str) -> str | None:
+    """Why the products of a model cannot be in fp8 here; None if they can."""
+    reasons = [] if _EMULATED.get() else [reason for reason in (_reason_against_chip(recipe, device),) if reason]
+    if importlib.util.find_spec("torchao") is None:
+        reasons.append(f"torchao is not installed: {TORCHAO_INSTALL}")
+    elif not reasons and (reason := _reason_against_torchao()) is not None:
+        reasons.append(reason)
+    if not reasons and not selected_linears(structure, recipe):
+        reasons.append(reason_against_layers(structure.model, _blocks(structure), recipe))
+    return "; ".join(reasons) or None
+
+
+def _reason_against_chip(recipe: str, device: str) -> str | None:
+    least = LEAST_CAPABILITY[recipe]
+    need = f"products in fp8 need an NVIDIA GPU of compute capability {least[0]}.{least[1]}"
+    if device != "cuda":
+        return need
+    if torch.version.hip is not None:
+        return f"{need}; it was not tried on AMD's"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return None if capability >= least else f"{need}; this one has {capability[0]}.{capability[1]}"
+
+
+def _reason_against_torchao() -> str | None:
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: F401
+    except Exception as error:  # built against another torch, it raises what its extension meets
+        return f"this torchao has no fp8 training ({error}): {TORCHAO_INSTALL}"
+    return None
+
+
+def selected_linears(structure: Structure, recipe: str) -> list[tuple[str, nn.Linear]]:
+    """The linear layers of a model whose products are in fp8, by name."""
+    names = fp8_linears(structure.model, _blocks(structure), recipe, every_size=_EMULATED.get())
+    return [(name, structure.model.get_submodule(name)) for name in names]  # type: ignore[misc]
+
+
+def _blocks(structure: Structure) -> list[str]:
+    return [name for name, _ in structure.blocks]
+
+
+def reason_against_layers(model: nn.Module, blocks: Sequence[str], recipe: str) -> str:
+    """Why no linear layer of a model is taken."""
+    if not blocks:
+        return "the model has no repeated blocks, whose linear layers it is for"
+    found = list(_linears(model, blocks))
+    if not found:
+        kinds = {type(part).__name__ for name in blocks for part in model.get_submodule(name).modules()}
+        conv = ", but Conv1D of transformers, which torchao does not know" if "Conv1D" in kinds else ""
+        return f"no block has a plain nn.Linear that trains{conv}"
+    _, largest = max(found, key=lambda pair: pair[1].weight.numel())
+    reason = reason_against_sizes(largest.out_features, largest.in_features, recipe)
+    return f"no linear layer of the blocks is taken; the weight of the largest, {reason or 'a router or adapter'}"
+
+
+def fp8_linears(model: nn.Module, blocks: Sequence[str], recipe: str, *, every_size: bool = False) -> list[str]:
+    """The names of the linear layers whose products are in fp8.
+
+    Args:
+        model: The model.
+        blocks: The names of its repeated blocks.
+        recipe: tensorwise or rowwise, for what is large enough.
+        every_size: Small ones too, as long as fp8 takes their sizes.
+    """
+    return [
+        name
+        for name, linear in _linears(model, blocks)
+        if _is_aligned(linear)
+        and (every_size or reason_against_sizes(linear.out_features, linear.in_features, recipe) is None)
+    ]
+
+
+def linear_weights(structure: Structure) -> tuple[tuple[int, int, int], ...]:
+    """The sizes of the linear layers of a model that fp8 takes if they are large enough: outputs, inputs, how many."""
+    linears = (linear for _, linear in _linears(structure.model, _blocks(structure)))
+    sizes = Counter((one.out_features, one.in_features) for one in linears if _is_aligned(one))
+    return tuple((n, k, count) for (n, k), count in sorted(sizes.items()))
+
+
+def _linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The plain linear layers of the blocks that train; a layer that several parts share has several names."""
+    for block in blocks:
+        for inner, module in model.get_submodule(block).named_modules(remove_duplicate=False):
+            name = f"{block}.{inner}"
+            if type(module) is nn.Linear and module.weight.requires_grad and not _is_special(name, module):
+                yield name, module
+
+
+def _is_aligned(linear: nn.Linear) -> bool:
+    return linear.out_features % MULTIPLE == 0 and linear.in_features % MULTIPLE == 0
+
+
+def _is_special(name: str, module: nn.Linear) -> bool:
+    """Whether a layer is a router or an adapter, or holds what a replaced module would lose."""
+    parts = name.split(".")
+    if parts[-1] in ("router", "gate", "wg") or any(part == "router" or part.startswith("lora_") for part in parts):
+        return True
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in vars(module) or any(getattr(module, name) for name in hooks)
+
+
+def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, pads: bool, emulates: bool = False) -> None:
+    """Has torchao replace linear layers, in place.
+
+    Args:
+        model: The model.
+        names: Of the layers.
+        recipe: tensorwise or rowwise.
+        pads: Fill the rows of a product up to a multiple of 16, which takes a copy of them: their number is another.
+        emulates: Operands are rounded as they would be, and multiplied in fp32: on any device, and slow.
+    """
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config: Any = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, pad_inner_dim=pads, emulate=emulates)
+    taken = set(names)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in taken)
+
+
+def replaced_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The linear layers that torchao has replaced, by name."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+
+
+@contextlib.contextmanager
+def emulated_fp8() -> Iterator[None]:
+    """Here fp8 runs on any device and on small layers too: torchao rounds the operands and multiplies in fp32.
+
+    For tests of the numbers on machines without such a chip. Nothing that a search, a plan or a training does opens it.
+    """
+    token = _EMULATED.set(True)
+    try:
+        yield
+    finally:
+        _EMULATED.reset(token)
