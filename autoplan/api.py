@@ -84,7 +84,7 @@ def search(
     min_throughput: float | None = None,
     price_per_hour: float | None = None,
     numerics: Numerics = "kept",
-    short_trials: ShortTrialsChoice = "auto",
+    short_trials: ShortTrialsChoice = "off",
     sampler: SamplerName | optuna.samplers.BaseSampler = "autoplan",
     out: str | Path | None = None,
     store: str | Path | None = None,
@@ -139,8 +139,8 @@ def search(
         price_per_hour: Of one device; the plan then says what a million tokens cost.
         numerics: "lossy" also tries parameters and optimizer states in fewer bits (docs/techniques.md); the
             plan names the risk. "kept" leaves them out.
-        short_trials: "auto" measures more configurations by cutting the model to a few blocks, where that pays
-            (docs/search.md); the plan rests on whole runs. "off" does not.
+        short_trials: "auto": on CPU, where it pays, configurations run on the model cut to 2 blocks before the best
+            of them run whole (docs/search.md). "off": they do not.
         sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
             Optuna, whose illegal points are drawn again at no trial's cost.
         out: A file to write the plan to, too.

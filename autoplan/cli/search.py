@@ -192,11 +192,11 @@ def search_command(
         typer.Option(
             "--short-trials",
             metavar="WHEN",
-            help="auto, or off: measure more configurations by cutting the model to a few blocks, where that pays. The "
-            "plan rests on whole runs.",
+            help="off, or auto: on CPU, where it pays, configurations run on the model cut to 2 blocks before the best "
+            "of them run whole. The plan rests on whole runs.",
             rich_help_panel=SEARCH,
         ),
-    ] = "auto",
+    ] = "off",
     objective: Annotated[
         str,
         typer.Option(

@@ -78,8 +78,8 @@ class SearchOptions:
         fresh: Start over; what the store has of this search is moved aside.
         wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
         numerics: "kept", or "lossy": parameters and optimizer states in fewer bits are in the space too.
-        short_trials: "auto": where it lets a search measure more configurations, they run with the model cut to a few
-            blocks first; "off".
+        short_trials: "auto": on CPU, where it lets a search measure more configurations in its time, they run with the
+            model cut to a few blocks first; "off".
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
         objective: "throughput"; "memory": the least of it at a floor of throughput; "cost": the least time of all ranks
@@ -108,7 +108,7 @@ class SearchOptions:
     fresh: bool = False
     wait: bool = False
     numerics: Numerics = "kept"
-    short_trials: ShortTrialsChoice = "auto"
+    short_trials: ShortTrialsChoice = "off"
     dry_run: bool = False
     seed: int = 0
     loader: LoaderSpec | None = None

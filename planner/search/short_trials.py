@@ -94,6 +94,7 @@ def find_cut(session: Session) -> Cut | None:
     blocks = context.estimator.profile.num_blocks
     possible = (
         options.short_trials == "auto"
+        and context.device == "cpu"  # on a GPU a trial takes seconds, and nothing has shown that it extrapolates so
         and options.wanted.name == "throughput"
         and options.max_trials is None  # then it is their number that ends the search, and not the time
         and isinstance(session.sampler, AutoplanSampler)  # others draw from a study, which has whole trials alone
