@@ -33,11 +33,13 @@ from statistics import mean, median
 from typing import Any
 
 from autoplan.planner.records import Outcome, ShortTrial, Trial
+from autoplan.planner.search.extrapolation import Extrapolation
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.run import run_search
 from autoplan.planner.search.setup import SearchContext, prepare_search
 from autoplan.planner.search.short_trials import DEPTH, LEAST_BOX_S, Cut
+from autoplan.planner.trials.measure import Spread
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -171,7 +173,13 @@ def _scores(found: Sequence[Measured], cut: Cut) -> dict[str, Any]:
     by_ratios = [math.log(_by_ratios(one, cut) / one.step_s(None)) for one in good]
     rows = []
     for index, one in enumerate(good):
-        others = [error for place, error in enumerate(by_ratios) if place != index]
+        others = [place for place in range(len(good)) if place != index]
+        known = Extrapolation(
+            configs=tuple(good[place].config for place in others),
+            errors=tuple(-by_ratios[place] for place in others),
+            run_sd=Spread().of_ratio()[0],
+            checks=(),
+        )
         two, four, whole = one.step_s(DEPTH), one.step_s(SECOND_DEPTH), one.step_s(None)
         line = two + (cut.blocks - DEPTH) / (SECOND_DEPTH - DEPTH) * (four - two)
         wholes = [math.log(t.step_time_s.median) for t in one.trials[None] if t.step_time_s is not None]
@@ -180,7 +188,7 @@ def _scores(found: Sequence[Measured], cut: Cut) -> dict[str, Any]:
                 "config": one.config.describe(),
                 "whole_s": whole,
                 "by_ratios": math.exp(by_ratios[index]),
-                "with_level": math.exp(by_ratios[index] - mean(others or [0.0])),
+                "with_level": math.exp(by_ratios[index] + known.level(one.config)),
                 "by_line": line / whole if line > 0 else 0.0,
                 "apart": math.exp(max(wholes) - min(wholes)),
                 "seconds": {str(depth or "whole"): one.spent_s(depth) for depth in (None, DEPTH, SECOND_DEPTH)},

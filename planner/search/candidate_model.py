@@ -133,7 +133,7 @@ class CandidateModel:
         return CutRuns(
             configs=tuple(timed),
             log_time=np.array(list(timed.values())),
-            sd=self._extrapolation.sd,
+            sd=self._extrapolation.sds(list(timed)),
             prior=self._prior(list(timed)),
             failed=tuple(config for config in times if config not in timed and config not in large),
             too_large=frozenset(large),

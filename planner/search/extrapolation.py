@@ -6,12 +6,13 @@ cut, and the comparison with those that ran whole too.
 A step's time is a straight line in the number of blocks, part by part: embeddings, output head and loss are there
 once, each block takes as long as the next one, and so does the optimizer with the parameters of each. So
 
-    log(whole) = log(micro-steps x micro_ratio + optimizer step x optimizer_ratio) + level
+    log(whole) = log(micro-steps x micro_ratio + optimizer step x optimizer_ratio) + level(configuration)
 
 where both times are measured, cut, and the ratios are the cost model's: it traced the operations of a block and those
 outside the blocks apart (planner/trace/linear_fit.py), timed them on this device, and knows what precision,
-checkpointing and micro-batch change of each. The level is what it is off by for this model, the same for all
-configurations. It is learnt from configurations that ran both ways.
+checkpointing and micro-batch change of each. The level is what it is off by for this model: mostly the same for all
+configurations, and a little by their knobs. It is learnt from configurations that ran both ways, as a Gaussian process
+with the surrogate's similarity of configurations (surrogate.py).
 
 Two cut depths and the line through them would need no cost model. But the line through 2 and 4 of 12 blocks,
 5 x T(4) - 4 x T(2), has 2.4 to 3.2 times the relative noise of one measurement (of blocks that take 6 % of a step each,
@@ -25,7 +26,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autoplan.planner.records import Outcome, ShortTrial, ShortTrials, Trial
+from autoplan.planner.search.surrogate import Array, encode, similarity
 from autoplan.planner.trials.measure import Spread
 from autoplan.strategies.config import TrainingConfig
 
@@ -33,6 +37,11 @@ LEVEL_SD = 0.2
 """How far the cost model's ratio is taken to be off before any configuration ran both ways, as a standard deviation of
 its logarithm. Assumed: its parts are known to some 15 to 50 % (planner/cost/calibrate.py), and of an error of the
 blocks against the rest about half comes through to the ratio of 12 blocks to 2."""
+
+SHARED = 0.75
+"""Of that variance, what all configurations of a model have in common; the rest goes by their knobs. A GPT of 12 blocks
+(256 wide, 8,192 tokens), CPU time on one busy core: what the ratios say over the whole was 1.22, 1.27, 1.16 (bf16),
+1.24; 1.09 with the fused loss, and with full checkpointing. Two runs of the same were up to 10 % apart."""
 
 LEAST_SD = 0.03
 """Of an extrapolated step time's logarithm: no better is assumed, however well the checks agree."""
@@ -46,34 +55,39 @@ class Extrapolation:
     """What is known of the way from cut to whole step times.
 
     Attributes:
-        level: Mean of log(whole / what the ratios say), drawn to 0 while few configurations ran both ways.
-        sd: Standard deviation of an extrapolated step time's logarithm.
+        configs, errors: What ran both ways, in order, and log(whole / what the ratios say) of each.
+        run_sd: Standard deviation of the log ratio of two runs of one configuration.
         checks: Extrapolated over whole step time of each configuration that ran both ways, by those before it. The
             first has none before it: it sets the level, and is no check.
-        allowed: What the root mean square of the checks' logarithms may be.
-        pairs: Configurations that ran both ways.
-        first_error: log(whole / what the ratios say) of the first of them; None: there is none.
     """
 
-    level: float
-    sd: float
+    configs: tuple[TrainingConfig, ...]
+    errors: tuple[float, ...]
+    run_sd: float
     checks: tuple[float, ...]
-    allowed: float
-    pairs: int
-    first_error: float | None
+
+    @property
+    def pairs(self) -> int:
+        """Configurations that ran both ways."""
+        return len(self.configs)
+
+    @property
+    def allowed(self) -> float:
+        """What the root mean square of the checks' logarithms may be."""
+        return LIMIT_SDS * self.run_sd
 
     @property
     def error(self) -> float:
         """Root mean square of the checks' logarithms; 0 without a check."""
-        return _root_mean_square([math.log(check) for check in self.checks])
+        return math.sqrt(float(np.mean(np.square(np.log(self.checks))))) if self.checks else 0.0
 
     @property
     def why_not(self) -> str | None:
         """Why extrapolated step times are not to be used, a sentence; None: nothing speaks against it."""
-        most = LIMIT_SDS * math.hypot(LEVEL_SD, self.allowed / LIMIT_SDS)
-        if self.first_error is not None and abs(self.first_error) > most:
+        most = LIMIT_SDS * math.hypot(LEVEL_SD, self.run_sd)
+        if self.errors and abs(self.errors[0]) > most:
             return (
-                f"the first one that ran whole too took {math.exp(self.first_error):.2f} times what the cost model's "
+                f"the first one that ran whole too took {math.exp(self.errors[0]):.2f} times what the cost model's "
                 f"ratio says, and {math.exp(most):.2f} is the limit"
             )
         if self.error > self.allowed:
@@ -83,9 +97,18 @@ class Extrapolation:
             )
         return None
 
+    def level(self, config: TrainingConfig) -> float:
+        """What is to be added to the logarithm of what the ratios say."""
+        return float(_levels(self.configs, self.errors, self.run_sd, [config])[0][0])
+
     def log_time(self, short: ShortTrial) -> float | None:
         """Logarithm of the whole step time in seconds; None: the short trial has no step time."""
-        return None if short.whole_s is None else math.log(short.whole_s) + self.level
+        return None if short.whole_s is None else math.log(short.whole_s) + self.level(short.trial.config)
+
+    def sds(self, configs: Sequence[TrainingConfig]) -> Array:
+        """Standard deviations of the logarithms of extrapolated step times: a run's, the level's, and what is seen."""
+        level_sd = _levels(self.configs, self.errors, self.run_sd, configs)[1]
+        return np.maximum(np.hypot(level_sd, self.run_sd), max(LEAST_SD, self.error))
 
 
 def extrapolate(shorts: Sequence[ShortTrial], trials: Sequence[Trial], spread: Spread) -> Extrapolation:
@@ -97,20 +120,13 @@ def extrapolate(shorts: Sequence[ShortTrial], trials: Sequence[Trial], spread: S
         spread: Between runs on this device.
     """
     run_sd = spread.of_ratio()[0]
-    errors = _errors(shorts, trials)
+    pairs = _pairs(shorts, trials)
+    configs, errors = tuple(config for config, _ in pairs), tuple(error for _, error in pairs)
     checks = []
-    for count in range(1, len(errors)):
-        checks.append(math.exp(_level(errors[:count], run_sd) - errors[count]))
-    misses = [math.log(check) for check in checks]
-    unsure = LEVEL_SD if not errors else LEVEL_SD / math.sqrt(1 + len(errors) * (LEVEL_SD / run_sd) ** 2)
-    return Extrapolation(
-        level=_level(errors, run_sd),
-        sd=max(LEAST_SD, math.hypot(run_sd, unsure), _root_mean_square(misses)),
-        checks=tuple(checks),
-        allowed=LIMIT_SDS * run_sd,
-        pairs=len(errors),
-        first_error=errors[0] if errors else None,
-    )
+    for count in range(1, len(pairs)):
+        level = _levels(configs[:count], errors[:count], run_sd, [configs[count]])[0][0]
+        checks.append(math.exp(float(level) - errors[count]))
+    return Extrapolation(configs=configs, errors=errors, run_sd=run_sd, checks=tuple(checks))
 
 
 def summary(shorts: Sequence[ShortTrial], trials: Sequence[Trial], spread: Spread) -> ShortTrials | None:
@@ -121,13 +137,30 @@ def summary(shorts: Sequence[ShortTrial], trials: Sequence[Trial], spread: Sprea
     return ShortTrials(trials=tuple(shorts), checks=found.checks, allowed=found.allowed, why_not=found.why_not)
 
 
-def _level(errors: Sequence[float], run_sd: float) -> float:
-    """The posterior mean of a normal level with a prior of LEVEL_SD around 0."""
-    return sum(errors) / (len(errors) + (run_sd / LEVEL_SD) ** 2)
+def _levels(
+    known: Sequence[TrainingConfig], errors: Sequence[float], run_sd: float, wanted: Sequence[TrainingConfig]
+) -> tuple[Array, Array]:
+    """Mean and standard deviation of the levels of some configurations, given the errors of others.
+
+    A Gaussian process (Rasmussen and Williams 2006, equations 2.25-2.26) with mean 0 and noise run_sd.
+    """
+    sd = np.full(len(wanted), LEVEL_SD)
+    if not known:
+        return np.zeros(len(wanted)), sd
+    codes = encode([*known, *wanted])
+    mine, theirs = codes[: len(known)], codes[len(known) :]
+
+    def covariance(a: Array, b: Array) -> Array:
+        return LEVEL_SD**2 * (SHARED + (1 - SHARED) * similarity(a, b))
+
+    cross = covariance(theirs, mine)
+    gain = np.linalg.solve(covariance(mine, mine) + run_sd**2 * np.eye(len(known)), cross.T)
+    variance = sd**2 - np.einsum("ij,ji->i", cross, gain)
+    return gain.T @ np.array(errors), np.sqrt(np.maximum(variance, 0.0))
 
 
-def _errors(shorts: Sequence[ShortTrial], trials: Sequence[Trial]) -> list[float]:
-    """log(whole / what the ratios say) of each configuration that ran both ways, in the order of the second way's end.
+def _pairs(shorts: Sequence[ShortTrial], trials: Sequence[Trial]) -> list[tuple[TrainingConfig, float]]:
+    """What ran both ways, in the order in which the second way ended, with log(whole / what the ratios say).
 
     Runs of the claim are left out: they have no part in a choice.
     """
@@ -138,18 +171,10 @@ def _errors(shorts: Sequence[ShortTrial], trials: Sequence[Trial]) -> list[float
     found: dict[TrainingConfig, tuple[int, float]] = {}
     for short in shorts:
         runs = whole.get(short.trial.config)
-        if (
-            runs is None
-            or short.whole_s is None
-            or short.trial.outcome is not Outcome.OK
-            or short.trial.config in found
-        ):
+        if runs is None or short.whole_s is None or short.trial.outcome is not Outcome.OK:
             continue
         logs = [math.log(run.step_time_s.median) for run in runs if run.step_time_s is not None]
         error = sum(logs) / len(logs) - math.log(short.whole_s)
         found[short.trial.config] = (max(short.trial.number, runs[0].number), error)
-    return [error for _, error in sorted(found.values())]
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+    in_order = sorted(found.items(), key=lambda item: item[1][0])
+    return [(config, error) for config, (_, error) in in_order]

@@ -42,7 +42,7 @@ for, with what runs both ways and the whole trials afterwards counted in."""
 
 ANCHORS = 2
 """Configurations that ran whole and run short before the first candidate does: the baseline and the fastest of the
-others. The first sets the level of the extrapolation, the second is a check. Whatever runs whole later is one more."""
+others. The first sets the level of the extrapolation, the second checks it. Whatever runs whole later is one more."""
 
 MOST_WHOLE_FIRST = 3
 """Whole trials that are made first where the baseline alone ran: some end early, and then say too little."""
@@ -265,4 +265,4 @@ def _to_beat_s(session: Session, config: TrainingConfig, share: float) -> float 
     ran = any(trial.config == config for trial in session.store.trials)
     if ran or best is None or best.step_time_s is None or found is None:
         return None
-    return SURELY_SLOWER * best.step_time_s.high * share * math.exp(-found.level)
+    return SURELY_SLOWER * best.step_time_s.high * share * math.exp(-found.level(config))

@@ -88,7 +88,7 @@ class CutRuns:
     Attributes:
         configs: Those that ran, with
         log_time: the logarithms of their extrapolated step times in seconds;
-        sd: the standard deviation of each.
+        sd: the standard deviations of these.
         prior: The cost model's predictions of the whole models.
         failed: Those that did not run: as far as the chance to run goes, trials like others.
         too_large: Those that ran out of memory even cut.
@@ -96,7 +96,7 @@ class CutRuns:
 
     configs: tuple[TrainingConfig, ...]
     log_time: Array
-    sd: float
+    sd: Array
     prior: Prior
     failed: tuple[TrainingConfig, ...] = ()
     too_large: frozenset[TrainingConfig] = frozenset()
@@ -145,7 +145,7 @@ class Surrogate:
             rows, times = np.concatenate([rows, encode(cut.configs)]), np.concatenate([times, cut.log_time])
             expected = np.concatenate([expected, cut.prior.log_time])
             expected_sd = np.concatenate([expected_sd, cut.prior.log_time_sd])
-            noise = np.concatenate([noise, np.full(len(cut.configs), cut.sd)])
+            noise = np.concatenate([noise, cut.sd])
         log_time, log_time_sd = self._condition(
             prior.log_time, prior.log_time_sd, rows, times, expected, expected_sd, noise
         )
