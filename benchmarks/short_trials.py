@@ -13,7 +13,7 @@ each measured in a minute of trials (the plain baseline and the hand settings ar
 what each chose, by its own claim.
 
 Both say how busy the machine was. Cases: a GPT of 12 blocks (256 wide, 8,192 tokens in the vocabulary), one of 24
-blocks, and gpt2, which is the 124M model at 128 tokens.
+blocks, one of 32 narrow blocks (128 wide, 2,048 tokens), and gpt2, which is the 124M model at 128 tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ from autoplan.units import parse_duration_s
 
 SEQUENCE_LENGTH, GLOBAL_BATCH = 128, 16
 SECOND_DEPTH = 4
-BLOCKS = {"gpt12": 12, "gpt24": 24}
+BLOCKS = {"gpt12": 12, "gpt24": 24, "narrow32": 32}
+NARROW = {"n_embd": 128, "vocab_size": 2048}
+"""Of a deep model with little outside its blocks, of which a cut leaves a tenth."""
 GPT = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -82,7 +84,7 @@ def case_spec(case: str, folder: Path) -> WorkloadSpec:
         return make_spec(model="gpt2", sequence_length=SEQUENCE_LENGTH, global_batch=GLOBAL_BATCH)
     path = folder / case / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(GPT | {"n_layer": BLOCKS[case]}))
+    path.write_text(json.dumps(GPT | (NARROW if case == "narrow32" else {}) | {"n_layer": BLOCKS[case]}))
     return make_spec(model=str(path), sequence_length=SEQUENCE_LENGTH, global_batch=GLOBAL_BATCH)
 
 
