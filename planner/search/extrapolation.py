@@ -78,8 +78,9 @@ class Extrapolation:
 
     @property
     def error(self) -> float:
-        """Root mean square of the checks' logarithms; 0 without a check."""
-        return math.sqrt(float(np.mean(np.square(np.log(self.checks))))) if self.checks else 0.0
+        """Root mean square of the checks' logarithms, the largest that it ever was: what disagreed once stays so."""
+        squares = np.square(np.log(self.checks))
+        return math.sqrt(max(np.cumsum(squares) / np.arange(1, len(squares) + 1), default=0.0))
 
     @property
     def why_not(self) -> str | None:

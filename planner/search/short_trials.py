@@ -99,7 +99,8 @@ def find_cut(session: Session) -> Cut | None:
         and options.max_trials is None  # then it is their number that ends the search, and not the time
         and isinstance(session.sampler, AutoplanSampler)  # others draw from a study, which has whole trials alone
         and context.facts.step_s is None  # of a step function no part is known
-        and not context.spec.taken_from  # the loss of a Trainer may hold the model that was not cut
+        and not context.spec.taken_from  # the loss of a training as it stands may hold the whole model
+        and context.facts.num_stacks == 1  # of an encoder and a decoder, no measurement says that cuts go together
         and blocks >= LEAST_BLOCKS  # 0 where the blocks differ
     )
     return Cut(whole=context.estimator, cut=context.estimator.at_depth(DEPTH)) if possible else None
@@ -113,7 +114,7 @@ def run_short_trials(session: Session, run_whole: Callable[[], bool]) -> None:
         run_whole: Runs one more whole trial of the search; returns whether there was one to run.
     """
     cut = find_cut(session)
-    if cut is None or not _is_worth_it(session, cut):
+    if cut is None or not session.short_trials_agree or not _is_worth_it(session, cut):
         return
     session.observer.on_phase("short", f"{DEPTH} of {cut.blocks} blocks")
     if not _run_both_ways(session, cut, run_whole):

@@ -89,6 +89,17 @@ def test_a_check_is_judged_by_those_before_it_and_by_the_spread_between_runs():
     assert extrapolate(shorts, wholes, Spread()).why_not is None, "runs that differ by 2.5 % allow 7 %"
 
 
+def test_what_disagreed_once_stays_out():
+    """The first check is 5 % off; many good ones after it do not bring the others back."""
+    shorts = [short(10 + size, size, 1.0) for size in (1, 2, 4, 8, 16)]
+    wholes = [
+        run(size, size, 4.0 * off) for size, off in ((1, 1.0), (2, math.exp(0.05)), (4, 1.02), (8, 1.02), (16, 1.02))
+    ]
+    found = extrapolate(shorts, wholes, QUIET)
+    assert abs(math.log(found.checks[-1])) < 0.02
+    assert found.error == pytest.approx(0.05, abs=0.003) and found.why_not is not None
+
+
 def test_a_first_one_that_is_far_off_ends_it():
     found = extrapolate([short(1, 1, 1.0)], [run(0, 1, 8.0)], QUIET)
     assert found.checks == () and found.why_not is not None

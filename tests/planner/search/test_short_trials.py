@@ -136,7 +136,7 @@ def test_they_end_and_count_no_more_where_they_disagree(tmp_path: Path, monkeypa
 
 def a_session(**changes: Any) -> Any:
     """What `find_cut` reads of a search on a CPU that short trials are for."""
-    values = {"taken_from": "", "step_s": None, "device": "cpu", "num_blocks": 12} | changes
+    values = {"taken_from": "", "step_s": None, "device": "cpu", "num_blocks": 12, "num_stacks": 1} | changes
     options = SearchOptions(
         spec=make_spec(model="gpt2"),
         short_trials=values.pop("short_trials", "auto"),
@@ -149,7 +149,7 @@ def a_session(**changes: Any) -> Any:
     context = SimpleNamespace(
         estimator=estimator,
         device=values["device"],
-        facts=SimpleNamespace(step_s=values["step_s"]),
+        facts=SimpleNamespace(step_s=values["step_s"], num_stacks=values["num_stacks"]),
         spec=SimpleNamespace(taken_from=values["taken_from"]),
     )
     return SimpleNamespace(options=options, sampler=sampler, context=context)
@@ -166,6 +166,7 @@ def test_there_are_some_only_where_the_model_can_be_cut_and_nothing_else_decides
         {"device": "cuda"},
         {"step_s": 1.0},
         {"taken_from": "Trainer"},
+        {"num_stacks": 2},
         {"num_blocks": 0},
         {"num_blocks": 5},
     ):
@@ -173,7 +174,7 @@ def test_there_are_some_only_where_the_model_can_be_cut_and_nothing_else_decides
 
 
 def test_the_option_has_two_values():
-    with pytest.raises(UsageError, match="--short-trials is 'yes'"):
+    with pytest.raises(UsageError, match="short_trials is 'yes'"):
         SearchOptions(spec=make_spec(model="gpt2"), short_trials="yes")  # type: ignore[arg-type]
 
 
