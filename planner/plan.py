@@ -35,6 +35,7 @@ from autoplan.planner.records import (
     Objective,
     Parity,
     Prediction,
+    ShortTrials,
     Trial,
     Untried,
 )
@@ -139,6 +140,7 @@ class Plan(Record):
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
     evidence: tuple[Trial, ...]
+    short_trials: ShortTrials | None = Field(default=None, description="of the model cut; no figure here is theirs")
     attempts: tuple[Attempt, ...] = Field(
         default=(), description="runs that something outside ended; each was made again, and none counts"
     )

@@ -187,6 +187,16 @@ def search_command(
             rich_help_panel=SEARCH,
         ),
     ] = "autoplan",
+    short_trials: Annotated[
+        str,
+        typer.Option(
+            "--short-trials",
+            metavar="WHEN",
+            help="off, or auto: on CPU, where it pays, configurations run on the model cut to 2 blocks before the best "
+            "of them run whole. The plan rests on whole runs.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "off",
     objective: Annotated[
         str,
         typer.Option(
@@ -300,6 +310,7 @@ def search_command(
         min_throughput=min_throughput,
         price_per_hour=price_per_hour,
         numerics=numerics,  # type: ignore[arg-type]
+        short_trials=short_trials,  # type: ignore[arg-type]
         dry_run=dry_run,
         seed=seed or 0,
         loader=None if loader is None else loader_of(loader, spec, arguments or ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 
 from autoplan.errors import PlanError
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import Outcome
+from autoplan.planner.records import Outcome, ShortTrials, Trial
+from autoplan.planner.search.extrapolation import summary
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
-from autoplan.planner.search.selection import best_trial
+from autoplan.planner.search.selection import best_trial, measured_spread
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.space.prune import HOST_LIMIT
@@ -70,6 +72,7 @@ class SearchRun:
             baseline=next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None),
             best=best,
             trials=trials,
+            short_trials=self._short_trials(trials),
             attempts=self.store.attempts,
             resumed_trials=sum(trial.resumed for trial in trials),
             budget_s=self.budget_s,
@@ -78,6 +81,11 @@ class SearchRun:
             store=str(self.store.folder),
             **(known | facts),
         )
+
+    def _short_trials(self, trials: Sequence[Trial]) -> ShortTrials | None:
+        """The short trials of the store, and how they agree with its whole ones."""
+        spread = measured_spread(trials) if self.session is None else self.session.run_spread
+        return summary(self.store.short_trials, trials, spread)
 
     def add_attempt(self, part: str, report: ProcessReport) -> None:
         """Keeps a run of the inspection or the trace that something outside ended."""

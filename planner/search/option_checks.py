@@ -16,6 +16,7 @@ from autoplan.units import parse_duration_s, parse_memory_bytes
 
 DeviceName = Literal["cuda", "cpu"]
 Numerics = Literal["kept", "lossy"]
+ShortTrialsChoice = Literal["auto", "off"]
 SamplerName = Literal["autoplan", "tpe", "random", "ours"]
 
 
@@ -87,6 +88,12 @@ def _check_loader(name: str, value: Any) -> Any:
 def _check_numerics(name: str, value: Any) -> Any:
     if value not in get_args(Numerics):
         raise UsageError(f"{flag(name)} is {value!r}", hint="It is kept or lossy.")
+    return value
+
+
+def _check_short_trials(name: str, value: Any) -> Any:
+    if value not in get_args(ShortTrialsChoice):
+        raise UsageError(f"{flag(name)} is {value!r}", hint="It is auto or off.")
     return value
 
 
@@ -173,6 +180,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "min_throughput": _check_positive,
     "price_per_hour": _check_positive,
     "numerics": _check_numerics,
+    "short_trials": _check_short_trials,
     "loader": _check_loader,
     "dry_run": _check_switch,
     "seed": _check_seed,

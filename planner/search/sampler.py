@@ -160,12 +160,27 @@ class AutoplanSampler(CandidateSampler):
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
         """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
         now = self.model.assess()
-        gain, hopeful = self._gain(now)
+        hopeful = self.hopeful(now)
         for wanted in (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free):
-            if wanted.any():
-                score = np.where(wanted, gain / np.sqrt(np.maximum(now.cost_s, 1.0)), -1.0)
-                return self.model.candidates[int(np.argmax(score))]
+            found = self.best_of(now, wanted)
+            if found is not None:
+                return found
         raise AssertionError("choose() was called with no free candidate")
+
+    def gain(self, now: Assessment) -> Array:
+        """The expected improvement of each candidate."""
+        return self._gain(now)[0]
+
+    def hopeful(self, now: Assessment) -> NDArray[np.bool_]:
+        """Which of the untried candidates can still win."""
+        return self._gain(now)[1]
+
+    def best_of(self, now: Assessment, wanted: NDArray[np.bool_]) -> TrainingConfig | None:
+        """The one with the highest score among some candidates; None: there are none."""
+        if not wanted.any():
+            return None
+        score = np.where(wanted, self._gain(now)[0] / np.sqrt(np.maximum(now.cost_s, 1.0)), -1.0)
+        return self.model.candidates[int(np.argmax(score))]
 
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
         """Nothing untried could still win, or what could does not fit in the time left."""

@@ -19,6 +19,7 @@ from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.rounds import compared_with, eligible, repeat_if_due
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session
+from autoplan.planner.search.short_trials import run_short_trials
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -179,41 +180,46 @@ def manual_settings(session: Session, precision: str) -> list[TrainingConfig]:
 
 def run_trials(session: Session) -> str:
     """Runs trials until no candidate can win, or the time or the number of trials is used up; returns which of them."""
-    session.ended_by = _run_trials(session)
-    return session.ended_by
-
-
-def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left"]:
     session.observer.on_phase("search", f"{len(session.context.candidates)} candidates")
+    run_short_trials(session, lambda: _run_next(session) is None)
     while True:
-        most = session.options.max_trials
-        if most is not None and session.trials_done >= most:
-            return "max_trials"
-        if session.search_left_s <= 0:
-            return "time"
-        repeat_if_due(session)
-        session.sampler.time_left_s = session.search_left_s
-        stop = session.sampler.reason_to_stop()
-        if stop is not None:
-            session.note(stop.text)
-            return "time" if stop.out_of_time else "nothing_left"
-        asked = session.study.ask(session.store.next_number)
-        config = TrainingConfig.model_validate(asked.params)
-        expected_s = session.model.cost_s(config)
-        parity_s = max(session.parity_reserve_s, session.parity_reserve_of(config))
-        reserve_s = parity_s + 0.5 * session.finalist_reserve_s
-        most_s = 5 * expected_s + min(60.0, 0.1 * session.budget_s)
-        if config.compile_mode in SLOW_COMPILE_MODES:
-            most_s = min(most_s, SLOW_MODE_SHARE * session.budget_s)
-        trial = session.measure(
-            "search",
-            config,
-            deadline_s=min(session.hard_deadline_s(reserve_s), most_s),
-            best_high_s=time_to_beat_s(session.objective, session.best, config),
-            asked=asked,
-        )
-        if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
-            raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {trial.reason}")
+        ended_by = _run_next(session)
+        if ended_by is not None:
+            session.ended_by = ended_by
+            return ended_by
+
+
+def _run_next(session: Session) -> Literal["time", "max_trials", "nothing_left"] | None:
+    """Runs the next trial of the search; where there is none to run, returns why."""
+    most = session.options.max_trials
+    if most is not None and session.trials_done >= most:
+        return "max_trials"
+    if session.search_left_s <= 0:
+        return "time"
+    repeat_if_due(session)
+    session.sampler.time_left_s = session.search_left_s
+    stop = session.sampler.reason_to_stop()
+    if stop is not None:
+        session.note(stop.text)
+        return "time" if stop.out_of_time else "nothing_left"
+    asked = session.study.ask(session.store.next_number)
+    config = TrainingConfig.model_validate(asked.params)
+    expected_s = session.model.cost_s(config)
+    parity_s = max(session.parity_reserve_s, session.parity_reserve_of(config))
+    reserve_s = parity_s + 0.5 * session.finalist_reserve_s
+    most_s = 5 * expected_s + min(60.0, 0.1 * session.budget_s)
+    if config.compile_mode in SLOW_COMPILE_MODES:
+        most_s = min(most_s, SLOW_MODE_SHARE * session.budget_s)
+    trial = session.measure(
+        "search",
+        config,
+        deadline_s=min(session.hard_deadline_s(reserve_s), most_s),
+        best_high_s=time_to_beat_s(session.objective, session.best, config),
+        asked=asked,
+    )
+    if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
+        raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {trial.reason}")
+    return None
 
 
 # Parity.

@@ -139,6 +139,7 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "fresh": ("yes", UsageError),
     "wait": ("yes", UsageError),
     "numerics": ("rough", UsageError),
+    "short_trials": (True, UsageError),
     "recheck": ("yes", UsageError),
     "objective": ("speed", UsageError),
     "min_throughput": (1.5, UsageError),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.planner.records import Interval, Outcome, Parity, Trial
+from autoplan.planner.records import Interval, Outcome, Parity, ShortTrial, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store import journal as journal_module
 from autoplan.planner.store.folders import study_folder
@@ -333,3 +333,24 @@ def test_identities_are_those_of_the_first_stores():
         spec, "hw", device="cpu", fix={"tp": 1, "compile": "off"}, bound=bound, nproc=2, memory_limit_bytes=1 << 30
     )
     assert given == "07ee12e42f32165c"
+
+
+def test_short_trials_have_lines_of_their_own(tmp_path: Path):
+    short = ShortTrial(
+        trial=make_trial(1).model_copy(update={"purpose": "short"}),
+        depth=2,
+        blocks=12,
+        micro_ratio=4.0,
+        optimizer_ratio=3.0,
+    )
+    with open_store(tmp_path / "s") as store:
+        store.add_trial(make_trial(0))
+        store.add_short_trial(short)
+        assert store.next_number == 2
+    with open_store(tmp_path / "s") as store:
+        assert [trial.number for trial in store.trials] == [0], "a short trial is none of the trials"
+        (found,) = store.short_trials
+        assert found.trial.resumed and found.trial.number == 1 and found.whole_s == short.whole_s
+        assert store.next_number == 2
+    lines = (tmp_path / "s" / "record.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["study", "trial", "short_trial"]
