@@ -195,6 +195,29 @@ class Attempt(Record):
         return f"{what}{whose}: {self.reason}"
 
 
+class Compiled(Record):
+    """A configuration that was to be compiled ahead of its trial."""
+
+    config: TrainingConfig
+    compile_s: float | None = Field(default=None, description="beside the others; None: it did not come to its end")
+    cached: bool = Field(default=False, description="the cache had all its kernels already")
+    why_not: str | None = Field(default=None, description="a sentence, where it did not end; its trial has the verdict")
+
+
+class CompiledAhead(Record):
+    """Configurations that were compiled side by side, before their trials; no trial, and no verdict on any."""
+
+    compiled: tuple[Compiled, ...]
+    seconds: float = Field(description="of the budget, for all of them together")
+    expected_s: float = Field(description="as it was predicted; and what it was expected to save")
+    expected_saving_s: float
+
+    @property
+    def configs(self) -> frozenset[TrainingConfig]:
+        """Those whose kernels are in the cache now."""
+        return frozenset(one.config for one in self.compiled if one.compile_s is not None)
+
+
 class Claim(Record):
     """What may be said of a plan's speed-up, and what it rests on."""
 

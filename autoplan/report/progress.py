@@ -27,6 +27,7 @@ PHASES = {
     "space": "listing the legal configurations",
     "baseline": "measuring the plain baseline",
     "search": "searching",
+    "compile ahead": "compiling ahead of the trials",
     "finalists": "measuring the fastest few again, interleaved",
     "parity": "checking that the plan trains the same thing",
     "claim": "measuring the plan against the baseline, in runs of their own",

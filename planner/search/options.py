@@ -181,7 +181,10 @@ class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, loader, plan."""
+        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, loader, plan.
+
+        Within search, "compile ahead" may begin several times, and search goes on after it.
+        """
 
     def on_note(self, text: str) -> None:
         """A sentence the user should see."""

@@ -159,6 +159,7 @@ class Session:
     def trials_s(self) -> float:
         """Seconds of the budget for trials of all purposes: without probes, inspection, trace and parity check."""
         setup_s = self.store.spent_s - sum(trial.seconds_spent for trial in self.store.trials)
+        setup_s -= sum(group.seconds for group in self.store.compiled_ahead)
         return max(0.0, self.budget_s - setup_s - self.parity_reserve_s)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search import parity_time
+from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.objective import time_to_beat_s
 from autoplan.planner.search.parity_time import first_eager
@@ -178,11 +179,13 @@ def manual_settings(session: Session, precision: str) -> list[TrainingConfig]:
 
 def run_trials(session: Session) -> str:
     """Runs trials until no candidate can win, or the time or the number of trials is used up; returns which of them."""
-    session.ended_by = _run_trials(session)
+    ahead = CompileAhead(session)
+    session.ended_by = _run_trials(session, ahead)
+    ahead.say()
     return session.ended_by
 
 
-def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left"]:
+def _run_trials(session: Session, ahead: CompileAhead) -> Literal["time", "max_trials", "nothing_left"]:
     session.observer.on_phase("search", f"{len(session.context.candidates)} candidates")
     while True:
         most = session.options.max_trials
@@ -196,6 +199,8 @@ def _run_trials(session: Session) -> Literal["time", "max_trials", "nothing_left
         if stop is not None:
             session.note(stop.text)
             return "time" if stop.out_of_time else "nothing_left"
+        if ahead.run_if_due():
+            continue
         asked = session.study.ask(session.store.next_number)
         config = TrainingConfig.model_validate(asked.params)
         expected_s = session.model.cost_s(config)

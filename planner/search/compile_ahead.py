@@ -1,0 +1,387 @@
+"""Compiles the next candidates side by side before the first of them is measured, where that saves time.
+
+In: the sampler's ranking, what compilations cost, the cores and the memory. Out: kernels in the compile cache, and one
+line in the record; no trial and no verdict. While it runs nothing is measured; then each candidate is measured alone.
+
+A compilation alone leaves most of many cores idle: tracing and lowering run in one thread, and only the compilers that
+it starts run side by side. So several compilations together take about as long as one. How many are worth it is
+arithmetic (`choose`): the sum of what they take alone, less what they take together and what stays for each trial with
+the kernels in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autoplan.planner.records import Compiled, CompiledAhead, Outcome
+from autoplan.planner.search.session import Session
+from autoplan.planner.search.setup import context_bytes
+from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
+from autoplan.planner.trials.request import CompileAnswer, CompileRequest
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S
+from autoplan.processes import Cause, Ended, ProcessReport, RankReport, Task, ZygoteError, cause_of
+from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
+
+TARGET = "autoplan.planner.trials.compile_only:run_compile_only"
+
+SERIAL_SHARE = {"cpu": 0.2, "cuda": 0.6}
+"""Of a compilation's time on one core, what runs in one thread: tracing and lowering. On CPU 17 and 24 % were measured
+of the blocks of a GPT-2 with four layers; where candidates were compiled ahead, their own processes tell. On CUDA
+assumed: no GPU has shown it."""
+
+USED_SHARE, USED_WEIGHT = 0.8, 5.0
+"""Of the candidates after the first, how many will be measured: each trial changes the ranking. Assumed, and worth so
+many candidates that were compiled ahead."""
+
+MOST = 8
+"""Processes side by side: the ranking says little of what comes after as many trials."""
+
+COMPILER_BYTES = 0.4 * 2**30
+"""Of one compiler process: 870 MiB were measured at the peak of a trial that compiled with one, 500 from the cache."""
+
+HOST_BYTES = 3.0 * 2**30
+"""Of host memory, what a process takes that trains on a GPU. Assumed."""
+
+LEAST_SAVING_S, LEAST_SAVING_SHARE = 2.0, 0.1
+"""A smaller saving than this, and than this share of what the compilations take alone, is within what is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """A candidate whose trial would compile with an empty cache.
+
+    Attributes:
+        config: What to compile.
+        cold_s, warm_s: Seconds of its compilation alone, and with the kernels in the cache.
+        trial_s: Of its trial without compiling.
+        micro_step_s: Of one micro-step.
+        peak_bytes: High bound of its peak on the device.
+    """
+
+    config: TrainingConfig
+    cold_s: float
+    warm_s: float
+    trial_s: float
+    micro_step_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where they would be compiled.
+
+    Attributes:
+        cores: That may be used.
+        memory_limit_bytes, host_limit_bytes: On the device, and of host memory, for all processes together.
+        context_bytes: Of the device, what a further process takes before any tensor; 0 on CPU.
+        serial_share: Of a compilation on one core, what runs in one thread.
+        fixed_s: To start and build a process.
+        used_share: Of the candidates after the first, how many will be measured.
+        left_s: For the compilations and the trials after them.
+    """
+
+    cores: int
+    memory_limit_bytes: float
+    host_limit_bytes: float
+    context_bytes: float
+    serial_share: float
+    fixed_s: float
+    used_share: float
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """How many of the waiting candidates to compile side by side, from the first on; 1: each in its own trial.
+
+    Attributes:
+        number: How many.
+        seconds: Expected, for all of them.
+        saving_s: Expected, over compiling each in its own trial.
+        why_not: Why not more than one; empty where it is more.
+    """
+
+    number: int = 1
+    seconds: float = 0.0
+    saving_s: float = 0.0
+    why_not: str = ""
+
+
+def slowdown(processes: int, cores: int, serial_share: float) -> float:
+    """How many times as long a compilation takes on its share of the cores as on all of them (Amdahl's law).
+
+    Args:
+        processes: Side by side; not more than cores.
+        cores: All of them.
+        serial_share: Of its time on one core.
+    """
+    rest = 1.0 - serial_share
+    return (serial_share + rest * processes / cores) / (serial_share + rest / cores)
+
+
+def choose(waiting: Sequence[Waiting], machine: Machine) -> Choice:
+    """How many to compile side by side: as many as save the most time.
+
+    What a further candidate saves counts only as often as it will be measured. The micro-step that each runs shares
+    the device with the others', so those add up.
+    """
+    if machine.cores < 2:
+        return Choice(why_not="only one core may be used, on which nothing goes faster side by side")
+    if len(waiting) < 2:
+        return Choice(why_not="no second one that would be compiled was worth a trial at that time")
+    best, why_not = Choice(), ""
+    for number in range(2, min(len(waiting), machine.cores, MOST) + 1):
+        group = waiting[:number]
+        together_s = machine.fixed_s + sum(one.micro_step_s for one in group)
+        together_s += max(one.cold_s for one in group) * slowdown(number, machine.cores, machine.serial_share)
+        kept = [one.cold_s - one.warm_s for one in group]
+        saving_s = kept[0] + machine.used_share * sum(kept[1:]) - together_s
+        alone_s = sum(one.cold_s for one in group)
+        least_s = max(LEAST_SAVING_S, LEAST_SAVING_SHARE * alone_s)
+        if not _fits(group, machine):
+            why_not = why_not or f"{number} of them together would need more memory than a trial may take"
+            break
+        if together_s + sum(one.warm_s + one.trial_s for one in group) > machine.left_s:
+            why_not = why_not or f"the time left has no room for {number} of them"
+            break
+        if saving_s < least_s:
+            warm_s = sum(one.warm_s for one in group)
+            why_not = why_not or (
+                f"on {machine.cores} cores {number} of them side by side were expected to take {together_s:.0f} s and "
+                f"then {warm_s:.0f} s in their trials, and {alone_s:.0f} s one after the other"
+            )
+        elif saving_s > best.saving_s:
+            best = Choice(number=number, seconds=together_s, saving_s=saving_s)
+    return best if best.number > 1 else Choice(why_not=why_not)
+
+
+def _fits(group: Sequence[Waiting], machine: Machine) -> bool:
+    """Whether they fit beside each other: on the device, and with their compilers in the host's memory."""
+    compilers = COMPILER_BYTES * max(machine.cores, len(group))
+    device = sum(one.peak_bytes for one in group) + machine.context_bytes * (len(group) - 1)
+    host = HOST_BYTES * len(group) if machine.context_bytes else device
+    return device <= machine.memory_limit_bytes and host + compilers <= machine.host_limit_bytes
+
+
+def compile_task(
+    requests: tuple[CompileRequest, ...], *, directory: Path, deadline_s: float, memory_limit_bytes: int
+) -> Task:
+    """The task that compiles several configurations, each in a process of its own.
+
+    Args:
+        requests: One for each process.
+        directory: For what they write.
+        deadline_s: For all of them.
+        memory_limit_bytes: Of host memory, for all of them together.
+    """
+    return Task(
+        target=TARGET,
+        args=(requests,),
+        ranks=len(requests),
+        independent=True,
+        directory=directory,
+        deadlines_s=PHASE_DEADLINES_S,
+        total_deadline_s=deadline_s,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+class CompileAhead:
+    """Compiles ahead in one run of a search.
+
+    Args:
+        session: The search.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._tried: set[TrainingConfig] = set()
+        self._serial_shares: list[float] = []
+        self._why_not = ""
+        self._stopped = ""
+        for group in session.store.compiled_ahead:
+            for one in group.compiled:
+                if one.compile_s is not None:
+                    session.model.observe_ahead(one.config, None)
+
+    def run_if_due(self) -> bool:
+        """Compiles the next candidates side by side if the very next one compiles and it saves time.
+
+        Returns:
+            Whether it did: the clock and the ranking are others now.
+        """
+        waiting = self.waiting()
+        if not waiting:
+            return False
+        choice = Choice(why_not=self._stopped) if self._stopped else choose(waiting, self._machine())
+        if choice.number < 2:
+            self._why_not = choice.why_not
+            return False
+        self._run(waiting[: choice.number], choice)
+        return True
+
+    def waiting(self) -> list[Waiting]:
+        """The best candidates whose trials would compile with an empty cache, each graph once.
+
+        None where the next trial is not one of them: then it is measured first, and may change what comes after.
+        """
+        session, cost = self.session, self.session.trial_cost
+        ranked = session.sampler.ranking()
+        if not ranked:
+            self._why_not = self._why_not or "the sampler draws one candidate at a time"
+        elif session.context.spec.batch_sizes is not None and session.context.spec.batch_sizes.vary:
+            self._why_not = "batches differ in size here, and each size is compiled anew"
+            ranked = []
+        graphs: dict[TrainingConfig, TrainingConfig] = {}
+        for number, config in enumerate(ranked):
+            cold = config.compile != "off" and not cost.is_warm(config)
+            if number == 0 and (not cold or not self._may(config)):
+                return []
+            if cold and self._may(config):
+                graphs.setdefault(what_is_compiled(config), config)
+        most = session.options.max_trials
+        configs = list(graphs.values())[: MOST if most is None else min(MOST, most - session.trials_done)]
+        if not configs:
+            return []
+        table = session.context.estimator.table(configs)
+        return [
+            Waiting(
+                config=config,
+                cold_s=cost.compile_s(config),
+                warm_s=cost.compile_s(config, warm=True),
+                trial_s=max(0.0, session.model.cost_s(config) - cost.compile_s(config)),
+                micro_step_s=float(step_s) / config.accumulation(session.context.spec.global_batch),
+                peak_bytes=float(peak),
+            )
+            for config, step_s, peak in zip(configs, table.step_time_s, table.peak_memory_high_bytes, strict=True)
+        ]
+
+    def _may(self, config: TrainingConfig) -> bool:
+        """Whether a candidate may be compiled ahead at all."""
+        if config.world_size > 1:
+            self._why_not = "candidates of several ranks are compiled by these ranks, which are side by side already"
+            return False
+        return config not in self._tried and config.compile_mode not in SLOW_COMPILE_MODES
+
+    def _machine(self) -> Machine:
+        session, context = self.session, self.session.context
+        return Machine(
+            cores=context.hardware.host.cores_usable,
+            memory_limit_bytes=context.memory_limit_bytes,
+            host_limit_bytes=context.host_limit_bytes,
+            context_bytes=context_bytes(context.hardware) if context.device == "cuda" else 0.0,
+            serial_share=self._serial_share,
+            fixed_s=session.trial_cost.fixed_s,
+            used_share=self._used_share,
+            left_s=session.search_left_s,
+        )
+
+    @property
+    def _serial_share(self) -> float:
+        shares = self._serial_shares
+        return float(np.median(shares)) if shares else SERIAL_SHARE[self.session.context.device]
+
+    @property
+    def _used_share(self) -> float:
+        """Of those that were compiled ahead, but for the first of each group, the share that was measured."""
+        tried = {trial.config for trial in self.session.store.trials}
+        others = [one.config in tried for group in self.session.store.compiled_ahead for one in group.compiled[1:]]
+        return (USED_WEIGHT * USED_SHARE + sum(others)) / (USED_WEIGHT + len(others))
+
+    def _run(self, waiting: Sequence[Waiting], choice: Choice) -> None:
+        session = self.session
+        configs = [one.config for one in waiting]
+        self._tried.update(configs)
+        names = "; ".join(config.describe() for config in configs)
+        session.observer.on_phase("compile ahead", f"{choice.number} configurations side by side: {names}")
+        total = sum(one.peak_bytes for one in waiting) or 1.0
+        limit = session.context.memory_limit_bytes - self._machine().context_bytes * (choice.number - 1)
+        requests = tuple(
+            CompileRequest(
+                spec=session.context.spec,
+                config=one.config,
+                device=session.context.device,
+                memory_limit_bytes=int(limit * one.peak_bytes / total),
+            )
+            for one in waiting
+        )
+        number = len(list((session.store.folder / "trials").glob("ahead*")))
+        task = compile_task(
+            requests,
+            directory=session.store.folder / "trials" / f"ahead{number:02d}",
+            deadline_s=min(3 * choice.seconds + 30.0, session.search_left_s),
+            memory_limit_bytes=session.context.host_limit_bytes,
+        )
+        began_s = session.store.spent_s
+        try:
+            report = session.zygote.run(task, on_progress=session.on_progress)
+        except ZygoteError as error:
+            if not error.transient:
+                raise
+            self._stopped = f"the processes for it could not be started: {error.message}"
+            return  # a trial starts them again, with pauses
+        self._take_in(waiting, choice, report, session.store.spent_s - began_s)
+        session.observer.on_phase("search", "they are measured now, each alone")
+
+    def _take_in(self, waiting: Sequence[Waiting], choice: Choice, report: ProcessReport, seconds: float) -> None:
+        """Keeps what came of it: in the record, and for what compilations cost."""
+        session, compiled = self.session, []
+        share = self._serial_share
+        for one, rank in zip(waiting, report.ranks, strict=True):
+            answer = None if rank.exit_code != 0 or rank.result is None else CompileAnswer.model_validate(rank.result)
+            if answer is None:
+                compiled.append(Compiled(config=one.config, why_not=_how_it_ended(report, rank)))
+                continue
+            cached = answer.hits > 0 and answer.misses == 0
+            compiled.append(Compiled(config=one.config, compile_s=answer.compile_s, cached=cached))
+            used_s = answer.own_cpu_s + answer.children_cpu_s
+            if session.context.device == "cpu" and not cached and used_s > 0:
+                self._serial_shares.append(answer.own_cpu_s / used_s)
+            factor = slowdown(choice.number, self._machine().cores, share)
+            session.model.observe_ahead(one.config, None if cached else answer.compile_s / factor)
+        group = CompiledAhead(
+            compiled=tuple(compiled), seconds=seconds, expected_s=choice.seconds, expected_saving_s=choice.saving_s
+        )
+        session.store.add_compiled_ahead(group)
+        if cause_of(report) is Cause.OUTSIDE:
+            session.add_attempt("compile ahead", report)
+        failed = [one for one in compiled if one.why_not is not None]
+        if failed:
+            session.observer.on_note(
+                f"{len(failed)} of {len(compiled)} configurations were not compiled ahead ({failed[0].why_not}); each "
+                "is compiled in its own trial"
+            )
+        if report.ended is not Ended.FINISHED or not group.configs:
+            why = failed[0].why_not if failed else report.describe()
+            self._stopped = f"the last group was not compiled to its end: {why}"
+
+    def say(self) -> None:
+        """Adds to the plan how many were compiled ahead and what came of it, or why none was where some compiled."""
+        session = self.session
+        groups, trials = session.store.compiled_ahead, session.store.trials
+        done = {config for group in groups for config in group.configs}
+        kinds = (Outcome.OK, Outcome.PRUNED)
+        compiled = [t for t in trials if t.purpose == "search" and t.config.compile != "off" and t.outcome in kinds]
+        if done:
+            measured = [trial for trial in compiled if trial.config in done]
+            again = sum(not was_warm(trial) for trial in measured)
+            session.note(
+                f"compiled ahead: {len(done)} configurations in {len(groups)} group(s) side by side, in "
+                f"{sum(group.seconds for group in groups):.0f} s; {len(measured)} of them were then measured, each "
+                f"alone, {len(measured) - again} with all kernels from the cache"
+            )
+        elif sum(not was_warm(trial) for trial in compiled) > 1 and self._why_not:
+            session.note(f"compiled configurations were compiled one after the other: {self._why_not}")
+
+
+def _how_it_ended(report: ProcessReport, rank: RankReport) -> str:
+    """Why a configuration was not compiled to the end, in a few words."""
+    if report.ended is not Ended.FINISHED and rank.error is None:
+        return " ".join(report.describe().split())[:300]
+    if rank.error is not None:
+        return f"{rank.error.type_name}: {rank.error.message.strip()}"[:300]
+    return f"killed by signal {rank.signal}" if rank.signal is not None else f"exit status {rank.exit_code}"
