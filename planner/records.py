@@ -179,7 +179,7 @@ class Trial(Record):
 class Attempt(Record):
     """A run of a trial, or of another part of the search, that does not count: something outside ended it."""
 
-    part: str = Field(description="probe, inspect, trace, baseline, reference, search, finalist, parity")
+    part: str = Field(description="probe, inspect, trace, baseline, reference, search, compile ahead, finalist, parity")
     number: int | None = Field(default=None, description="of the trial, where it was one")
     config: TrainingConfig | None = None
     reason: str = Field(description="how it ended, a sentence for people")

@@ -338,11 +338,13 @@ class CompileAhead:
                 continue
             cached = answer.hits > 0 and answer.misses == 0
             compiled.append(Compiled(config=one.config, compile_s=answer.compile_s, cached=cached))
-            used_s = answer.own_cpu_s + answer.children_cpu_s
-            if session.context.device == "cpu" and not cached and used_s > 0:
-                self._serial_shares.append(answer.own_cpu_s / used_s)
-            factor = slowdown(choice.number, self._machine().cores, share)
-            session.model.observe_ahead(one.config, None if cached else answer.compile_s / factor)
+            cores = self._machine().cores
+            own_s = max(0.0, answer.own_cpu_s - one.micro_step_s * cores)  # without that of the micro-step that it ran
+            if session.context.device == "cpu" and not cached and own_s + answer.children_cpu_s > 0:
+                self._serial_shares.append(own_s / (own_s + answer.children_cpu_s))
+            beside_s = max(answer.compile_s - choice.number * one.micro_step_s, 0.1 * answer.compile_s)
+            alone_s = beside_s / slowdown(choice.number, cores, share) + one.micro_step_s
+            session.model.observe_ahead(one.config, None if cached else alone_s)
         group = CompiledAhead(
             compiled=tuple(compiled), seconds=seconds, expected_s=choice.seconds, expected_saving_s=choice.saving_s
         )

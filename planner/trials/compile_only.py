@@ -12,9 +12,10 @@ workers is no part of that key.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,13 +81,15 @@ def take_share(number: int, processes: int) -> None:
     """
     torch.set_num_threads(torch.get_num_threads())  # a narrower affinity would else change it at the first operation
     cores = share_of(sorted(os.sched_getaffinity(0)), number, processes)
-    os.sched_setaffinity(0, cores)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it: then they share the cores as the kernel has them
+        os.sched_setaffinity(0, cores)
     from torch._inductor import config
 
-    settings = cast(Any, config)
-    settings.compile_threads = len(cores)
-    # What a kernel's variants take beside other processes says nothing: the trial times them anew. No part of the key.
-    settings.autotune_local_cache = False
+    # What a kernel's variants take beside other processes says nothing: the trial times them anew.
+    wanted = {"compile_threads": len(cores), "autotune_local_cache": False}
+    no_part_of_the_key = getattr(config, "_cache_config_ignore_prefix", ())
+    for name in wanted.keys() & set(no_part_of_the_key):
+        setattr(config, name, wanted[name])
 
 
 def share_of(cores: list[int], number: int, processes: int) -> list[int]:
