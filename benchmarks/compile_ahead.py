@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.search.compile_ahead import compile_task, slowdown
+from autoplan.planner.search.compile_ahead import compile_share, compile_task, slowdown
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest
@@ -97,16 +97,20 @@ def summary(lines: list[dict[str, Any]]) -> str:
     beside = [line for line in lines if line["way"] == WAYS[1]]
     warm = [hit for line in beside for hit in line["warm"]]
     texts.append(f"from the cache, after compiling ahead: {sum(warm)} of {len(warm)} trials")
-    return "\n".join([*texts, arithmetic(beside)])
+    return "\n".join([*texts, arithmetic(lines)])
 
 
-def arithmetic(beside: list[dict[str, Any]]) -> str:
+def arithmetic(lines: list[dict[str, Any]]) -> str:
     """What 16 cores would do in 10 minutes, from what was measured here; no measurement."""
+    beside = [line for line in lines if line["way"] == WAYS[1]]
     cpu = [pair for line in beside for pair in line["cpu_s"]]
     one_core_s = statistics.median(own + children for own, children in cpu)
     serial = statistics.median(own / (own + children) for own, children in cpu)
-    alone_s = one_core_s * (serial + (1 - serial) / ARITHMETIC_CORES)
-    warm_s = statistics.median(s for line in beside for s in line["compile_s"])
+    alone_s = one_core_s * compile_share(ARITHMETIC_CORES, serial)
+    # other work makes all of it longer here: by what the cold ones in their own trials took over their CPU time
+    cold_s = statistics.median(s for line in lines if line["way"] == WAYS[0] for s in line["compile_s"])
+    busy = cold_s / (one_core_s * compile_share(beside[0]["cores"], serial))
+    warm_s = statistics.median(s for line in beside for s in line["compile_s"]) / busy
     rest_s = statistics.median(
         total - compiling
         for line in beside
@@ -116,10 +120,11 @@ def arithmetic(beside: list[dict[str, Any]]) -> str:
     before = BUDGET_S / (rest_s + alone_s)
     after = BUDGET_S / (rest_s + warm_s + together_s / ARITHMETIC_MOST)
     return (
-        f"A compilation took {one_core_s:.1f} s of CPU time, {serial:.0%} of it in one thread. By arithmetic, not "
-        f"measured: alone on {ARITHMETIC_CORES} cores {alone_s:.1f} s, {ARITHMETIC_MOST} side by side "
-        f"{together_s:.1f} s. With trials of {rest_s:.1f} s and {warm_s:.1f} s of compiling from the cache, 10 minutes "
-        f"would have {before:.0f} candidates one by one and {after:.0f} side by side."
+        f"A compilation took {one_core_s:.1f} s of CPU time, {serial:.0%} of it in one thread; other work made "
+        f"compilations {busy:.1f} times as long here. By arithmetic, not measured: alone on {ARITHMETIC_CORES} cores "
+        f"{alone_s:.1f} s, {ARITHMETIC_MOST} side by side {together_s:.1f} s. With trials of {rest_s:.1f} s and "
+        f"{warm_s:.1f} s of compiling from the cache, 10 minutes would have {before:.0f} candidates one by one and "
+        f"{after:.0f} side by side."
     )
 
 

@@ -33,6 +33,10 @@ SERIAL_SHARE = {"cpu": 0.2, "cuda": 0.6}
 of the blocks of a GPT-2 with four layers; where candidates were compiled ahead, their own processes tell. On CUDA
 assumed: no GPU has shown it."""
 
+COMPILERS = 7
+"""At a time in one compilation: those of a graph's kernels are started together and waited for. The graphs of a block
+of GPT-2, forward and backward, had 15 kernels on CPU."""
+
 USED_SHARE, USED_WEIGHT = 0.8, 5.0
 """Of the candidates after the first, how many will be measured: each trial changes the ranking. Assumed, and worth so
 many candidates that were compiled ahead."""
@@ -111,16 +115,25 @@ class Choice:
     why_not: str = ""
 
 
+def compile_share(cores: float, serial_share: float) -> float:
+    """What a compilation takes on some cores, as a share of what it takes on one (Amdahl's law).
+
+    Args:
+        cores: That it has to itself; more than it has compilers at a time are of no use.
+        serial_share: Of its time on one core, what runs in one thread.
+    """
+    return serial_share + (1.0 - serial_share) / min(cores, COMPILERS)
+
+
 def slowdown(processes: int, cores: int, serial_share: float) -> float:
-    """How many times as long a compilation takes on its share of the cores as on all of them (Amdahl's law).
+    """How many times as long a compilation takes on its share of the cores as on all of them.
 
     Args:
         processes: Side by side; not more than cores.
         cores: All of them.
-        serial_share: Of its time on one core.
+        serial_share: Of its time on one core, what runs in one thread.
     """
-    rest = 1.0 - serial_share
-    return (serial_share + rest * processes / cores) / (serial_share + rest / cores)
+    return compile_share(cores / processes, serial_share) / compile_share(cores, serial_share)
 
 
 def choose(waiting: Sequence[Waiting], machine: Machine) -> Choice:

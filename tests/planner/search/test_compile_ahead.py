@@ -13,7 +13,16 @@ import pytest
 
 from autoplan.planner.records import Compiled, CompiledAhead, Interval, Outcome, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.compile_ahead import MOST, Choice, CompileAhead, Machine, Waiting, choose, slowdown
+from autoplan.planner.search.compile_ahead import (
+    COMPILERS,
+    MOST,
+    Choice,
+    CompileAhead,
+    Machine,
+    Waiting,
+    choose,
+    slowdown,
+)
 from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, make_sampler
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import choices_of, make_distributions
@@ -44,6 +53,7 @@ def test_a_share_of_the_cores_slows_what_runs_in_parallel_alone() -> None:
     assert slowdown(4, 4, 0.0) == pytest.approx(4.0), "all in parallel: n at once take n times as long"
     assert slowdown(4, 4, 1.0) == pytest.approx(1.0), "all in one thread: n at once take as long as one"
     assert slowdown(2, 2, 0.5) == pytest.approx(1.0 / 0.75)
+    assert slowdown(2, 2 * COMPILERS, 0.0) == pytest.approx(1.0), "one alone has no use for more cores than that"
     factors = [slowdown(number, 16, 0.4) for number in range(1, 17)]
     assert factors == sorted(factors)
 
@@ -58,7 +68,7 @@ def test_on_many_cores_several_are_compiled_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "serial_share", "number"),
-    [(1, 0.4, 1), (2, 0.4, 1), (2, 1.0, 2), (4, 0.4, 4), (16, 0.0, 1)],
+    [(1, 0.4, 1), (2, 0.4, 1), (2, 1.0, 2), (4, 0.4, 4), (7, 0.0, 1)],
 )
 def test_it_is_done_only_where_it_saves_time(cores: int, serial_share: float, number: int) -> None:
     found = choose(waiting(), replace(MACHINE, cores=cores, serial_share=serial_share))
