@@ -189,17 +189,17 @@ def test_a_planner_that_is_ended_while_it_compiles_ahead_leaves_nobody(tmp_path:
 def test_a_whole_search_that_compiles_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "TIME_BOX_SHARE", 1e-3)
     fixed = {
-        "precision": "fp32", "threads": 1, "checkpointing": "none", "optimizer_step": "own", "compile": "model",
-        "allocator": "own", "loss": "full",
+        "precision": "fp32", "threads": 1, "checkpointing": "none", "optimizer_step": "own", "allocator": "own",
+        "loss": "full",
     }  # fmt: skip
     options = SearchOptions(
         spec=make_spec(model=SOUND),
         store=tmp_path / "s",
         budget=1500.0,
         device="cpu",
-        max_trials=6,
+        max_trials=9,
         fix=fixed,
-        bound={"micro_batch": [8, 16, 32, 64]},
+        bound={"micro_batch": [48, 64, 96, 128, 192]},
     )
     result = run_search(options)
     assert result.status == "plan_found" and result.plan is not None, result.reason
