@@ -5,8 +5,8 @@
 The candidates are a GPT-2 of four layers (width 256, 128 tokens) at different micro-batches. In each round both ways
 run once, in an order that is drawn, each with an empty compile cache and a zygote that has started. Printed are
 candidates per minute with medians and spread, what the trials found in the cache, and what 16 cores would do, by
-arithmetic from the CPU time of the compilations (Amdahl's law, `planner/search/compile_ahead.py`). The rounds are added
-to benchmarks/results/compile_ahead.jsonl.
+arithmetic from the CPU time of the compilations (Amdahl's law, `planner/search/compile_choice.py`). The rounds are
+added to benchmarks/results/compile_ahead.jsonl.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.search.compile_ahead import compile_share, compile_task, slowdown
+from autoplan.planner.search.compile_ahead import compile_task
+from autoplan.planner.search.compile_choice import compile_share, slowdown
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest

@@ -13,11 +13,11 @@ import pytest
 
 from autoplan.planner.records import Compiled, CompiledAhead, Interval, Outcome, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.compile_ahead import (
+from autoplan.planner.search.compile_ahead import CompileAhead
+from autoplan.planner.search.compile_choice import (
     COMPILERS,
     MOST,
     Choice,
-    CompileAhead,
     Machine,
     Waiting,
     choose,

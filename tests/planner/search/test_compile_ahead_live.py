@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.search import compile_ahead, session
-from autoplan.planner.search.compile_ahead import CompileAhead, Machine
+from autoplan.planner.search import compile_ahead, compile_choice, session
+from autoplan.planner.search.compile_ahead import CompileAhead
+from autoplan.planner.search.compile_choice import Machine
 from autoplan.planner.search.run import SearchOptions, run_search
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
@@ -121,7 +122,7 @@ def test_a_fault_while_compiling_ahead_is_no_verdict(
     with Zygote(preload=PRELOAD) as zygote:
         found = real_session(tmp_path / "s", INJECTED, zygote)
         if kind == "memory":
-            monkeypatch.setattr(compile_ahead, "COMPILER_BYTES", 0)
+            monkeypatch.setattr(compile_choice, "COMPILER_BYTES", 0)
             found.context.host_limit_bytes = LIMIT_BYTES
         ahead = CompileAhead(found)
         assert ahead.run_if_due() and len(list(faults.glob("compile ahead.*"))) == 1, "the fault was met"
@@ -188,6 +189,7 @@ def test_a_planner_that_is_ended_while_it_compiles_ahead_leaves_nobody(tmp_path:
 @pytest.mark.usefixtures("probed_machine")
 def test_a_whole_search_that_compiles_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "TIME_BOX_SHARE", 1e-3)
+    monkeypatch.setattr(compile_ahead, "DEADLINE_S", 600.0)
     fixed = {
         "precision": "fp32", "threads": 1, "checkpointing": "none", "optimizer_step": "own", "allocator": "own",
         "loss": "full",
@@ -206,6 +208,7 @@ def test_a_whole_search_that_compiles_ahead(tmp_path: Path, monkeypatch: pytest.
     record = [json.loads(line) for line in (Path(result.store) / "record.jsonl").read_text().splitlines()]
     groups = [line["compiled_ahead"] for line in record if line["kind"] == "compiled_ahead"]
     assert groups, result.notes
+    assert all(one["compile_s"] is not None for group in groups for one in group["compiled"]), groups
     done = [one["config"] for group in groups for one in group["compiled"]]
     trials = [trial for trial in result.trials if trial.config.model_dump(mode="json") in done]
     assert trials and all(was_warm(trial) for trial in trials), [trial.warnings for trial in trials]
