@@ -358,6 +358,7 @@ def _build_request(task: Task, directory: Path, requested_at: float) -> dict[str
         "env": dict(task.env),
         "cold": task.cold,
         "cpu_affinity": task.cpu_affinity,
+        "independent": task.independent,
         "requested_at": requested_at,
         "cwd": os.getcwd(),
         "sys_path": _import_path(),

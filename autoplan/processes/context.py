@@ -30,7 +30,7 @@ class RankContext:
         requested_at: float,
     ) -> None:
         self.rank = rank
-        self.local_rank = rank
+        self.local_rank = min(rank, world_size - 1)  # of independent processes each is alone on its devices
         self.world_size = world_size
         self.directory = directory
         self.master_addr = "127.0.0.1"

@@ -16,7 +16,7 @@ class Ended(StrEnum):
     """How a task ended."""
 
     FINISHED = "finished"
-    """Every rank exited with status 0."""
+    """Every rank exited with status 0; independent ones (`Task.independent`) may have ended in any way."""
     RANK_FAILED = "rank_failed"
     """A rank raised, exited with another status or was killed by a signal that the supervisor did not send."""
     DEADLINE = "deadline"
@@ -110,7 +110,7 @@ class ProcessReport(Record):
         return tuple(rank.result for rank in self.ranks)
 
     def check(self) -> ProcessReport:
-        """This report, if the task finished.
+        """This report, if the task finished; of independent processes each one's end is to be looked at.
 
         Raises:
             TaskFailedError: It did not; the text is `describe()`.

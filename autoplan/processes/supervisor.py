@@ -155,13 +155,13 @@ class Supervisor:
             for rank in range(request["ranks"]):
                 spec = RankSpec(
                     rank=rank,
-                    world_size=request["ranks"],
+                    world_size=1 if request["independent"] else request["ranks"],
                     zygote_pid=os.getpid(),
                     directory=request["directory"],
                     target=request["target"],
                     requested_at=request["requested_at"],
                     store_port=listener.getsockname()[1],
-                    listen_fd=listener.fileno() if rank == 0 else None,
+                    listen_fd=listener.fileno() if rank == 0 and not request["independent"] else None,
                     env=request["env"],
                     cwd=request["cwd"],
                     sys_path=request["sys_path"],
@@ -255,7 +255,7 @@ class Supervisor:
 
     def _failure(self) -> Verdict | None:
         failed = [state for state in self._ranks if state.failed]
-        if not failed:
+        if not failed or self._request["independent"]:
             return None
         return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
 

@@ -44,6 +44,10 @@ class Task:
     """A fresh interpreter, for settings that must be in place before torch is imported."""
     cpu_affinity: tuple[tuple[int, ...], ...] | None = None
     """The CPUs of each rank; None leaves them as they are."""
+    independent: bool = False
+    """The ranks have nothing to do with each other: each is a plain single process (`world_size` 1, its number is
+    `context.rank`), and one that fails ends none of the others. Such a task has FINISHED once all of them have ended,
+    however they did; a deadline, the memory limit or a cancellation still ends all that run."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

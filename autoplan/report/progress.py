@@ -28,6 +28,7 @@ PHASES = {
     "baseline": "measuring the plain baseline",
     "search": "searching",
     "short": "measuring configurations on the model cut to a few blocks",
+    "compile ahead": "compiling ahead of the trials",
     "finalists": "measuring the fastest few again, interleaved",
     "parity": "checking that the plan trains the same thing",
     "claim": "measuring the plan against the baseline, in runs of their own",

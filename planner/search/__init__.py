@@ -9,6 +9,7 @@ In the order of the data:
 - inspection.py: inspects the workload in a rank, for setup.py;
 - session.py: the state of a running search, its clock and its trials;
 - stages.py: baseline, manual setting, trials, parity check;
+- compile_ahead.py: compiles the next candidates side by side before they are measured; compile_choice.py: how many;
 - rounds.py: the rounds after the trials, of the finalists and of the claim;
 - candidate_model.py: what is known of the candidates: predictions, corrected by the trials so far;
 - sampler.py: picks the next candidate;

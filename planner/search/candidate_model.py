@@ -139,6 +139,12 @@ class CandidateModel:
             too_large=frozenset(large),
         )
 
+    def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
+        """Takes in that a configuration was compiled ahead of its trial (`TrialCost.observe_ahead`)."""
+        if self._cost is not None:
+            self._cost.observe_ahead(config, alone_s)
+        self._assessment = None
+
     def assess(self) -> Assessment:
         """What is known after the trials so far."""
         if self._assessment is None:

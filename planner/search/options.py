@@ -203,6 +203,8 @@ class SearchObserver:
     def on_phase(self, name: str, detail: str = "") -> None:
         """A phase begins: probe, inspect, trace, space, baseline, search, short (trials), finalists, parity, claim,
         loader, plan.
+
+        Within search, "compile ahead" may begin several times, and search goes on after it.
         """
 
     def on_note(self, text: str) -> None:

@@ -90,6 +90,13 @@ class CandidateSampler(optuna.samplers.BaseSampler):
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
         """The configuration of a trial, among the candidates that are free; there is at least one."""
 
+    def ranking(self) -> list[TrainingConfig]:
+        """The untried candidates in the order in which they would be next if no trial taught anything new.
+
+        Only those that can win and that fit in the time left; none where the next one is drawn.
+        """
+        return []
+
     @abstractmethod
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
         """Why no further trial is worth making, None while one is. With a study: after the trials that it has now."""
@@ -179,8 +186,15 @@ class AutoplanSampler(CandidateSampler):
         """The one with the highest score among some candidates; None: there are none."""
         if not wanted.any():
             return None
-        score = np.where(wanted, self._gain(now)[0] / np.sqrt(np.maximum(now.cost_s, 1.0)), -1.0)
-        return self.model.candidates[int(np.argmax(score))]
+        return self.model.candidates[int(np.argmax(_score(now, self._gain(now)[0], wanted)))]
+
+    def ranking(self) -> list[TrainingConfig]:
+        """As `choose` would take them, one after the other."""
+        now = self.model.assess()
+        gain, hopeful = self._gain(now)
+        wanted = hopeful & (now.cost_s <= self.time_left_s)
+        order = np.argsort(-_score(now, gain, wanted), kind="stable")
+        return [self.model.candidates[index] for index in order[: int(wanted.sum())]]
 
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
         """Nothing untried could still win, or what could does not fit in the time left."""
@@ -220,6 +234,11 @@ class AutoplanSampler(CandidateSampler):
         optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
         can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
         return gain, now.untried & can_win
+
+
+def _score(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> Array:
+    """The expected improvement per square root of a trial's cost; -1 for what is not wanted."""
+    return np.where(wanted, gain / np.sqrt(np.maximum(now.cost_s, 1.0)), -1.0)
 
 
 class RedrawingSampler(CandidateSampler):

@@ -165,6 +165,7 @@ class Session:
         """Seconds of the budget for trials of all purposes: without probes, inspection, trace and parity check."""
         shorts = (short.trial for short in self.store.short_trials)
         setup_s = self.store.spent_s - sum(trial.seconds_spent for trial in (*self.store.trials, *shorts))
+        setup_s -= sum(group.seconds for group in self.store.compiled_ahead)
         return max(0.0, self.budget_s - setup_s - self.parity_reserve_s)
 
     @property

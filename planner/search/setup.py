@@ -362,9 +362,13 @@ def _share_bytes(available: float, device: Literal["cuda", "cpu"], measured: Har
     """The limit that nobody gave, in bytes."""
     if device == "cpu":
         return int(MEMORY_SHARE * available)
+    return max(0, int(CUDA_MEMORY_SHARE * available - context_bytes(measured)))
+
+
+def context_bytes(measured: HardwareProfile | None) -> float:
+    """What a process takes of a GPU before any tensor: measured by the probes, else assumed."""
     reading = None if measured is None else measured.device("cuda").context_bytes
-    context = CONTEXT_BYTES if reading is None or reading.value is None else reading.value
-    return max(0, int(CUDA_MEMORY_SHARE * available - context))
+    return CONTEXT_BYTES if reading is None or reading.value is None else reading.value
 
 
 def degree_combinations(

@@ -13,6 +13,7 @@ from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import Outcome, Parity, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.claim import faster_reference
+from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.objective import time_to_beat_s
 from autoplan.planner.search.parity_time import first_eager
@@ -180,16 +181,18 @@ def manual_settings(session: Session, precision: str) -> list[TrainingConfig]:
 
 def run_trials(session: Session) -> str:
     """Runs trials until no candidate can win, or the time or the number of trials is used up; returns which of them."""
+    ahead = CompileAhead(session)
     session.observer.on_phase("search", f"{len(session.context.candidates)} candidates")
-    run_short_trials(session, lambda: _run_next(session) is None)
+    run_short_trials(session, lambda: _run_next(session, ahead) is None)
     while True:
-        ended_by = _run_next(session)
+        ended_by = _run_next(session, ahead)
         if ended_by is not None:
             session.ended_by = ended_by
+            ahead.say()
             return ended_by
 
 
-def _run_next(session: Session) -> Literal["time", "max_trials", "nothing_left"] | None:
+def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_trials", "nothing_left"] | None:
     """Runs the next trial of the search; where there is none to run, returns why."""
     most = session.options.max_trials
     if most is not None and session.trials_done >= most:
@@ -202,6 +205,8 @@ def _run_next(session: Session) -> Literal["time", "max_trials", "nothing_left"]
     if stop is not None:
         session.note(stop.text)
         return "time" if stop.out_of_time else "nothing_left"
+    if ahead.run_if_due():
+        return _run_next(session, ahead)
     asked = session.study.ask(session.store.next_number)
     config = TrainingConfig.model_validate(asked.params)
     expected_s = session.model.cost_s(config)

@@ -41,8 +41,10 @@ GPT-2 of two layers on a CPU: 3.6 s of 27)."""
 
 _CACHE = re.compile(r"compile cache: (\d+) hit\(s\), (\d+) miss\(es\)")
 
-_NO_PART_OF_THE_GRAPH = ("optimizer_step", "optimizer_state", "threads", "allocator", "offload")
-"""Knobs that do not change what is compiled: trials that differ in these alone share their kernels in the cache."""
+_NO_PART_OF_THE_GRAPH = ("optimizer_step", "optimizer_state", "allocator", "offload")
+"""Knobs that do not change what is compiled: trials that differ in these alone share their kernels in the cache.
+`threads` does: kernels for the CPU have the number in their code (torch 2.13, torch/_inductor/codecache.py,
+FxGraphHashDetails.cpp_runtime_thread_count)."""
 
 
 class KeptCosts(Record):
@@ -114,6 +116,17 @@ class TrialCost:
         known = self._warm if was_warm(trial) else self._cold
         known.setdefault((config.compile, config.compile_mode), []).append(seconds)
         self._compiled.add(what_is_compiled(config))
+
+    def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
+        """Learns from a configuration that was compiled ahead of its trial, beside others.
+
+        Args:
+            config: Its kernels are in the cache now.
+            alone_s: What it would have taken alone with an empty cache; None: not known.
+        """
+        self._compiled.add(what_is_compiled(config))
+        if alone_s is not None:
+            self._cold.setdefault((config.compile, config.compile_mode), []).append(alone_s)
 
     @property
     def fixed_s(self) -> float:

@@ -2,8 +2,8 @@
 
 A store has many studies, one folder each, named by the study's identity (planner/store/folders.py).
 
-FOLDER/record.jsonl   the record: study, budget, trials, short trials, attempts, parity checks, the end; append-only,
-                      the truth
+FOLDER/record.jsonl   the record: study, budget, trials, short trials, attempts, what was compiled ahead, parity checks,
+                      the end; append-only, the truth
        study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
        clock.json     seconds spent, between two lines of the record
        lock           the lock;  owner.json: the process that holds it
@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import PRIVATE_FILE, make_private_folder
-from autoplan.planner.records import Attempt, Parity, ShortTrial, Trial
+from autoplan.planner.records import Attempt, CompiledAhead, Parity, ShortTrial, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
 from autoplan.planner.store.folders import RECORD, move_aside
@@ -98,6 +98,7 @@ class Store:
         self._trials: list[Trial] = []
         self._short_trials: list[ShortTrial] = []
         self._attempts: list[Attempt] = []
+        self._compiled: list[CompiledAhead] = []
         self._parities: dict[TrainingConfig, Parity] = {}
         self._budget_s: float | None = None
         self._finished: dict[str, Any] | None = None
@@ -163,6 +164,11 @@ class Store:
         """The runs that something outside ended, in order."""
         return tuple(self._attempts)
 
+    @property
+    def compiled_ahead(self) -> tuple[CompiledAhead, ...]:
+        """What was compiled side by side before its trials, in order."""
+        return tuple(self._compiled)
+
     def parity_of(self, config: TrainingConfig) -> Parity | None:
         """The parity verdict of a configuration, if it was checked."""
         return self._parities.get(config)
@@ -195,6 +201,11 @@ class Store:
         """Puts a run that does not count on disk."""
         self._append({"kind": "attempt", "attempt": attempt.model_dump(mode="json")})
         self._attempts.append(attempt)
+
+    def add_compiled_ahead(self, compiled: CompiledAhead) -> None:
+        """Puts on disk what was compiled ahead."""
+        self._append({"kind": "compiled_ahead", "compiled_ahead": compiled.model_dump(mode="json")})
+        self._compiled.append(compiled)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
         """Puts a parity verdict on disk."""
@@ -287,6 +298,8 @@ class Store:
                     self._parities[TrainingConfig.model_validate(document["config"])] = parity
             case "attempt":
                 self._attempts.append(Attempt.model_validate(document["attempt"]))
+            case "compiled_ahead":
+                self._compiled.append(CompiledAhead.model_validate(document["compiled_ahead"]))
             case "budget":
                 self._budget_s = float(document["budget_s"])
                 self._finished = None

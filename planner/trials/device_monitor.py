@@ -196,10 +196,15 @@ class CompileMonitor:
         return sum(_counters().get("graph_break", {}).values())
 
     @staticmethod
+    def cache_counts() -> tuple[int, int]:
+        """Hits and misses of the compile cache so far in this process."""
+        inductor = _counters().get("inductor", {})
+        return inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
+
+    @staticmethod
     def cache_state() -> str:
         """Hits and misses of the compile cache, as a sentence."""
-        inductor = _counters().get("inductor", {})
-        hits, misses = inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
+        hits, misses = CompileMonitor.cache_counts()
         return f"compile cache: {hits} hit(s), {misses} miss(es)"
 
 

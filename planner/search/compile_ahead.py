@@ -1,0 +1,264 @@
+"""Compiles the next candidates side by side before the first of them is measured, where that saves time.
+
+In: the sampler's ranking, what compilations cost, the cores and the memory. Out: kernels in the compile cache, and one
+line in the record; no trial and no verdict. While it runs nothing is measured; then each candidate is measured alone.
+
+A compilation alone leaves most of many cores idle: tracing and lowering run in one thread, and only the compilers that
+it starts run side by side. So several take less time together than one after the other. How many are worth it is
+arithmetic (compile_choice.py): the sum of what they take alone, less what they take together and what stays for each
+trial with the kernels in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autoplan.planner.records import Compiled, CompiledAhead, Outcome
+from autoplan.planner.search.compile_choice import MOST, Choice, Machine, Waiting, choose, slowdown
+from autoplan.planner.search.session import Session
+from autoplan.planner.search.setup import context_bytes
+from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
+from autoplan.planner.trials.request import CompileAnswer, CompileRequest
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S
+from autoplan.processes import Cause, Ended, ProcessReport, RankReport, Task, ZygoteError, cause_of
+from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
+
+TARGET = "autoplan.planner.trials.compile_only:run_compile_only"
+
+SERIAL_SHARE = {"cpu": 0.2, "cuda": 0.6}
+"""Of a compilation's time on one core, what runs in one thread: tracing and lowering. On CPU 17 and 24 % were measured
+of the blocks of a GPT-2 with four layers; where candidates were compiled ahead, their own processes tell. On CUDA
+assumed: no GPU has shown it."""
+
+USED_SHARE, USED_WEIGHT = 0.8, 5.0
+"""Of the candidates after the first, how many will be measured: each trial changes the ranking. Assumed, and worth so
+many candidates that were compiled ahead."""
+
+DEADLINE_FACTOR, DEADLINE_S = 4.0, 60.0
+"""They are ended after this many times what is expected, and these seconds; graphs that are finished stay in the
+cache."""
+
+
+def compile_task(
+    requests: tuple[CompileRequest, ...], *, directory: Path, deadline_s: float, memory_limit_bytes: int
+) -> Task:
+    """The task that compiles several configurations, each in a process of its own.
+
+    Args:
+        requests: One for each process.
+        directory: For what they write.
+        deadline_s: For all of them.
+        memory_limit_bytes: Of host memory, for all of them together.
+    """
+    return Task(
+        target=TARGET,
+        args=(requests,),
+        ranks=len(requests),
+        independent=True,
+        directory=directory,
+        deadlines_s=PHASE_DEADLINES_S,
+        total_deadline_s=deadline_s,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+class CompileAhead:
+    """Compiles ahead in one run of a search.
+
+    Args:
+        session: The search.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._tried: set[TrainingConfig] = set()
+        self._serial_shares: list[float] = []
+        self._why_not = ""
+        self._stopped = ""
+        for group in session.store.compiled_ahead:
+            for one in group.compiled:
+                if one.compile_s is not None:
+                    session.model.observe_ahead(one.config, None)
+
+    def run_if_due(self) -> bool:
+        """Compiles the next candidates side by side if the very next one compiles and it saves time.
+
+        Returns:
+            Whether it did: the clock and the ranking are others now.
+        """
+        waiting = self.waiting()
+        if not waiting:
+            return False
+        choice = Choice(why_not=self._stopped) if self._stopped else choose(waiting, self._machine())
+        if choice.number < 2:
+            self._why_not = choice.why_not
+            return False
+        self._run(waiting[: choice.number], choice)
+        return True
+
+    def waiting(self) -> list[Waiting]:
+        """The best candidates whose trials would compile with an empty cache, each graph once.
+
+        None where the next trial is not one of them: then it is measured first, and may change what comes after.
+        """
+        session, cost = self.session, self.session.trial_cost
+        ranked = session.sampler.ranking()
+        if not ranked:
+            self._why_not = self._why_not or "the sampler draws one candidate at a time"
+        elif session.context.spec.batch_sizes is not None and session.context.spec.batch_sizes.vary:
+            self._why_not = "batches differ in size here, and each size is compiled anew"
+            ranked = []
+        graphs: dict[TrainingConfig, TrainingConfig] = {}
+        for number, config in enumerate(ranked):
+            cold = config.compile != "off" and not cost.is_warm(config)
+            if number == 0 and (not cold or not self._may(config)):
+                return []
+            if cold and self._may(config):
+                graphs.setdefault(what_is_compiled(config), config)
+        most = session.options.max_trials
+        configs = list(graphs.values())[: MOST if most is None else min(MOST, most - session.trials_done)]
+        if not configs:
+            return []
+        table = session.context.estimator.table(configs)
+        return [
+            Waiting(
+                config=config,
+                cold_s=cost.compile_s(config),
+                warm_s=cost.compile_s(config, warm=True),
+                trial_s=max(0.0, session.model.cost_s(config) - cost.compile_s(config)),
+                micro_step_s=float(step_s) / config.accumulation(session.context.spec.global_batch),
+                peak_bytes=float(peak),
+            )
+            for config, step_s, peak in zip(configs, table.step_time_s, table.peak_memory_high_bytes, strict=True)
+        ]
+
+    def _may(self, config: TrainingConfig) -> bool:
+        """Whether a candidate may be compiled ahead at all."""
+        if config.world_size > 1:
+            self._why_not = "candidates of several ranks are compiled by these ranks, which are side by side already"
+            return False
+        return config not in self._tried and config.compile_mode not in SLOW_COMPILE_MODES
+
+    def _machine(self) -> Machine:
+        session, context = self.session, self.session.context
+        return Machine(
+            cores=context.hardware.host.cores_usable,
+            memory_limit_bytes=context.memory_limit_bytes,
+            host_limit_bytes=context.host_limit_bytes,
+            context_bytes=context_bytes(context.hardware) if context.device == "cuda" else 0.0,
+            serial_share=self._serial_share,
+            fixed_s=session.trial_cost.fixed_s,
+            used_share=self._used_share,
+            left_s=session.search_left_s,
+        )
+
+    @property
+    def _serial_share(self) -> float:
+        shares = self._serial_shares
+        return float(np.median(shares)) if shares else SERIAL_SHARE[self.session.context.device]
+
+    @property
+    def _used_share(self) -> float:
+        """Of those that were compiled ahead, but for the first of each group, the share that was measured."""
+        tried = {trial.config for trial in self.session.store.trials}
+        others = [one.config in tried for group in self.session.store.compiled_ahead for one in group.compiled[1:]]
+        return (USED_WEIGHT * USED_SHARE + sum(others)) / (USED_WEIGHT + len(others))
+
+    def _run(self, waiting: Sequence[Waiting], choice: Choice) -> None:
+        session = self.session
+        configs = [one.config for one in waiting]
+        self._tried.update(configs)
+        names = "; ".join(config.describe() for config in configs)
+        session.observer.on_phase("compile ahead", f"{choice.number} configurations side by side: {names}")
+        total = sum(one.peak_bytes for one in waiting) or 1.0
+        limit = session.context.memory_limit_bytes - self._machine().context_bytes * (choice.number - 1)
+        requests = tuple(
+            CompileRequest(
+                spec=session.context.spec,
+                config=one.config,
+                device=session.context.device,
+                memory_limit_bytes=int(limit * one.peak_bytes / total),
+            )
+            for one in waiting
+        )
+        number = len(list((session.store.folder / "trials").glob("ahead*")))
+        task = compile_task(
+            requests,
+            directory=session.store.folder / "trials" / f"ahead{number:02d}",
+            deadline_s=min(DEADLINE_FACTOR * choice.seconds + DEADLINE_S, session.search_left_s),
+            memory_limit_bytes=session.context.host_limit_bytes,
+        )
+        began_s = session.store.spent_s
+        try:
+            report = session.zygote.run(task, on_progress=session.on_progress)
+        except ZygoteError as error:
+            if not error.transient:
+                raise
+            self._stopped = f"the processes for it could not be started: {error.message}"
+            return  # a trial starts them again, with pauses
+        self._take_in(waiting, choice, report, session.store.spent_s - began_s)
+        session.observer.on_phase("search", "they are measured now, each alone")
+
+    def _take_in(self, waiting: Sequence[Waiting], choice: Choice, report: ProcessReport, seconds: float) -> None:
+        """Keeps what came of it: in the record, and for what compilations cost."""
+        session, compiled = self.session, []
+        share = self._serial_share
+        for one, rank in zip(waiting, report.ranks, strict=True):
+            answer = None if rank.exit_code != 0 or rank.result is None else CompileAnswer.model_validate(rank.result)
+            if answer is None:
+                compiled.append(Compiled(config=one.config, why_not=_how_it_ended(report, rank)))
+                continue
+            cached = answer.hits > 0 and answer.misses == 0
+            compiled.append(Compiled(config=one.config, compile_s=answer.compile_s, cached=cached))
+            cores = self._machine().cores
+            own_s = max(0.0, answer.own_cpu_s - one.micro_step_s * cores)  # without that of the micro-step that it ran
+            if session.context.device == "cpu" and not cached and own_s + answer.children_cpu_s > 0:
+                self._serial_shares.append(own_s / (own_s + answer.children_cpu_s))
+            beside_s = max(answer.compile_s - choice.number * one.micro_step_s, 0.1 * answer.compile_s)
+            alone_s = beside_s / slowdown(choice.number, cores, share) + one.micro_step_s
+            session.model.observe_ahead(one.config, None if cached else alone_s)
+        group = CompiledAhead(
+            compiled=tuple(compiled), seconds=seconds, expected_s=choice.seconds, expected_saving_s=choice.saving_s
+        )
+        session.store.add_compiled_ahead(group)
+        if cause_of(report) is Cause.OUTSIDE:
+            session.add_attempt("compile ahead", report)
+        failed = [one for one in compiled if one.why_not is not None]
+        if failed:
+            session.observer.on_note(
+                f"{len(failed)} of {len(compiled)} configurations were not compiled ahead ({failed[0].why_not}); each "
+                "is compiled in its own trial"
+            )
+        if report.ended is not Ended.FINISHED or not group.configs:
+            why = failed[0].why_not if failed else report.describe()
+            self._stopped = f"the last group was not compiled to its end: {why}"
+
+    def say(self) -> None:
+        """Adds to the plan how many were compiled ahead and what came of it, or why none was where some compiled."""
+        session = self.session
+        groups, trials = session.store.compiled_ahead, session.store.trials
+        done = {config for group in groups for config in group.configs}
+        kinds = (Outcome.OK, Outcome.PRUNED)
+        compiled = [t for t in trials if t.purpose == "search" and t.config.compile != "off" and t.outcome in kinds]
+        if done:
+            measured = [trial for trial in compiled if trial.config in done]
+            again = sum(not was_warm(trial) for trial in measured)
+            session.note(
+                f"compiled ahead: {len(done)} configurations in {len(groups)} group(s) side by side, in "
+                f"{sum(group.seconds for group in groups):.0f} s; {len(measured)} of them were then measured, each "
+                f"alone, {len(measured) - again} with all kernels from the cache"
+            )
+        elif sum(not was_warm(trial) for trial in compiled) > 1 and self._why_not:
+            session.note(f"compiled configurations were compiled one after the other: {self._why_not}")
+
+
+def _how_it_ended(report: ProcessReport, rank: RankReport) -> str:
+    """Why a configuration was not compiled to the end, in a few words."""
+    if report.ended is not Ended.FINISHED and rank.error is None:
+        return " ".join(report.describe().split())[:300]
+    if rank.error is not None:
+        return f"{rank.error.type_name}: {rank.error.message.strip()}"[:300]
+    return f"killed by signal {rank.signal}" if rank.signal is not None else f"exit status {rank.exit_code}"
