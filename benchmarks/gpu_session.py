@@ -29,6 +29,7 @@ cannot be imported is installed from there, for this session alone.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -87,7 +88,10 @@ class Session:
                 packed.extractall(self.folder, filter="data")
         paths = [str(ROOT)]
         if wheels is not None:
-            paths.append(str(self._install(wheels)))
+            site = str(self._install(wheels))
+            paths.append(site)
+            sys.path.append(site)  # the parts import autoplan in this process too
+            importlib.invalidate_caches()
         paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 

@@ -68,7 +68,7 @@ class Window(Record):
 
     seconds: float
     others_cpu_share: float | None = Field(
-        default=None, description="CPU time that went to others; None: /proc/stat is not there"
+        default=None, description="CPU time that went to others; None: /proc/stat is not there, or says nothing"
     )
     steal_share: float = Field(default=0.0, description="of it, what the hypervisor gave to other machines")
     waited_share: float | None = Field(

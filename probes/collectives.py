@@ -262,7 +262,13 @@ def _measure_operation(
 def make_operation(
     operation: str, group: Any, group_size: int, payload_bytes: int, place: torch.device
 ) -> Callable[[bool], Any]:
-    """A function that runs the collective once on float32 buffers of that payload; True: asynchronously."""
+    """A function that runs the collective once on float32 buffers of that payload; True: asynchronously.
+
+    Raises:
+        ValueError: a message to another rank, where there is none; NCCL would wait for one without end.
+    """
+    if operation == "send_recv" and group_size < 2:
+        raise ValueError("a message needs two ranks")
     import torch
     import torch.distributed as dist
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from autoplan.probes import catalog
-from autoplan.probes.nvml import CLOCK_EVENTS, Nvml, open_nvml
+from autoplan.probes.nvml import CLOCK_EVENTS, POWER_CAP, Nvml, open_nvml
 from autoplan.probes.profile import Device, Link
 from autoplan.probes.topology import read_links
 from autoplan.record import Reading
@@ -156,7 +156,7 @@ def _read_device(nvml: Nvml, index: int, handle: Any, root: Path) -> Device:
         if sheet
         else None,
         state=read_state(nvml, handle),
-        throttle_reasons=read_throttle_reasons(nvml, handle),
+        throttle_reasons=tuple(event for event in read_clock_events(nvml, handle) if event != POWER_CAP),
         mig=(uuid or "").startswith("MIG-") or (mig.value[0] == 1 if mig.reason is None else None),
         other_processes=_read_processes(nvml, handle),
     )
@@ -179,7 +179,7 @@ def read_state(nvml: Nvml, handle: Any) -> dict[str, Reading]:
     }
 
 
-def read_throttle_reasons(nvml: Nvml, handle: Any) -> tuple[str, ...]:
+def read_clock_events(nvml: Nvml, handle: Any) -> tuple[str, ...]:
     """Why the driver limits the clock at this moment; empty if it does not, or if it gives no reasons."""
     answer = nvml.query("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if answer.reason is not None:  # the name before driver 535

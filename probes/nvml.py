@@ -33,11 +33,11 @@ REASONS = {
     999: "unknown driver error",
 }
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h, nvmlClocksEventReason*) that are throttling. Idle (0x1) is
-# not, nor is the software power cap (0x4): "clocks have been optimized to ensure not to exceed currently set power
-# limits", which is how a GPU runs at full load.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h, nvmlClocksEventReason*): why the clock is not higher. Idle
+# (0x1) is left out.
 CLOCK_EVENTS = {
     0x2: "clocks set by an application",
+    0x4: "software power cap",
     0x8: "hardware slowdown",
     0x10: "sync boost",
     0x20: "software thermal slowdown",
@@ -47,6 +47,9 @@ CLOCK_EVENTS = {
     0x200: "board limit",
     0x400: "reliability",
 }
+
+POWER_CAP = CLOCK_EVENTS[0x4]
+"""A GPU at full load: "clocks have been optimized to ensure not to exceed currently set power limits" (nvml.h)."""
 
 SLOWDOWNS = frozenset(CLOCK_EVENTS[bit] for bit in (0x8, 0x20, 0x40, 0x80))
 """Events that make a card slower than it usually is: throttling. A software power cap does not: cards under load run at

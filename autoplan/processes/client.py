@@ -48,7 +48,8 @@ class Zygote:
 
     Args:
         preload: Modules to import before the first fork. What fails to import is listed in `preload_errors`. They
-            must not run tensor operations or initialise CUDA while they are imported.
+            must not run tensor operations while they are imported. One that initialises CUDA is left out with those
+            after it, and listed too: each rank then imports it by itself.
         env: Added to the planner's environment, for the zygote and so for every rank.
         quiet: Keep what the zygote itself prints (warnings of the imports) off the planner's stderr.
     """
@@ -73,8 +74,6 @@ class Zygote:
         self.preload_errors: dict[str, str] = {}
         self.threads = 0
         """Threads of the zygote after its imports; idle ones of numpy's BLAS end themselves at a fork."""
-        self.cuda_initialized = False
-        """True if an import initialised CUDA: forked ranks then refuse to run, with that reason."""
         self.start_seconds = 0.0
 
     def __enter__(self) -> Zygote:
@@ -113,14 +112,15 @@ class Zygote:
         sweep_abandoned()
         sweep_folders()
         began_at = time.monotonic()
-        self._launch()
-        try:
-            ready = self._await_ready(began_at)
-        except BaseException:
+        ready = self._begin(began_at)
+        left_out: dict[str, str] = {}
+        while (initializer := ready["cuda_initializer"]) is not None:  # CUDA works in no process forked from this one
             self._discard()
-            raise
-        self._pid, self.preload_errors = ready["pid"], ready["preload_errors"]
-        self.threads, self.cuda_initialized = ready["threads"], ready["cuda_initialized"]
+            left_out[initializer] = "it initialises CUDA while it is imported, so each rank imports it by itself"
+            del self._preload[self._preload.index(initializer) :]
+            ready = self._begin(began_at)
+        self._pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
+        self.threads = ready["threads"]
         self.start_seconds = time.monotonic() - began_at
 
     def close(self) -> None:
@@ -252,6 +252,15 @@ class Zygote:
         return {"kind": "ended", "ended": Ended.ZYGOTE_LOST.value, "swept": swept}
 
     # -- the process ---------------------------------------------------------------------------------------
+
+    def _begin(self, began_at: float) -> dict[str, Any]:
+        """Starts the process and gives what it says once its imports are done."""
+        self._launch()
+        try:
+            return self._await_ready(began_at)
+        except BaseException:
+            self._discard()
+            raise
 
     def _launch(self) -> None:
         planner_end, zygote_end = socket.socketpair()

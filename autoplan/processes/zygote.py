@@ -8,6 +8,7 @@ are killed at once.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -16,12 +17,17 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from autoplan.processes import linux
 from autoplan.processes.guard import fork_guarded
 from autoplan.processes.supervisor import Supervisor
 from autoplan.processes.wire import FrameReader, encode_frame, send_frame
+
+HIDDEN = ("torchao",)
+"""Packages that ask for the GPU while they are imported, which libraries import wherever they are installed (torchao
+0.18: prototype/mx_formats/kernels.py, `has_triton()`). The zygote's imports do not find them; ranks do."""
 
 
 class PlannerGone(Exception):
@@ -46,14 +52,14 @@ def main(connection_fd: int, planner_pid: int, preload: list[str]) -> NoReturn:
     _die_if_planner_goes(connection)
     linux.become_subreaper()
     server = ZygoteServer(connection, planner_pidfd)
-    errors = _import_all(preload)
+    errors, initializer = _import_all(preload)
     _stay_alive(connection)
     signal.signal(signal.SIGTERM, _on_sigterm)
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in each rank
     exit_code = 0
     try:
-        server.announce(errors)
+        server.announce(errors, initializer)
         server.serve()
     except (PlannerGone, _Terminated, OSError) as stop:
         exit_code = 0 if isinstance(stop, PlannerGone) else 1
@@ -74,15 +80,14 @@ class ZygoteServer:
         if self._planner_pidfd is not None:
             self._fds.append(self._planner_pidfd)
 
-    def announce(self, preload_errors: dict[str, str]) -> None:
-        """Sends the planner that the imports are done, and how they went."""
-        torch = sys.modules.get("torch")
+    def announce(self, preload_errors: dict[str, str], cuda_initializer: str | None) -> None:
+        """Sends the planner that the imports are done, how they went, and which of them asked for the GPU."""
         ready = {
             "kind": "ready",
             "pid": os.getpid(),
             "preload_errors": preload_errors,
             "threads": len(os.listdir("/proc/self/task")),
-            "cuda_initialized": bool(torch is not None and torch.cuda.is_initialized()),
+            "cuda_initializer": cuda_initializer,
         }
         send_frame(self._connection, ready)
 
@@ -147,14 +152,46 @@ class ZygoteServer:
             del self._unsent[:sent]
 
 
-def _import_all(names: list[str]) -> dict[str, str]:
+def _import_all(names: list[str]) -> tuple[dict[str, str], str | None]:
+    """Imports modules; gives what failed, and the first module after which forked processes cannot use CUDA."""
     errors = {}
-    for name in names:
+    with _hidden():
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                errors[name] = f"{type(error).__name__}: {error}"
+            if not _forks_can_use_cuda():
+                return errors, name
+    return errors, None
+
+
+@contextlib.contextmanager
+def _hidden() -> Iterator[None]:
+    """Lets no import find the packages of `HIDDEN`; afterwards nothing remembers that they were missing."""
+    hidden = [name for name in HIDDEN if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: "not found", also for find_spec
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+            found = getattr(sys.modules.get("transformers.utils.import_utils"), f"is_{name}_available", None)
+            getattr(found, "cache_clear", lambda: None)()
+
+
+def _forks_can_use_cuda() -> bool:
+    """Asks a fork: here torch may say that CUDA is not initialised where the driver was started all the same."""
+    if "torch" not in sys.modules:
+        return True
+    pid = os.fork()
+    if pid == 0:
+        broken = 1
         try:
-            importlib.import_module(name)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-    return errors
+            broken = int(getattr(sys.modules["torch"].cuda, "_is_in_bad_fork", lambda: False)())
+        finally:
+            os._exit(broken)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def _die_if_planner_goes(connection: socket.socket) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import time
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def find_micro_batch(sizes: Sizes, device: torch.device, largest: int) -> int:
             return micro_batch
         del training
         torch._dynamo.reset()
+        gc.collect()  # a compiled model is in a cycle of references
         torch.cuda.empty_cache()
         micro_batch //= 2
     raise SystemExit("not even one sample fits")

@@ -48,6 +48,12 @@ SMALLER: Knobs = {
 }
 SMALL_LENGTH, SMALL_BATCH = 64, 16
 
+CUDA_TESTS = (  # all files with a test marked cuda: to collect the whole suite takes a minute of the session
+    "tests/probes/test_probes_measuring.py",
+    "tests/probes/test_collectives.py",
+    "tests/strategies/workloads/test_transfer.py",
+)
+
 
 def workload(session: Session, name: str) -> Knobs:
     """What to train, as the command line and gpu/trials.py take it; the model's configuration goes into the archive."""
@@ -119,7 +125,7 @@ def part_a(session: Session) -> None:
     configs = [{"micro_batch": size, "precision": "bf16"}, {**HAND, "micro_batch": size}]
     trials(session, "a", "gpt2", configs, limit_s=180, time_box_s=10.0)
     trials(session, "a.graphs", "gpt2", [graphs], limit_s=90, time_box_s=10.0, global_batch=2 * size)
-    which = ["tests/probes/test_probes_measuring.py"] if session.small else []
+    which = CUDA_TESTS[:1] if session.small else CUDA_TESTS
     session.python("tests", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *which, limit_s=120)
 
 

@@ -103,7 +103,8 @@ def resident_peak_bytes() -> int | None:
 class GpuMonitor:
     """The rank's GPU while steps are timed: its clock, why the driver limits it, and what other processes take.
 
-    The driver is asked at most five times a second. Without a GPU, or without the driver's library, nothing is known.
+    The driver is asked for the clock at most five times a second, while kernels run (`sample`): an idle GPU has other
+    clocks. Without a GPU, or without the driver's library, nothing is known.
 
     Attributes:
         events: Why the clock was limited, over the whole window; the software power cap and clocks that a person set
@@ -118,6 +119,7 @@ class GpuMonitor:
         self.clocks_hz: list[float] = []
         self.others_share: float | None = None
         self._slowed: set[str] = set()
+        self._sampled = False
         self._others_now = 0.0
         self._asked = 0.0
         self._seen_us = 0
@@ -135,25 +137,36 @@ class GpuMonitor:
     def start(self) -> None:
         """Begins a stretch: what was seen before it does not count."""
         self._slowed.clear()
+        self._sampled = False
         self._others_now = 0.0
         self._seen_us = int(time.time() * 1e6)
 
     def sample(self) -> None:
-        """Asks the driver; does nothing if there is none, or it was asked just before."""
+        """Asks for the clock and what limits it; does nothing if there is no driver, or it was asked just before."""
         now = time.monotonic()
-        if self._handle is None or now - self._asked < SAMPLE_PERIOD_S:
+        if self._handle is not None and now - self._asked >= SAMPLE_PERIOD_S:
+            self._asked = now
+            self._sample_clock()
+
+    def end(self) -> None:
+        """Ends a stretch: asks what others took in it, and for the clock if nobody did while kernels ran."""
+        if self._handle is None:
             return
-        self._asked = now
-        from autoplan.probes.gpu import read_throttle_reasons
+        if not self._sampled:
+            self._sample_clock()
+        self._sample_others()
+
+    def _sample_clock(self) -> None:
+        from autoplan.probes.gpu import read_clock_events
         from autoplan.probes.nvml import SLOWDOWNS
 
-        reasons = read_throttle_reasons(self._nvml, self._handle)
-        self.events.update(reasons)
-        self._slowed.update(SLOWDOWNS.intersection(reasons))
+        self._sampled = True
+        events = read_clock_events(self._nvml, self._handle)
+        self.events.update(events)
+        self._slowed.update(SLOWDOWNS.intersection(events))
         clock = self._nvml.reading("Hz", 1e6, "nvmlDeviceGetClockInfo", self._handle, 1).value
         if clock is not None:
             self.clocks_hz.append(clock)
-        self._sample_others()
 
     def _sample_others(self) -> None:
         running = self._nvml.query("nvmlDeviceGetComputeRunningProcesses", self._handle).value or ()
@@ -200,6 +213,11 @@ class CompileMonitor:
         """Hits and misses of the compile cache so far in this process."""
         inductor = _counters().get("inductor", {})
         return inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
+
+    @staticmethod
+    def cudagraph_skips() -> int:
+        """How often Inductor recorded no CUDA graph where the mode asks for one; it says so in this counter alone."""
+        return int(_counters().get("inductor", {}).get("cudagraph_skips", 0))
 
     @staticmethod
     def cache_state() -> str:

@@ -38,7 +38,8 @@ WAITED_SHARE, WAITED_OTHERS_SHARE = 0.05, 0.02
 cores at all: a configuration with more threads than cores waits for itself."""
 
 FULL_IDLE_SHARE = 0.1
-"""With less idleness than this a host is full, and whoever has a quota of its cores waits for them."""
+"""With less idleness than this a host is full. Whoever has a quota of its cores, or starts a GPU's kernels from one of
+them, waits for them."""
 
 GPU_OTHERS_SHARE = 0.05
 """Utilisation of the GPU by other processes above which a stretch is disturbed; the same share as of the CPU."""
@@ -94,13 +95,16 @@ def read_cpu_times(cores: Iterable[int], root_pid: int, cpu_stat: Path | None) -
 
 
 def read_idle(cores: set[int], path: Path = Path("/proc/stat")) -> tuple[float | None, float]:
-    """Seconds of idleness (iowait too) and of steal, over these cores (proc(5), /proc/stat)."""
+    """Seconds of idleness (iowait too) and of steal, over these cores (proc(5), /proc/stat).
+
+    The idleness is None where the file is missing, or holds nothing but zeros as in a gVisor sandbox.
+    """
     idle = steal = 0
     found = False
     for line in _lines(path):
         name, *fields = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores and len(fields) >= 8:
-            found = True
+            found = found or any(map(int, fields))
             idle += int(fields[3]) + int(fields[4])
             steal += int(fields[7])
     return (idle / TICKS_PER_S if found else None), steal / TICKS_PER_S
@@ -201,16 +205,16 @@ class CpuLoad:
             throttled_periods=after.throttled_periods - before.throttled_periods,
         )
 
-    def problem(self, *, shares_host: bool = False) -> str | None:
+    def problem(self, *, only_if_full: bool = False) -> str | None:
         """Why times of this stretch do not count; None if others were idle.
 
         Args:
-            shares_host: The trial may use a quota of the cores (a container on a host with others). What others take of
-                all the cores then counts only where hardly any core is free.
+            only_if_full: What others take of all the cores counts only where hardly any core is free: the trial may use
+                a quota of the cores (a container on a host with others), or it needs few of them (it runs on a GPU).
         """
         if self.others_share is None or self.idle_share is None:
             return None
-        if self.others_share > OTHERS_SHARE and (not shares_host or self.idle_share < FULL_IDLE_SHARE):
+        if self.others_share > OTHERS_SHARE and (not only_if_full or self.idle_share < FULL_IDLE_SHARE):
             stolen = ", with what the hypervisor took" if self.steal_share > OTHERS_SHARE / 2 else ""
             return f"other work took {self.others_share:.0%} of the CPU time{stolen}"
         if (self.waited_share or 0.0) > WAITED_SHARE and self.others_share > WAITED_OTHERS_SHARE:
@@ -276,7 +280,7 @@ class LoadMonitor:
     def end(self) -> str | None:
         """Ends the stretch: why its times do not count, or None."""
         assert self._began is not None, "a stretch ends that never began"
-        self.gpu.sample()
+        self.gpu.end()
         if self.compiler.recompiled():
             self._last = self._read()
             return "torch.compile compiled again"
@@ -284,7 +288,7 @@ class LoadMonitor:
         problem = self.gpu.problem(GPU_OTHERS_SHARE)
         load = CpuLoad.between(self._began, self._last, len(self.cores))
         if problem is None and self.is_long_enough:
-            problem = load.problem(shares_host=self._shares_host)
+            problem = load.problem(only_if_full=self._shares_host or self.device.type == "cuda")
         return problem
 
     def discard(self, reason: str) -> None:

@@ -275,6 +275,9 @@ class StepTimer(StepRunner):
 
     # Helpers.
 
+    def _while_kernels_run(self) -> None:
+        self.load.gpu.sample()
+
     def _stop_rule(self) -> StopRule:
         return StopRule(
             time_box_s=self.request.time_box_s, best_high_s=self.request.best_high_s, narrow=self.request.narrow

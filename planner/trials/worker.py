@@ -153,6 +153,9 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
         breaks = CompileMonitor.graph_breaks()
         if breaks:
             warnings.append(f"torch.compile broke the graph {breaks} time(s)")
+        skips = CompileMonitor.cudagraph_skips()
+        if skips:
+            warnings.append(f"torch.compile skipped CUDA graphs {skips} time(s): those parts ran without them")
     return warnings
 
 

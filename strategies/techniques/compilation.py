@@ -7,6 +7,8 @@ code. Shapes are static: a run has one micro-batch shape. Fused kernels round di
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from typing import Any
 
 import torch
@@ -91,6 +93,11 @@ def reason_against_compiling(device: str) -> str | None:
             import triton  # noqa: F401
         except ImportError:
             return "torch.compile needs Triton on CUDA, and it is not installed"
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # triton/runtime/build.py
+            return (
+                "torch.compile on CUDA needs a C compiler, with which Triton builds what starts its kernels, "
+                "and none is installed (gcc, clang, or what the variable CC names): install gcc"
+            )
         return None
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler

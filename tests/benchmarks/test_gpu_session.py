@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,25 @@ def test_an_archive_goes_on_where_it_was(tmp_path: Path):
     assert "session/says.out" in names and "session/more.json" in names
     assert not any("trials" in name for name in names)
     assert not again.folder.exists()
+
+
+@pytest.mark.slow
+def test_what_the_wheels_hold_is_there_for_the_session_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The parts import autoplan in the session's own process, on a machine that has no pydantic of its own."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(gpu_session.NEEDED, "only_in_a_wheel", "only-in-a-wheel")
+    wheels, name = tmp_path / "wheels", "only_in_a_wheel-1.0"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("only_in_a_wheel.py", "FIGURE = 7\n")
+        wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: only-in-a-wheel\nVersion: 1.0\n")
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    session = gpu_session.Session(tmp_path / "wheels.tar.gz", 60.0, "cpu", small=True, wheels=wheels)
+    assert importlib.import_module("only_in_a_wheel").FIGURE == 7
+    code = "import only_in_a_wheel; print(only_in_a_wheel.FIGURE)"
+    assert session.run("child", [sys.executable, "-c", code], limit_s=30.0) == "7\n"
+    session.close()
 
 
 def test_a_step_without_time_is_not_begun(tmp_path: Path):
@@ -89,6 +111,12 @@ def test_each_part_fits_its_call_and_asks_for_configurations_that_any_run_may_ha
         assert configs, path.name
         assert all(isinstance(config, TrainingConfig) for config in configs)
         assert json.loads(Path(task["model"]).read_text())["model_type"]
+
+
+def test_part_a_runs_every_test_that_is_marked_cuda():
+    root, line = gpu_session.ROOT, "\n@pytest.mark.cuda\n"
+    marked = {str(path.relative_to(root)) for path in root.glob("tests/**/test_*.py") if line in path.read_text()}
+    assert marked == set(parts.CUDA_TESTS)
 
 
 def test_part_f_has_sixty_configurations(tmp_path: Path):

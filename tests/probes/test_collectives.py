@@ -142,6 +142,14 @@ def test_one_rank_has_nothing_to_measure(zygote: Zygote) -> None:
     assert readings == () and "two ranks" in notes[0]
 
 
+def test_a_message_of_one_rank_alone_is_left_out(zygote: Zygote) -> None:
+    """It would wait for another rank without end: with NCCL already where the communicator is made."""
+    task = Task(target=measure_collectives, args=("cpu", (4096,), (1,), 1.0), deadlines_s={"*": 60.0})
+    result = zygote.run(task).check().ranks[0].result
+    assert "gloo send_recv over 1 ranks is left out: a message needs two ranks" in result["notes"]
+    assert {found["operation"] for found in result["entries"]} >= {"all_reduce", "all_gather"}
+
+
 @pytest.mark.cuda
 def test_nccl_with_one_rank() -> None:
     """Where there is one GPU: the communicator is made and the collectives run."""

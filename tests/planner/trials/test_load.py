@@ -51,9 +51,9 @@ def test_what_others_took_is_what_is_neither_idle_nor_ours(facts: dict[str, Any]
 
 
 def test_with_a_quota_of_a_hosts_cores_others_count_where_the_host_is_full():
-    assert stretch(idle_s=1.0, own_s=0.1).problem(shares_host=True) is None
+    assert stretch(idle_s=1.0, own_s=0.1).problem(only_if_full=True) is None
     assert stretch(idle_s=1.0, own_s=0.1).problem() is not None
-    assert stretch(idle_s=0.1, own_s=0.1).problem(shares_host=True) is not None
+    assert stretch(idle_s=0.1, own_s=0.1).problem(only_if_full=True) is not None
 
 
 def test_the_kernels_files_are_read(tmp_path: Path):
@@ -62,6 +62,8 @@ def test_the_kernels_files_are_read(tmp_path: Path):
     assert read_idle({0}, stat) == (3.5, 0.07)
     assert read_idle({0, 1}, stat) == (7.5, 0.08)
     assert read_idle({0}, tmp_path / "none") == (None, 0.0)
+    stat.write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\n")
+    assert read_idle({0, 1}, stat) == (None, 0.0), "gVisor counts nothing there"
     pressure = tmp_path / "pressure"
     pressure.write_text("some avg10=1.00 avg60=0.50 avg300=0.10 total=2500000\nfull avg10=0.00 total=0\n")
     assert read_pressure(pressure) == 2.5
@@ -81,6 +83,21 @@ def test_the_cgroups_own_file_is_found(tmp_path: Path):
     assert cpu_stat_path(tmp_path) is None
     (tmp_path / "cg/job/cpu.stat").write_text("nr_throttled 0\n")
     assert cpu_stat_path(tmp_path) == tmp_path / "cg/job/cpu.stat"
+
+
+@pytest.mark.parametrize(("device", "disturbed"), [("cpu", True), ("cuda", False)])
+def test_others_on_free_cores_do_not_disturb_a_trial_on_a_gpu(
+    device: str, disturbed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Half of 16 cores are idle, others take seven of the rest: only a trial on the CPU would have used them."""
+    readings = [times(0.0), times(1.0, idle_s=8.0, own_s=1.0, waited_s={1: 0.0})]
+    monitor = LoadMonitor(device=CPU, root_pid=os.getpid(), cores=frozenset(range(16)))
+    monitor.device = torch.device(device)
+    monkeypatch.setattr(LoadMonitor, "_read", lambda self: readings.pop(0))
+    monkeypatch.setattr(LoadMonitor, "is_long_enough", True)
+    monitor._shares_host = False
+    monitor.begin()
+    assert (monitor.end() is not None) is disturbed
 
 
 BURN = "import time\nend = time.monotonic() + 1.2\nwhile time.monotonic() < end: pass"
@@ -149,6 +166,7 @@ def test_throttling_disturbs_and_a_power_cap_does_not(gpu: tuple[UsedGpu, GpuMon
     monitor.sample()
     assert monitor.problem(0.05) is None
     assert monitor.clocks_hz == [1.98e9]
+    assert monitor.events == {"software power cap", "clocks set by an application"}
     card.events = 0x40
     monitor.sample()
     assert monitor.problem(0.05) == "the GPU was throttled (hardware thermal slowdown)"
@@ -159,13 +177,25 @@ def test_throttling_disturbs_and_a_power_cap_does_not(gpu: tuple[UsedGpu, GpuMon
     assert monitor.problem(0.05) is None, "each stretch is judged by itself"
 
 
+def test_an_idle_card_is_asked_only_where_no_busy_one_was(gpu: tuple[UsedGpu, GpuMonitor]):
+    card, monitor = gpu
+    card.events = 0x4
+    monitor.sample()
+    card.events = 0x40  # after the work
+    monitor.end()
+    assert monitor.problem(0.05) is None and len(monitor.clocks_hz) == 1
+    monitor.start()
+    monitor.end()
+    assert monitor.problem(0.05) is not None and len(monitor.clocks_hz) == 2
+
+
 def test_other_processes_on_the_gpu_disturb(gpu: tuple[UsedGpu, GpuMonitor]):
     card, monitor = gpu
     card.users = [used(os.getpid(), 90)]
-    monitor.sample()
+    monitor.end()
     assert monitor.problem(0.05) is None and monitor.others_share == 0.0
     card.users = [used(os.getpid(), 60), used(1, 20), used(2, 15), used(2, 5)]
-    monitor.sample()
+    monitor.end()
     assert monitor.problem(0.05) == "other processes took 35% of the GPU"
     assert monitor.others_share == pytest.approx(0.35)
 
@@ -173,7 +203,7 @@ def test_other_processes_on_the_gpu_disturb(gpu: tuple[UsedGpu, GpuMonitor]):
 def test_pids_of_another_namespace_say_nothing(gpu: tuple[UsedGpu, GpuMonitor]):
     card, monitor = gpu
     card.processes, card.users = [Record(pid=1, usedGpuMemory=1)], [used(1, 90)]
-    monitor.sample()
+    monitor.end()
     assert monitor.problem(0.05) is None and monitor.others_share is None
 
 
@@ -181,5 +211,6 @@ def test_without_a_gpu_nothing_is_asked():
     monitor = GpuMonitor(CPU)
     monitor.start()
     monitor.sample()
+    monitor.end()
     assert monitor.problem(0.0) is None and monitor.clocks_hz == []
     assert load.GPU_OTHERS_SHARE > 0

@@ -16,9 +16,12 @@ from autoplan.planner.trials.measure import step_terms, sum_interval
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialRequest
 from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, StepTimer
+from autoplan.planner.trials.worker import _warnings
+from autoplan.probes.nvml import open_nvml
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.sources import load_workload, make_spec
+from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
 pytestmark = pytest.mark.alone
 
@@ -210,3 +213,37 @@ def test_skipped_fp16_steps_do_not_count_and_do_not_end_the_trial():
         else:
             interval, _ = timer.measure_parts()
         assert math.isfinite(interval.median)
+
+
+def test_the_gpu_is_asked_while_its_kernels_run():
+    """A driver that tells of a busy card until the work is waited for, and of an idle one after that."""
+    timer, card = make_timer("make_sound", 128, 0.3), FakeGpu()
+    gpu = timer.load.gpu
+    gpu._nvml, _ = open_nvml(FakeNvml([card]))
+    gpu._handle = card
+
+    def wait() -> None:
+        card.events = 0x0
+
+    def launch() -> str:
+        card.events = 0x4
+        return "launched"
+
+    timer._synchronize = wait  # type: ignore[method-assign]
+    timer.load.begin()
+    result, _ = timer._time(launch)
+    timer.load.end()
+    assert result == "launched" and gpu.events == {"software power cap"} and len(gpu.clocks_hz) == 1
+
+
+def test_cuda_graphs_that_torch_skipped_are_in_the_warnings():
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+    timer = make_timer("make_sound", 128, 0.3)
+    config = TrainingConfig(micro_batch=128, compile="model", compile_mode="reduce-overhead")
+    request = timer.request.model_copy(update={"config": config})
+    before = counters["inductor"]["cudagraph_skips"]
+    assert before or not any("CUDA graphs" in text for text in _warnings(timer, request))
+    log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to a mutated input")
+    assert any(f"skipped CUDA graphs {before + 1} time(s)" in text for text in _warnings(timer, request))
