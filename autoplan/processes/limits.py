@@ -52,8 +52,8 @@ def limit_hit(report: ProcessReport, doing: str, functions: Mapping[str, str] | 
         return LimitHit(
             kind="memory",
             text=f"{doing} ran out of the device's memory{_in(function)}",
-            hint="End what else holds memory there (on NVIDIA, nvidia-smi lists it), or take a device with more; or make "
-            f"{function or 'the function'} take less.",
+            hint="End what else holds memory there (on NVIDIA, nvidia-smi lists it), or take a device with more; "
+            f"or make {function or 'the function'} take less.",
         )
     if report.ended is Ended.MEMORY_LIMIT or _failed_allocation(report):
         limit_bytes = report.memory_limit_bytes or 0
