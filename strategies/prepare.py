@@ -74,8 +74,8 @@ def prepare(
     """Builds the training run of a workload under a config.
 
     Three settings belong to the process, not to the run, and stay set: torch's number of threads (where the config
-    names one), the allocator (where the config names one; on CUDA before the model is built), and, on CUDA, whether fp32
-    matmuls round to TF32. The random state is seeded with the workload's seed.
+    names one), the allocator (likewise; on CUDA before the model is built), and, on CUDA, whether fp32 matmuls round to
+    TF32. The random state is seeded with the workload's seed.
 
     Args:
         workload: What is trained.

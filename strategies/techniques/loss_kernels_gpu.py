@@ -199,7 +199,8 @@ def _full_fp32() -> Iterator[None]:
 
     Set through the older one, which sets the newer along: after the newer alone, torch's getters raise.
     """
-    newer = [(mode, mode.fp32_precision) for mode in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+    modes: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    newer = [(mode, mode.fp32_precision) for mode in modes]
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:  # the newer interface has been used since
