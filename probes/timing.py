@@ -219,6 +219,9 @@ def measure_operations(
 
     Returns:
         The readings, and a sentence for each operation left out.
+
+    Raises:
+        RuntimeError: of the operation after which the device runs nothing more in this process.
     """
     pending = list(operations)
     readings: list[OperationReading] = []
@@ -272,10 +275,28 @@ def _start(
         with _settings(operation):
             return Sampler(operation.build(), device=device, limit_s=limit_s)
     except (RuntimeError, NotImplementedError) as error:  # no kernel for this dtype here, out of memory
+        if not device_answers(device):
+            raise  # every operation after it would be left out too, with a reason that is not its own
         if device.type == "cuda":
             torch.cuda.empty_cache()
         text = str(error).splitlines()[0] if str(error) else "no message"
         return f"{type(error).__name__}: {text}"
+
+
+def device_answers(device: torch.device) -> bool:
+    """Whether a device still runs what this process asks of it.
+
+    After an assertion in a kernel or an illegal address every CUDA call of the process fails (CUDA Runtime API,
+    cudaErrorAssert, cudaErrorIllegalAddress: "the process must be terminated and relaunched"); after other errors,
+    such as no memory or no kernel for the device, the next one runs.
+    """
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _take_turns(running: Sequence[tuple[Operation, Sampler]]) -> None:

@@ -14,7 +14,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.rounding_knobs import not_carried
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.affinity import place_rank
-from autoplan.strategies.techniques.allocator import AllocatorStrategy
+from autoplan.strategies.techniques.allocator import AllocatorStrategy, set_allocator
 from autoplan.strategies.techniques.attention import AttentionStrategy
 from autoplan.strategies.techniques.base import Build, Strategy
 from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
@@ -43,7 +43,7 @@ from autoplan.strategies.workloads.workload import TrainingModule, Workload
 STRATEGIES: tuple[Strategy, ...] = (
     MicroBatchStrategy(),  # refuses before anything is changed
     ThreadsStrategy(),  # before any operation of the run: the thread pool takes its size at first use
-    AllocatorStrategy(),  # for the process too, before the first large allocation
+    AllocatorStrategy(),  # for the process too, before the first activations; on CUDA prepare() has set it already
     PipelineStrategy(),  # drops what other stages hold, so that all below works on this rank's part alone
     ParametersStrategy(),  # casts what is left, in place, before anything makes other tensors of it
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
@@ -76,8 +76,8 @@ def prepare(
     """Builds the training run of a workload under a config.
 
     Three settings belong to the process, not to the run, and stay set: torch's number of threads (where the config
-    names one), with allocator=keep what the C library does with freed memory, and, on CUDA, whether fp32 matmuls round
-    to TF32. The random state is seeded with the workload's seed.
+    names one), the allocator (likewise; on CUDA before the model is built), and, on CUDA, whether fp32 matmuls round to
+    TF32. The random state is seeded with the workload's seed.
 
     Args:
         workload: What is trained.
@@ -96,6 +96,8 @@ def prepare(
         mesh = build_mesh(config, device.type)
     if mesh is not None:
         place_rank(device)
+    if device.type == "cuda":  # before the parameters: what lies in a segment of fixed size stays there
+        set_allocator(config.allocator, device)
     torch.manual_seed(workload.seed)
     if model is None:
         with torch.device(device):

@@ -60,6 +60,26 @@ def restore_state(
                 rounding.set_master(parameter, _to_layout(model_state[name], plain_layouts.get(name)))
     for group, kept in zip(optimizer.param_groups, flags, strict=True):
         group.update(kept)
+    place_steps(optimizer)
+
+
+def place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Moves every count of steps (the state `step`) to where the flags of its group want it.
+
+    That is the parameter's device, in fp32, for a fused or capturable step, whose kernels read it there, and the host
+    for any other form, which reads it as a number and would wait for the device ("special device hosting for step" in
+    torch/optim/adam.py). An optimizer without those flags keeps it where it is. `load_state_dict` goes by the flags
+    that were saved, not by those of the plan.
+    """
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        if not on_device and "fused" not in group and "capturable" not in group:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                state["step"] = step.to(parameter.device, torch.float32) if on_device else step.to("cpu")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

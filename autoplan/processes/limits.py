@@ -48,6 +48,13 @@ def limit_hit(report: ProcessReport, doing: str, functions: Mapping[str, str] | 
         functions: By phase, the function of the user's that runs in it, as a reader knows it: "make_batch(2, 0)".
     """
     function = (functions or {}).get(report.phase)
+    if report.ended is not Ended.MEMORY_LIMIT and _failed_on_device(report):
+        return LimitHit(
+            kind="memory",
+            text=f"{doing} ran out of the device's memory{_in(function)}",
+            hint="End what else holds memory there (on NVIDIA, nvidia-smi lists it), or take a device with more; "
+            f"or make {function or 'the function'} take less.",
+        )
     if report.ended is Ended.MEMORY_LIMIT or _failed_allocation(report):
         limit_bytes = report.memory_limit_bytes or 0
         used = f"used {_size(report.peak_memory_bytes)} of host memory"
@@ -94,6 +101,12 @@ def _failed_allocation(report: ProcessReport) -> bool:
     """Whether a rank failed at the hard limit that stands behind the polled one."""
     failure = report.first_failure
     return failure is not None and failure.error is not None and is_out_of_memory(failure.error)
+
+
+def _failed_on_device(report: ProcessReport) -> bool:
+    """Whether the memory that a rank lacked was a device's: torch has an exception type for that."""
+    failure = report.first_failure
+    return failure is not None and failure.error is not None and failure.error.is_a("OutOfMemoryError")
 
 
 def hanging_frame(report: ProcessReport) -> str | None:

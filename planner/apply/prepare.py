@@ -224,6 +224,8 @@ def _give_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any], device:
     """
     import torch
 
+    from autoplan.strategies.state import place_steps
+
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(parameter) not in known for parameter in state):
         raise WorkloadError(
@@ -231,9 +233,6 @@ def _give_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any], device:
             hint="Hand in a fresh optimizer and restore with run.load_state_dict(), which knows the layout.",
         )
     for parameter, values in state.items():
-        moved = {}
-        for name, value in values.items():
-            keep_on_host = name == "step" and not optimizer.defaults.get("fused") and not parameter.is_cuda
-            to = torch.device("cpu") if keep_on_host else device
-            moved[name] = value.to(to) if isinstance(value, torch.Tensor) else value
-        optimizer.state[parameter] = moved
+        moves = (name for name, value in values.items() if name != "step" and isinstance(value, torch.Tensor))
+        optimizer.state[parameter] = values | {name: values[name].to(device) for name in moves}
+    place_steps(optimizer)

@@ -126,7 +126,7 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     variants = found.variants
     if request.timing_budget_s > 0:
         device = torch.device(tracer.device)
-        tracer.timings = time_operations(tracer.timing_requests(), device, request.timing_budget_s)
+        tracer.timings = time_operations(tracer.timing_requests(), device, request.timing_budget_s, notes)
         variants = {
             name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
             for name, variant in variants.items()

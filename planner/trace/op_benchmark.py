@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 from autoplan.probes.cuda_clock import CudaClock
-from autoplan.probes.timing import filled
+from autoplan.probes.timing import device_answers, filled
 from autoplan.strategies.techniques.allocator import keep_freed_memory
 
 REPEATS = ((0.003, 5), (0.02, 3), (0.15, 2), (float("inf"), 1))
@@ -90,7 +90,7 @@ class OpTiming:
 
 
 def time_operations(
-    requests: Mapping[Key, TimingRequest], device: torch.device, budget_s: float
+    requests: Mapping[Key, TimingRequest], device: torch.device, budget_s: float, notes: list[str] | None = None
 ) -> dict[Key, OpTiming]:
     """Times each group of operations.
 
@@ -103,6 +103,7 @@ def time_operations(
         device: Where the operations run.
         budget_s: Seconds for all of them. An operation that is expected to take more than a third of what is left is
             not run.
+        notes: Gets a sentence where an operation left the device unusable, which ends the timing; None: nobody asks.
     """
     ends = time.perf_counter() + budget_s
     if device.type == "cpu":
@@ -112,6 +113,8 @@ def time_operations(
     seconds_by_kind: dict[Hashable, dict[float, float]] = {}  # kind: {work: seconds}
     timings: dict[Key, OpTiming] = {}
     for key in _timing_order(requests):
+        if runner.lost is not None:
+            break
         request = requests[key]
         left_s = ends - time.perf_counter()
         call_text, kind = repr((request.small_batch, request.large_batch)), _kind_of(request.small_batch)
@@ -125,6 +128,8 @@ def time_operations(
             timing_of_call[call_text] = _time_larger(runner, request, seconds, left_s)
             seconds_by_kind.setdefault(kind, {})[request.work] = seconds
         timings[key] = timing_of_call[call_text].times(request.count)
+    if runner.lost is not None and notes is not None:
+        notes.append(f"the timing of operations ended early, since {device} ran nothing more after {runner.lost}")
     for key, request in requests.items():
         if key not in timings:
             scaled_s = _scale_nearest(seconds_by_kind.get(_kind_of(request.small_batch), {}), request.work)
@@ -238,6 +243,8 @@ class OpRunner:
         self._next_start: dict[torch.dtype, int] = {}
         self._outputs: deque[tuple[Any, int]] = deque()  # results of the last runs, and their bytes
         self._output_bytes = 0
+        self.lost: str | None = None
+        """The operation after which the device ran nothing more, and its error; None while it does."""
 
     def time(self, call: OpCall, *, signed: bool = False) -> float | None:
         """Seconds of an operation; None if it does not run by itself.
@@ -254,7 +261,10 @@ class OpRunner:
                 first_s = self._run_once(call, signed)
                 repeats = next(count for longest_s, count in REPEATS if first_s <= longest_s)
                 runs = [self._run_once(call, signed) for _ in range(repeats)]
-        except (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError):
+        except (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+            if self.lost is None and not device_answers(self.device):
+                text = (str(error).splitlines() or ["no message"])[0]
+                self.lost = f"{call.function}: {type(error).__name__}: {text}"
             return None  # it needs tensors with real values; the cost model then uses the measured rates
         finally:
             if call.function._schema.is_mutable:

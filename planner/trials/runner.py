@@ -288,7 +288,7 @@ def _rank_verdict(report: ProcessReport) -> Verdict:
     if killed_for_memory(report):
         return _killed_for_memory(report)
     if rank.error is not None:
-        outcome, detail = classify_exception(rank.error.type_names, rank.error.message)
+        outcome, detail = classify_exception(rank.error.type_names, rank.error.message, rank.error.traceback)
         return Verdict(outcome=outcome, detail=detail, reason=_shorten(text))
     if rank.signal == signal.SIGBUS:
         text += "; SIGBUS here usually means that /dev/shm is full"

@@ -49,22 +49,39 @@ class AllocatorStrategy:
         return offer(self.name, ("own",), {"keep": keep, "expandable": expandable})
 
     def apply(self, build: Build) -> None:
-        """Sets an allocator; this holds for the rest of the process's life, not only for the run."""
-        if build.config.allocator == "own":
-            return
-        if build.config.allocator == "expandable":
-            if build.device.type != "cuda" or not expand_segments():
-                raise ConfigError(
-                    f"allocator=expandable is a setting of torch's CUDA allocator; this run is on {build.device.type}, "
-                    f"with torch {torch.__version__}",
-                    hint="Leave allocator at own.",
-                )
-            return
-        if build.device.type != "cpu" or not keep_freed_memory():
+        """Sets an allocator; this holds for the rest of the process's life, not only for the run.
+
+        Raises:
+            ConfigError: the device or this torch has no such setting.
+        """
+        set_allocator(build.config.allocator, build.device)
+
+
+def set_allocator(value: str, device: torch.device) -> None:
+    """Sets this process's allocator for what is allocated from now on: a model that exists stays where it is.
+
+    Args:
+        value: Of the knob.
+        device: Where the run is.
+
+    Raises:
+        ConfigError: the device or this torch has no such setting.
+    """
+    if value == "own":
+        return
+    if value == "expandable":
+        if device.type != "cuda" or not expand_segments():
             raise ConfigError(
-                f"allocator=keep needs a CPU and glibc; this run is on {build.device.type} ({sys.platform})",
+                f"allocator=expandable is a setting of torch's CUDA allocator; this run is on {device.type}, "
+                f"with torch {torch.__version__}",
                 hint="Leave allocator at own.",
             )
+        return
+    if device.type != "cpu" or not keep_freed_memory():
+        raise ConfigError(
+            f"allocator=keep needs a CPU and glibc; this run is on {device.type} ({sys.platform})",
+            hint="Leave allocator at own.",
+        )
 
 
 def can_keep_freed_memory() -> bool:

@@ -31,6 +31,9 @@ from autoplan.strategies.workloads.workload import Workload
 
 IMPLEMENTATIONS = ("eager", "sdpa")
 
+LARGEST_GROUPED_HEAD = 256
+"""Numbers per head up to which transformers lets a kernel share keys between heads (use_gqa_in_sdpa, 5.17 to 5.23)."""
+
 
 class AttentionStrategy:
     """own keeps the model as it is; eager and sdpa are set through transformers' attention interface."""
@@ -103,7 +106,8 @@ def _reason_against_kernel(workload: Workload, models: Sequence[Any], value: str
                 reason = "its batches carry an attention mask"
             if reason is not None:
                 return f"{value} takes no mask, and the model may need one: {reason}"
-    return probe_kernel(value, attention_shape(able[0].config, workload.sequence_length), device)
+    shape = attention_shape(able[0].config, workload.sequence_length)
+    return probe_kernel(value, shape, device, groups=heads_per_key(able[0]))
 
 
 def attention_shape(config: Any, length: int | None) -> tuple[int, int, int, int]:
@@ -114,16 +118,39 @@ def attention_shape(config: Any, length: int | None) -> tuple[int, int, int, int
     return 1, heads, length or 128, int(size)
 
 
-def probe_kernel(value: str, shape: tuple[int, int, int, int], device: str) -> str | None:
-    """Why a kernel does not run forward and backward in bf16 on this shape; None if it does."""
+def heads_per_key(model: nn.Module) -> int:
+    """How many heads of queries share one of keys and values: the most of any attention inside; 1 without groups.
+
+    Read where transformers' function of SDPA reads it: `num_key_value_groups` of the module.
+    """
+    return max((int(getattr(module, "num_key_value_groups", 1)) for module in model.modules()), default=1)
+
+
+def probe_kernel(value: str, shape: tuple[int, int, int, int], device: str, groups: int = 1) -> str | None:
+    """Why a kernel does not run forward and backward in bf16 on this shape; None if it does.
+
+    Args:
+        value: The kernel.
+        shape: (samples, heads, length, numbers per head) of the queries.
+        device: Where it would run.
+        groups: Heads of queries for each of keys and values. Where they are more than one, the kernel has to take them
+            as they are (`enable_gqa`): without a mask, and up to 256 numbers per head, transformers repeats no keys
+            (integrations/sdpa_attention.py, use_gqa_in_sdpa). A kernel that takes them only repeated would raise on the
+            first batch without padding.
+    """
+    samples, heads, length, size = shape
+    grouped = groups > 1 and size <= LARGEST_GROUPED_HEAD
+    keys = (samples, heads // groups if grouped else heads, length, size)
     try:
         query, key, value_states = (
-            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+            torch.randn(one, device=device, dtype=torch.bfloat16, requires_grad=True) for one in (shape, keys, keys)
         )
         with only_kernel(value):
-            F.scaled_dot_product_attention(query, key, value_states, is_causal=True).float().sum().backward()
+            out = F.scaled_dot_product_attention(query, key, value_states, is_causal=True, enable_gqa=grouped)
+            out.float().sum().backward()
     except Exception as error:  # "No available kernel", an architecture that it was not built for, no memory
-        return f"a probe on the model's shape {shape} failed: {type(error).__name__}: {error}".splitlines()[0]
+        on = f"{shape}" + (f" with {keys[1]} heads of keys" if grouped else "")
+        return f"a probe on the model's shape {on} failed: {type(error).__name__}: {error}".splitlines()[0]
     return None
 
 

@@ -122,10 +122,11 @@ class HostStates:
             for state, key, value, device in moved:
                 state[key] = _like(value, local_tensor(value).to(device, copy=True))
             return None
+        stepping = torch.cuda.current_stream(local_tensor(piece[0][0]).device)  # inside, the copies' own is current
         with torch.cuda.stream(streams[0]):
             for state, key, value, device in moved:
                 there = local_tensor(value).to(device, non_blocking=True)
-                there.record_stream(torch.cuda.current_stream(device))
+                there.record_stream(stepping)  # an optimizer may put another tensor in its place while it is read
                 state[key] = _like(value, there)
             return streams[0].record_event()
 

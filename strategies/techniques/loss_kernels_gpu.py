@@ -12,9 +12,10 @@ number of rows is slow. Either is used only after it agreed with torch's operati
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -175,16 +176,42 @@ _AGREED: dict[tuple[Any, torch.dtype], bool] = {}
 
 
 def agrees(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: str = "cuda") -> bool:
-    """Whether a kernel runs here and agrees with torch's operations, in loss and gradients; asked once per process."""
+    """Whether a kernel runs here and agrees with torch's operations, in loss and gradients; asked once per process.
+
+    Asked without TF32, whatever the process has set: its rounding (2^-11 of a number) is larger than the difference
+    that is allowed in fp32, and one kernel's matmuls may take it where another's do not.
+    """
     if detect_fake_mode() is not None:
         return False  # a trace: nothing runs, and torch's operations can be counted
     key = kernel, dtype
     if key not in _AGREED:
         try:
-            _AGREED[key] = _agree(kernel, dtype, device)
+            with _full_fp32():
+                _AGREED[key] = _agree(kernel, dtype, device)
         except Exception:  # no compiler, a chip that it does not know: torch's operations are used
             _AGREED[key] = False
     return _AGREED[key]
+
+
+@contextlib.contextmanager
+def _full_fp32() -> Iterator[None]:
+    """fp32 matmuls in fp32 inside; afterwards as the process had them, by whichever of torch's two interfaces.
+
+    Set through the older one, which sets the newer along: after the newer alone, torch's getters raise.
+    """
+    modes: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    newer = [(mode, mode.fp32_precision) for mode in modes]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer interface has been used since
+        older = "highest"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for mode, precision in newer:
+            mode.fp32_precision = precision
 
 
 def _agree(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: str) -> bool:

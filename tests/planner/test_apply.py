@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
-from autoplan.planner.apply.prepare import prepare_plan
+from autoplan.planner.apply.prepare import _give_state, prepare_plan
 from autoplan.planner.plan import Plan
 from autoplan.strategies.analysis.training_facts import optimizer_differences, read_training_facts
 from autoplan.strategies.config import TrainingConfig
@@ -98,6 +98,16 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(plan):
         assert torch.equal(run.optimizer.state[parameter]["exp_avg"], moment)
     run.step(workload.make_batch(4, 1))
     assert {state["step"].item() for state in run.optimizer.state.values()} == {2.0}
+
+
+def test_the_count_of_a_plain_step_stays_on_the_host_and_that_of_a_kernel_goes_to_the_device():
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    given = {parameter: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
+    for flags, place in (({}, "cpu"), ({"capturable": True}, "meta")):
+        optimizer = torch.optim.Adam([parameter], **flags)
+        _give_state(optimizer, given, torch.device("meta"))
+        state = optimizer.state[parameter]
+        assert (state["step"].device.type, state["exp_avg"].device.type) == (place, "meta")
 
 
 def test_python_objects_are_handed_in_again():

@@ -27,6 +27,7 @@ from autoplan.probes.timing import (
     Operation,
     Rates,
     Timing,
+    device_answers,
     filled,
     measure_operation,
     measure_operations,
@@ -38,6 +39,7 @@ from autoplan.probes.worker import OtherProcesses, ProbeRequest, probe_devices
 pytestmark = pytest.mark.alone
 
 CPU = torch.device("cpu")
+LIMITS = {"cap_s": 0.02, "memory_limit_bytes": 1e9}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,7 @@ def make_operation(
 
 
 def measure(operations: list[Operation], **changes: object) -> tuple[list[str], list[str]]:
-    options: dict[str, object] = {"budget": Budget(seconds=5.0), "cap_s": 0.02, "memory_limit_bytes": 1e9} | changes
+    options: dict[str, object] = {"budget": Budget(seconds=5.0)} | LIMITS | changes
     readings, notes = measure_operations(operations, device=CPU, **options)  # type: ignore[arg-type]
     return [reading.kind for reading in readings], notes
 
@@ -181,6 +183,24 @@ def test_an_operation_that_fails_is_left_out_with_the_reason() -> None:
     kinds, notes = measure([make_operation(broken, kind="broken"), make_operation(lambda: lambda: None, kind="fine")])
     assert kinds == ["fine"]
     assert len(notes) == 1 and "not implemented for this dtype" in notes[0] and "more text" not in notes[0]
+
+
+def test_an_operation_that_ends_the_device_is_raised_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Callable[[], object]:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def refuse(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    cuda = torch.device("cuda")
+    assert device_answers(CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)  # the driver's answers
+    operations = [make_operation(broken, kind="broken")]
+    assert len(measure_operations(operations, device=cuda, budget=Budget(seconds=5.0), **LIMITS)[1]) == 1
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    assert not device_answers(cuda)
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        measure_operations(operations, device=cuda, budget=Budget(seconds=5.0), **LIMITS)
 
 
 def test_an_operation_that_cannot_fit_is_not_built() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.state import place_steps
 from autoplan.strategies.workloads.datasets import batches_from_dataset
 from autoplan.strategies.workloads.workload import LossSum
 from tests.strategies.tiny import GPT2, classifier, language, sgd
@@ -79,6 +80,36 @@ def prepare_from(workload, state):
     run = prepare(workload, PLAIN)
     run.load_state_dict(copy.deepcopy(state))
     return run
+
+
+@pytest.mark.parametrize("flag", ["fused", "capturable"])
+def test_counts_of_steps_lie_where_the_form_of_the_step_reads_them(flag):
+    """A kernel that steps reads the count on the device; any other form reads it as a number, on the host."""
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    count = torch.tensor(3.0)
+    optimizer.state[parameter] = {"step": count, "exp_avg": torch.zeros(2, device="meta")}
+    place_steps(optimizer)
+    assert optimizer.state[parameter]["step"] is count
+    optimizer.param_groups[0][flag] = True
+    place_steps(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == "meta"
+    own = torch.optim.Adafactor([parameter])
+    own.state[parameter] = {"step": count}
+    place_steps(own)
+    assert own.state[parameter]["step"] is count
+
+
+def test_a_state_of_a_plain_step_loads_as_the_fused_kernel_wants_it():
+    plain = prepare(language(NO_DROPOUT), PLAIN)
+    steps(plain, 0, 1)
+    for state in plain.optimizer.state.values():
+        state["step"] = state["step"].double()  # as where torch's default is float64; the kernel takes fp32 alone
+    fused = prepare(language(NO_DROPOUT), PLAIN.model_copy(update={"optimizer_step": "fused"}))
+    fused.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert {state["step"].dtype for state in fused.optimizer.state.values()} == {torch.float32}
+    steps(fused, 1, 2)
+    assert {state["step"].item() for state in fused.optimizer.state.values()} == {2.0}
 
 
 def test_frozen_parameters_stay_and_stay_out_of_the_optimizer():

@@ -17,7 +17,8 @@ KERNELS = "techniques/loss_kernels.py"
 GPU_KERNELS = "techniques/loss_kernels_gpu.py"
 _GPU_NAMES = (
     *("tl", "LARGEST_DIFFERENCE", "choose_gpu_kernel", "has_liger", "gpu_cross_entropy", "rows_cross_entropy_gpu"),
-    *("liger_cross_entropy", "rows_in_place", "_compiled_row_kernel", "_row_kernel", "_AGREED", "agrees", "_agree"),
+    *("liger_cross_entropy", "rows_in_place", "_compiled_row_kernel", "_row_kernel", "_AGREED", "agrees", "_full_fp32"),
+    "_agree",
 )
 AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 LOSSES = {

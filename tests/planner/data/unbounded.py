@@ -94,6 +94,13 @@ def one_large_tensor():
     return make(build_model=build_model)
 
 
+def full_device():
+    def build_model():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")  # what torch says of a full GPU
+
+    return make(build_model=build_model)
+
+
 def hanging_load():
     wait_for_ever()
 

@@ -92,6 +92,14 @@ def test_a_model_that_takes_too_much_memory_is_ended_at_the_limit(zygote: Zygote
     assert "--memory-limit 1280MiB" in str(caught.value.flag_hint)
 
 
+def test_a_full_device_is_not_the_hosts_memory(zygote: Zygote):
+    with pytest.raises(NoFeasiblePlanError) as caught:
+        look_at(zygote, "full_device")
+    assert "ran out of the device's memory in build_model()" in caught.value.message
+    assert "host" not in caught.value.message
+    assert "nvidia-smi" in str(caught.value.hint) and "--memory-limit" not in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
     ("workload", "function"),
     [

@@ -10,6 +10,7 @@ import torch
 
 from autoplan.planner.cost.traced.compute import discard_outlier_timings, measured_seconds
 from autoplan.planner.cost.traced.rates import MatmulFit, Rates
+from autoplan.planner.trace import op_benchmark
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import TimingRequest, extrapolate_call, time_operations
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
@@ -76,6 +77,19 @@ def test_what_does_not_grow_is_timed_once_and_what_cannot_run_is_left_out() -> N
     )
     assert found["batch"].larger_s is None
     assert "broken" not in found
+
+
+def test_the_timing_ends_with_a_note_where_the_device_runs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an assertion in a kernel: the device is asked, and one operation on a CPU fails for real."""
+    monkeypatch.setattr(op_benchmark, "device_answers", lambda device: False)
+    broken = OpCall(ATEN.bmm.default, (shape(1, 2, 3), shape(1, 5, 7)), {})
+    sound = TimingRequest(small_batch=product(2), large_batch=None, count=1, flops=1.0)
+    requests = {"broken": TimingRequest(small_batch=broken, large_batch=None, count=1, flops=1e-3), "sound": sound}
+    notes: list[str] = []
+    assert time_operations(requests, torch.device("cpu"), 5.0, notes) == {}
+    assert len(notes) == 1 and "aten.bmm.default: RuntimeError: " in notes[0] and "ended early" in notes[0]
+    monkeypatch.undo()
+    assert set(time_operations(requests, torch.device("cpu"), 5.0, notes)) == {"sound"} and len(notes) == 1
 
 
 def test_an_operation_without_time_left_takes_seconds_in_proportion_to_its_kind() -> None:

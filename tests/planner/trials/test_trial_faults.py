@@ -1,9 +1,13 @@
 """Every fault of a trial is an outcome with a reason. The faults are in the workload; the product has no switches."""
 
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.trials.failures import classify_exception
@@ -123,3 +127,53 @@ def test_memory_comes_before_the_compilers_wrapper():
         "device",
     )
     assert classify_exception(("builtins.MemoryError",), "") == (Outcome.OUT_OF_MEMORY, "host")
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "device"),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "host"),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "host"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "device"),
+        (
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+            "device",
+        ),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'", "device"),
+        ("Triton Error [CUDA]: out of memory", "device"),
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "device"),
+    ],
+)
+def test_texts_of_libraries_that_ran_out_of_memory(message: str, where: str):
+    assert classify_exception(("builtins.RuntimeError",), message) == (Outcome.OUT_OF_MEMORY, where)
+
+
+def test_page_locked_memory_is_the_hosts():
+    def pin(pin_memory: bool) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    def on_device(*, then: bool) -> None:
+        if then:
+            on_device(then=False)
+        raise RuntimeError("CUDA error: out of memory")
+
+    def train(pin_memory: bool) -> None:
+        on_device(then=True)
+
+    for raises, where in ((lambda: pin(pin_memory=True), "host"), (lambda: train(pin_memory=True), "device")):
+        with pytest.raises(RuntimeError) as caught:
+            raises()
+        written = "".join(traceback.format_exception(caught.value))
+        assert classify_exception(("builtins.RuntimeError",), str(caught.value), written)[1] == where
+    in_thread = "Caught RuntimeError in pin memory thread for device 0.\nRuntimeError: CUDA error: out of memory"
+    assert classify_exception(("builtins.RuntimeError",), in_thread)[1] == "host"
+
+
+def test_a_kernel_that_does_not_take_the_shape_is_not_a_crash():
+    query, pair = torch.zeros(1, 4, 16, 32), torch.zeros(1, 2, 16, 32)
+    with pytest.raises(RuntimeError) as caught, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        F.scaled_dot_product_attention(query, pair, pair, enable_gqa=True)
+    assert classify_exception(("builtins.RuntimeError",), str(caught.value)) == (Outcome.UNSUPPORTED, None)
+    on_cuda = "No available kernel.  Aborting execution."
+    assert classify_exception(("builtins.RuntimeError",), on_cuda) == (Outcome.UNSUPPORTED, None)

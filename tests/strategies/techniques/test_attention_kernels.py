@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import GPT2Config, LlamaConfig
 
 from autoplan.errors import ConfigError
@@ -12,10 +13,16 @@ from autoplan.planner.export.trainers.transformers_arguments import Transformers
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.attention import AttentionStrategy, attention_shape, only_kernel, probe_kernel
+from autoplan.strategies.techniques.attention import (
+    AttentionStrategy,
+    attention_shape,
+    heads_per_key,
+    only_kernel,
+    probe_kernel,
+)
 from autoplan.strategies.techniques.rules import incompatible
 from tests.recorded import make_hardware, make_plan
-from tests.strategies.tiny import LLAMA, language
+from tests.strategies.tiny import GPT2, LLAMA, language
 
 
 def test_one_kernel_and_no_other():
@@ -55,6 +62,28 @@ def test_the_probe_takes_the_models_own_shape():
     assert "a probe on the model's shape (1, 4, 16, 32) failed" in (
         probe_kernel("sdpa_efficient", (1, 4, 16, 32), "cpu") or ""
     )
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "heads_of_keys", "shares"), [(1, 32, 4, False), (2, 32, 2, True), (2, 512, 4, False)]
+)
+def test_the_probe_shares_keys_between_heads_where_the_model_does(
+    groups: int, size: int, heads_of_keys: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The efficient kernel of CUDA takes no shared keys, and transformers repeats them only beyond 256 per head."""
+    assert heads_per_key(language(LLAMA).build_model()) == 2
+    assert heads_per_key(language(GPT2).build_model()) == 1
+    asked = []
+    attend = F.scaled_dot_product_attention
+
+    def noted(query, key, value, **options):
+        asked.append((query.shape[1], key.shape[1], value.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    refused = probe_kernel("sdpa_efficient", (1, 4, 16, size), "cpu", groups)
+    assert asked == [(4, heads_of_keys, heads_of_keys, shares)]
+    assert refused is not None and ("with 2 heads of keys failed" in refused) is shares
 
 
 def test_the_context_is_around_forward_and_backward():

@@ -9,7 +9,7 @@ import torch
 
 from autoplan.strategies.techniques import loss_kernels_gpu
 from autoplan.strategies.techniques.loss import kernel_on
-from autoplan.strategies.techniques.loss_kernels import recomputed_cross_entropy
+from autoplan.strategies.techniques.loss_kernels import precomputed_cross_entropy, recomputed_cross_entropy
 from tests.exports.environments import needs_environment, run_python
 
 HERE = Path(__file__).parent
@@ -51,3 +51,27 @@ def test_fp16_and_compiled_runs_keep_torchs_operations(monkeypatch: pytest.Monke
     monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: None)
     without = kernel_on(cuda, "bf16", compiled=False)
     assert without.func is not loss_kernels_gpu.gpu_cross_entropy  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("interface", ["older", "newer"])
+def test_kernels_are_compared_without_tf32_which_is_put_back(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision()
+    seen = []
+
+    def kernel(*args: object, **options: object) -> torch.Tensor:
+        seen.append((torch.get_float32_matmul_precision(), matmul.fp32_precision, matmul.allow_tf32))
+        return precomputed_cross_entropy(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loss_kernels_gpu, "_AGREED", {})
+    try:
+        if interface == "older":
+            torch.set_float32_matmul_precision("high")
+        else:
+            matmul.fp32_precision = "tf32"
+        assert loss_kernels_gpu.agrees(kernel, torch.float32, "cpu")
+        assert seen == [("highest", "ieee", False)] and matmul.fp32_precision == "tf32"
+        if interface == "older":
+            assert torch.get_float32_matmul_precision() == "high" and matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -119,6 +120,47 @@ def test_a_loss_scale_skips_the_step_of_all_pieces() -> None:
     again, found = run_steps(workload, config, steps=2)
     assert found == expected and same(plain, again)
     assert run.step(batch).loss.isfinite() and len(before) == len(run.parameters)
+
+
+class Stream:
+    """A stream of CUDA, as far as the order of calls goes; `current` is the one that a context has made current."""
+
+    current: Any = None
+
+    def record_event(self) -> Any:
+        return self
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def test_states_on_the_device_are_kept_for_the_stream_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator ignores the stream that allocated: memory that only the step reads has to name the step's."""
+    stepping, there, back = Stream(), Stream(), Stream()
+    recorded: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def make_current(stream: Any) -> Any:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    monkeypatch.setattr(Stream, "current", stepping)
+    monkeypatch.setattr(torch.cuda, "stream", make_current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
+    noted = lambda tensor, stream: recorded.append((Stream.current, stream))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", noted, raising=False)
+    monkeypatch.setattr(host_states.HostStates, "_side_streams", lambda self, piece: (there, back))
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([parameter])
+    keep_states_on_host(optimizer)
+    for _ in range(2):
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    assert recorded == [(back, back)] * 2 + [(there, stepping)] * 2 + [(back, back)] * 2
 
 
 class OneRateForAll(torch.optim.Optimizer):

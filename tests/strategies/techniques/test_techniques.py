@@ -15,7 +15,7 @@ from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.inspect import build_on_meta, inspect_workload, read_inspection, run_inspect_rank
 from autoplan.strategies.prepare import STRATEGIES, prepare
-from autoplan.strategies.techniques import compilation
+from autoplan.strategies.techniques import allocator, compilation
 from autoplan.strategies.techniques.allocator import AllocatorStrategy
 from autoplan.strategies.techniques.deferred_logits import DeferredLoss
 from autoplan.strategies.techniques.loss import FusedLoss, make_fused_loss, prove_fused_loss
@@ -245,6 +245,24 @@ def test_the_allocator_keeps_memory_on_a_cpu_alone():
     elsewhere = SimpleNamespace(config=PLAIN.model_copy(update={"allocator": "keep"}), device=torch.device("meta"))
     with pytest.raises(ConfigError, match="needs a CPU and glibc"):
         AllocatorStrategy().apply(elsewhere)
+
+
+def test_segments_grow_before_the_model_is_built(monkeypatch):
+    """The order alone, without a GPU: the driver's part is noted, and the build ends with the model."""
+    order = []
+
+    class BuiltError(Exception):
+        pass
+
+    def build_model():
+        order.append("model")
+        raise BuiltError
+
+    monkeypatch.setattr(allocator, "expand_segments", lambda: order.append("segments") or True)
+    config = PLAIN.model_copy(update={"allocator": "expandable"})
+    with pytest.raises(BuiltError):
+        prepare(dataclasses.replace(language(), build_model=build_model), config, device="cuda")
+    assert order == ["segments", "model"]
 
 
 def test_expandable_segments_are_a_setting_of_cuda_that_torch_takes_while_it_runs():
