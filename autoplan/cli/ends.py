@@ -30,6 +30,14 @@ class OutputError(UsageError):
     code = "output"
 
 
+class Asked(KeyboardInterrupt):
+    """A signal asked for the end.
+
+    Not KeyboardInterrupt itself: where that leaves a piece of code that `exec` compiled, as libraries do while they are
+    imported, CPython notes it as unhandled, and `python -m` then ends with SIGINT whatever the exit code is.
+    """
+
+
 class ReaderGone(Exception):
     """The reader of our output has closed it, as `head` does: there is nothing more to say."""
 
@@ -67,7 +75,7 @@ def flush() -> None:
 
 def _on_signal(number: int, frame: object) -> NoReturn:
     _received.append(number)
-    raise KeyboardInterrupt
+    raise Asked
 
 
 class _Output:

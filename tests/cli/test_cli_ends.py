@@ -127,6 +127,26 @@ def test_each_signal_has_its_code_and_a_last_line(folder: Path, number: int, cod
     assert err.splitlines()[-1].strip() == "The same command goes on from here."
 
 
+ASKED = """
+import os, signal
+from autoplan.cli import ends
+
+ends.prepare()
+try:
+    exec("os.kill(os.getpid(), signal.SIGTERM); signal.pause()")
+except KeyboardInterrupt:
+    raise SystemExit(ends.exit_code(130))
+"""
+
+
+def test_a_signal_within_code_that_was_compiled_has_its_code_too(tmp_path: Path) -> None:
+    """Libraries make classes with exec(); `python -m` then ended with SIGINT, once in 32 starts."""
+    (tmp_path / "asked.py").write_text(ASKED)
+    command = [sys.executable, "-m", "asked"]
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert ended.returncode == 143
+
+
 @pytest.mark.exhaustive
 def test_a_signal_at_any_moment_of_the_start_is_no_bug(folder: Path) -> None:
     """Also in the middle of an import, where it may surface as any error of the library."""
