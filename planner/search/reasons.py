@@ -55,6 +55,8 @@ def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[Candid
         memory = winner.peak_memory_bytes / max(1, other.peak_memory_bytes)
         wanted = session.objective.describe()
         return f"{rival} is {ratio - 1:.0%} faster; this takes {memory:.2f} times its memory: {wanted}"
+    if ratio > 1.02 and other.claim_runs:
+        return f"{rival} was faster in its single run, and slower side by side in the last rounds"
     if ratio > 1.02:
         return f"{rival} was faster in its single run, but not as a finalist, or it failed parity"
     if ratio >= 0.98:

@@ -29,10 +29,8 @@ from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.techniques.fp8_rules import MULTIPLE, reason_against_sizes
+from autoplan.strategies.techniques.fp8_rules import MULTIPLE, RECIPES, reason_against_sizes
 from autoplan.strategies.workloads.workload import Workload
-
-RECIPES = ("tensorwise", "rowwise")
 
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Compute capability from which torch._scaled_mm multiplies: Ada and Hopper with one scale, Hopper with rows of them

@@ -7,6 +7,9 @@ from autoplan.strategies.config import TrainingConfig
 READS = ("precision", "fp8", "offload", "tp", "pp")
 """The knobs that `incompatible` reads."""
 
+RECIPES = ("tensorwise", "rowwise")
+"""torchao's recipes, which are the knob's values beside off."""
+
 MULTIPLE = 16
 """Both sizes of a weight are multiples of it: torch._scaled_mm takes no others."""
 

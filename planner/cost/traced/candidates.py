@@ -12,8 +12,9 @@ from autoplan.planner.cost.offload import OFFLOADS
 from autoplan.planner.trace.model_profile import VariantKey
 from autoplan.planner.trace.variants import variants_of
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
+from autoplan.strategies.techniques.fp8_rules import RECIPES
 
-RECIPES = ("off", "tensorwise", "rowwise")
+FP8 = ("off", *RECIPES)
 MOMENTS = ("own", "bf16", "8bit")
 MOMENT_SHARES = np.array([1.0, 0.5, (1 + 4 / 256) / 4])
 """Of their fp32 bytes, what moments take between steps: 8 bits, and an fp32 scale for each 256."""
@@ -31,7 +32,7 @@ class Candidates(Columns):
         offload: What lies on the host, as a place in `planner.cost.offload.OFFLOADS`.
         liger: Norms, rotary embeddings and gated MLPs run on Liger's kernels.
         keeps_memory: The C library keeps freed memory (allocator=keep).
-        fp8: The recipe of products in 8 bits: the code is the place in RECIPES.
+        fp8: The recipe of products in 8 bits: the code is the place in FP8.
         threads: CPU threads per rank; 0: all.
         by_chance: Parameters in bf16 without master copies (parameters=bf16_stochastic).
         moments: How Adam's moments are kept: the code is the place in MOMENTS.
@@ -72,7 +73,7 @@ def from_configs(
         offload=np.array([OFFLOADS.index(config.offload) for config in configs], dtype=np.int64),
         liger=np.array([config.kernels == "liger" for config in configs], dtype=bool),
         keeps_memory=np.array([config.allocator == "keep" for config in configs], dtype=bool),
-        fp8=np.array([RECIPES.index(config.fp8) for config in configs], dtype=np.int64),
+        fp8=np.array([FP8.index(config.fp8) for config in configs], dtype=np.int64),
         by_chance=np.array([config.parameters == "bf16_stochastic" for config in configs], dtype=bool),
         moments=np.array([MOMENTS.index(config.optimizer_state) for config in configs], dtype=np.int64),
         threads=np.array([config.threads or 0 for config in configs], dtype=np.float64),

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from autoplan.planner.cost.columns import STATES, Floats
-from autoplan.planner.cost.traced.candidates import RECIPES, Candidates
+from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantProfile
-from autoplan.strategies.techniques.fp8_rules import reason_against_sizes
+from autoplan.strategies.techniques.fp8_rules import RECIPES, reason_against_sizes
 
 # Bytes of each number of an operand, read and written by its cast, counted. Compiled: read for the largest, read and
 # written in 8 bits. Eager, each operation by itself: abs, max, to fp32, times the scale, clamp, to 8 bits (torchao
@@ -42,8 +42,8 @@ def fp8_shares(variant: VariantProfile, profile: ModelProfile, c: Candidates) ->
     these sizes than layers are taken, it is that share of them.
     """
     shares: dict[int, Floats] = {}
-    for recipe in RECIPES[1:]:
-        here = c.fp8 == RECIPES.index(recipe)
+    for recipe in RECIPES:
+        here = c.fp8 == FP8.index(recipe)
         if not here.any():
             continue
         taken = {(n, k): count for n, k, count in profile.linear_weights if reason_against_sizes(n, k, recipe) is None}

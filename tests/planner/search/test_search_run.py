@@ -455,3 +455,5 @@ def test_a_winner_that_turns_out_slower_than_the_baseline_is_not_the_plan(tmp_pa
     assert any("micro_batch=2" in note and "the plan is the latter" in note for note in plan.notes), plan.notes
     slower = next(one for one in plan.alternatives if one.config.micro_batch == 2)
     assert slower.speed_ratio.high < 1.0 and "slower" in slower.why
+    reason = next(choice.reason for choice in plan.choices if choice.knob == "micro_batch")
+    assert "micro_batch=2" in reason and reason.endswith("slower side by side in the last rounds")
