@@ -68,11 +68,12 @@ def language_model_workload(
     make_optimizer = functools.partial(
         _adamw, learning_rate=float(chosen["learning_rate"]), weight_decay=float(chosen["weight_decay"])
     )
-    vocabulary = int(config.get_text_config().vocab_size)
+    vocabulary, padding = int(config.get_text_config().vocab_size), padding_token(config)
+    skipped = {} if padding is None else {"padding": padding}
     return Workload(
         name=name,
         build_model=functools.partial(_build, config, task, weights),
-        make_batch=functools.partial(_random_batch, task, vocabulary, sequence_length, seed),
+        make_batch=functools.partial(_random_batch, task, vocabulary, sequence_length, seed, **skipped),
         loss=LANGUAGE_MODEL_LOSSES[task],
         build_optimizer=make_optimizer,
         global_batch=global_batch,
@@ -147,15 +148,28 @@ def _adamw(parameters: Iterable[Any], *, learning_rate: float, weight_decay: flo
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
 
 
-def _random_batch(task: Task, vocabulary: int, length: int, seed: int, num_samples: int, index: int) -> Batch:
+def padding_token(config: Any) -> int | None:
+    """The number of the padding token in a model's vocabulary; None if it has none.
+
+    Batches have none of it: its embedding is often zero and stays so, and a sequence that begins with it is zero in
+    every block of a model without biases (Gemma 3), where the gradients of the norms grow past any number.
+    """
+    config = config.get_text_config()
+    padding = getattr(config, "pad_token_id", None)
+    return padding if isinstance(padding, int) and 0 <= padding < config.vocab_size and config.vocab_size > 1 else None
+
+
+def _random_batch(
+    task: Task, vocabulary: int, length: int, seed: int, num_samples: int, index: int, padding: int | None = None
+) -> Batch:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    tokens = _tokens(generator, vocabulary, num_samples, length)
+    tokens = _tokens(generator, vocabulary, num_samples, length, padding)
     if task == "causal":
         return {"input_ids": tokens, "labels": tokens.clone()}
     if task == "seq2seq":
         return {
             "input_ids": tokens,
-            "labels": _tokens(generator, vocabulary, num_samples, max(1, int(length * _TARGET_SHARE))),
+            "labels": _tokens(generator, vocabulary, num_samples, max(1, int(length * _TARGET_SHARE)), padding),
         }
     masked = torch.rand(tokens.shape, generator=generator) < _MASKED_SHARE
     masked[:, 0] = True
@@ -163,9 +177,13 @@ def _random_batch(task: Task, vocabulary: int, length: int, seed: int, num_sampl
     return {"input_ids": torch.where(masked, vocabulary - 1, tokens), "labels": labels}
 
 
-def _tokens(generator: torch.Generator, vocabulary: int, num_samples: int, length: int) -> torch.Tensor:
+def _tokens(
+    generator: torch.Generator, vocabulary: int, num_samples: int, length: int, padding: int | None
+) -> torch.Tensor:
     uniform = torch.rand(num_samples, length, generator=generator)
-    return (uniform.pow(3) * vocabulary).long().clamp_(max=vocabulary - 1)
+    kinds = vocabulary if padding is None else vocabulary - 1
+    tokens = (uniform.pow(3) * kinds).long().clamp_(max=kinds - 1)
+    return tokens if padding is None else tokens + (tokens >= padding)
 
 
 def _optional_int(value: Any) -> int | None:

@@ -48,7 +48,7 @@ class PytorchTarget:
             _settings_section(plan, model, names_blocks=names_blocks),
             pytorch_workload.user_file(plan, model.head)
             if function
-            else pytorch_workload.language_model(plan, model.task, model.head),
+            else pytorch_workload.language_model(plan, model.task, model.head, _padding(plan)),
             pytorch_training.techniques(plan),
             pytorch_step.run_class(plan),
             pytorch_training.prepare(plan, model.head, fields),
@@ -198,6 +198,12 @@ def _settings_section(plan: Plan, model: ModelSummary, *, names_blocks: bool) ->
 def _text_lines(text: str) -> list[str]:
     """A text as Python source, one string for each of its lines: whatever it says, it stays a text."""
     return [f"    {line!r}" for line in text.splitlines(keepends=True)]
+
+
+def _padding(plan: Plan) -> int | None:
+    from autoplan.strategies.workloads.language_model import make_config, padding_token
+
+    return padding_token(make_config(model_fields(plan)))
 
 
 def model_fields(plan: Plan) -> dict[str, Any]:

@@ -105,14 +105,21 @@ def imports(plan: Plan, task: str, head: str) -> str:
     return "\n".join([*lines, "", "Batch = Any", "IGNORE_INDEX = -100  # labels that the loss does not count"])
 
 
-def language_model(plan: Plan, task: str, head: str) -> str:
-    """A model of transformers: how to build it, its batches, its loss and its optimizer."""
+def language_model(plan: Plan, task: str, head: str, padding: int | None) -> str:
+    """A model of transformers: how to build it, its batches, its loss and its optimizer.
+
+    Args:
+        plan: The plan.
+        task, head: See ModelSummary.
+        padding: The number of its padding token, which batches do not have; None: it has none.
+    """
     fused = plan.config.loss == "fused"
     by_formula = fused and not head
     losses = ("shifted_labels",) if by_formula else LOSSES[task]
     sections = [
         take("workloads/workload.py", "LossSum"),
         _model(plan, task),
+        _random_tokens(padding),
         _BATCHES[task],
         take(LANGUAGE_MODEL, *losses, "count_labels"),
         *([_kernels(plan)] if fused else []),
@@ -151,14 +158,19 @@ def _model(plan: Plan, task: str) -> str:
     return {make}'''
 
 
-_RANDOM = '''def random_tokens(generator, num_samples, length):
-    """Tokens with frequencies that fall off as in text."""
-    vocabulary = MODEL_FIELDS["vocab_size"]
-    uniform = torch.rand(num_samples, length, generator=generator)
-    return (uniform.pow(3) * vocabulary).long().clamp_(max=vocabulary - 1)
+def _random_tokens(padding: int | None) -> str:
+    lines = [
+        "def random_tokens(generator, num_samples, length):",
+        '    """Tokens with frequencies that fall off as in text."""',
+        '    kinds = MODEL_FIELDS["vocab_size"]' + ("" if padding is None else " - 1  # without the padding token"),
+        "    uniform = torch.rand(num_samples, length, generator=generator)",
+        "    tokens = (uniform.pow(3) * kinds).long().clamp_(max=kinds - 1)",
+        "    return tokens" + ("" if padding is None else f" + (tokens >= {padding})"),
+    ]
+    return "\n".join(lines)
 
 
-def make_batch(num_samples, index):
+_RANDOM = '''def make_batch(num_samples, index):
     """The random batches that the plan was measured with. Put your own data here, of the same shape."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + index)
     tokens = random_tokens(generator, num_samples, SEQUENCE_LENGTH)

@@ -348,3 +348,26 @@ def test_a_part_beside_a_whole_workload_is_refused():
 
     with pytest.raises(WorkloadError, match="max_grad_norm too, which would be dropped"):
         spec_from_objects(classifier(), max_grad_norm=1.0)
+
+
+GEMMA3 = {
+    **{"model_type": "gemma3_text", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
+    **{"num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+
+
+def test_batches_have_no_padding_token(tmp_path):
+    """Gemma 3 makes NaN gradients of a sequence that begins with it, since its embedding is zero."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    spec = make_spec(model=str(tmp_path / "config.json"), sequence_length=64, global_batch=16)
+    workload = load_workload(spec)
+    torch.manual_seed(0)
+    model = workload.build_model()
+    assert model.config.pad_token_id == 0 and not model.get_input_embeddings().weight[0].any()
+    for index in range(3):
+        batch = workload.make_batch(16, index)
+        assert 1 <= int(batch["input_ids"].min()) and int(batch["input_ids"].max()) <= 511
+        model.zero_grad()
+        workload.loss(model, batch).total.backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert {1, 2} <= set(batch["input_ids"].unique().tolist()), "the frequent ones are the small numbers still"
