@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 import zipfile
 import zlib
@@ -132,7 +133,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     tolerance = tolerance_of(config.precision, measurement.dtypes, parameters=config.parameters, fp8=config.fp8)
     judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
-    problems = [*worst.problems, *_reference_problems(measurement, config)]
+    problems = [*_reference_problems(measurement, config), *worst.problems]
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement
     left_out = not_checked(measurement, ours)
@@ -168,6 +169,13 @@ def changes_numerics(config: TrainingConfig) -> bool:
 def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) -> list[str]:
     """Why the plain run alone says that nothing can be compared."""
     problems = []
+    norms = [(number, step.gradient_norm) for number, step in enumerate(measurement.steps, start=1)]
+    broken = next(((number, norm) for number, norm in norms if not math.isfinite(norm)), None)
+    if broken is not None:
+        problems.append(
+            f"the plain run itself has gradients that are no numbers (their norm is {broken[1]} in step {broken[0]}), "
+            "so nothing can be compared: look for a division by zero or an overflow in the model or its loss"
+        )
     noisy = measurement.deterministic is False
     if measurement.additive is False and not noisy and measurement.fixed_micro_batch != config.micro_batch:
         problems.append(

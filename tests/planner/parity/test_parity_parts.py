@@ -252,3 +252,17 @@ def test_a_torn_reference_is_made_again(tmp_path):
             path.write_bytes(content)
             assert parity_run._load(tmp_path, 1) == [], (name, len(content))
         path.write_bytes(whole)
+
+
+def test_a_plain_run_with_nan_gradients_is_named_before_anything_else():
+    """sqrt(0) has no gradient: the candidate differs by as much as can be, and it is not to blame."""
+
+    def rooted(model, batch):
+        total = (model(batch["image"]) * 0.0).pow(2).sum().sqrt()
+        return LossSum(total, len(batch["image"]))
+
+    workload = classifier()
+    workload.loss = rooted
+    parity = check_parity(workload, PLAIN)
+    assert not parity.passed
+    assert parity.failures[0].startswith("the plain run itself has gradients that are no numbers (their norm is nan")
