@@ -5,6 +5,7 @@ In: a `ProbeRequest` per device, or a `ShapesRequest`. Out: `Measured` records, 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -61,7 +62,7 @@ class Measured(Record):
     kernel_launch_s: Reading | None = None
     context_bytes: Reading | None = Field(default=None, description="CUDA: what a process takes before any tensor")
     others_cpu_share: float = Field(
-        default=0.0, description="share of all cores that other processes kept busy during the measurement"
+        default=0.0, description="share of the usable cores that other processes kept busy during the measurement"
     )
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -157,13 +158,13 @@ def _context_bytes(device: Any, free_before: float | None) -> Reading | None:
 
 
 class OtherProcesses:
-    """How much of the machine's CPU time went to other processes since this was made."""
+    """How much time of the cores that this process may use went to other processes since this was made."""
 
     def __init__(self) -> None:
         self._own_s, self._busy_s, self._all_s = self._read()
 
     def cpu_share(self) -> float:
-        """A share of all cores, 0 to 1; the kernel counts in steps of 10 ms."""
+        """A share of those cores, 0 to 1; the kernel counts in steps of 10 ms."""
         own_s, busy_s, all_s = (now - then for now, then in zip(self._read(), self._then(), strict=True))
         return 0.0 if all_s <= 0 else min(1.0, max(0.0, (busy_s - own_s) / all_s))
 
@@ -172,13 +173,14 @@ class OtherProcesses:
 
     @staticmethod
     def _read() -> tuple[float, float, float]:
-        """Seconds of CPU: this process's, everything busy, everything. /proc/stat through psutil."""
+        """Seconds of CPU: this process's; of its cores, the busy ones and all. /proc/stat through psutil."""
         import psutil
 
-        times = psutil.cpu_times()
+        allowed = os.sched_getaffinity(0)
+        cores = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in allowed]
         # guest time is part of user time already, iowait is idle time
-        everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        idle = times.idle + getattr(times, "iowait", 0.0)
+        everything = sum(sum(one) - getattr(one, "guest", 0.0) - getattr(one, "guest_nice", 0.0) for one in cores)
+        idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in cores)
         return time.process_time(), everything - idle, everything
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -292,6 +293,21 @@ def test_cpu_time_of_other_processes_is_seen() -> None:
     busy = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
     subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)
     assert 0.02 < others.cpu_share() <= 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_cores_that_this_process_may_not_use_do_not_count() -> None:
+    """`taskset` on a shared machine: the others' cores say nothing about what was measured on ours."""
+    before = os.sched_getaffinity(0)
+    own, other = sorted(before)[:2]
+    busy = f"import os, time\nos.sched_setaffinity(0, [{other}])\nwhile time.process_time() < 0.6: pass"
+    os.sched_setaffinity(0, [own])
+    try:
+        others = OtherProcesses()
+        subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)
+        assert others.cpu_share() < 0.25
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class Written:
