@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 LEAST_GAIN = 0.003
 """Expected improvement (in log step time, about a share of it) below which no further trial is worth its time."""
 
+LEAST_CHANCE = 0.05
+"""Candidates that are less likely than this to fit and to run do not keep the search going."""
+
+LEAST_LEAD = 0.01
+"""How far below the best log step time a candidate's optimistic end must be, for it to be able to win."""
+
+OPTIMISM_Z = 1.645
+
 FLAT_FACTOR = 3.0
 """Without a cost model: half the width of a 90 % interval, as a factor (benchmarks/trials_saved.py tried others)."""
 
@@ -177,7 +185,7 @@ class CandidateModel:
         if self.objective.name == "cost":
             return wanted
         turns = (now, wanted) if len(self.trials) % 2 else (wanted, now)
-        return next((turn for turn in turns if _may_gain(turn)), wanted)
+        return next((turn for turn in turns if prospects(turn)[1].any()), wanted)
 
     def wait_for_the_leader(self) -> NDArray[np.bool_]:
         """The candidates in a slow mode of the compiler whose other knobs are not those of the fastest trial so far.
@@ -240,10 +248,16 @@ class CandidateModel:
         )
 
 
-def _may_gain(now: Assessment) -> bool:
-    """Whether an untried candidate is expected to lower the target at all."""
+def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
+    """The expected improvement of each candidate, and which of the untried ones can still win."""
     posterior, best = now.target
-    return best is None or bool((now.untried & (expected_improvement(posterior, best) > LEAST_GAIN)).any())
+    chance = posterior.fits * posterior.works
+    if best is None:  # nothing measured yet: the fastest prediction that fits for sure
+        return chance * np.exp(posterior.log_time.min() - posterior.log_time), now.untried
+    gain = expected_improvement(posterior, best)
+    optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
+    can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
+    return gain, now.untried & can_win
 
 
 def _fast_siblings(candidates: Sequence[TrainingConfig]) -> dict[int, TrainingConfig]:

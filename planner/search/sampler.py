@@ -18,7 +18,7 @@ import copy
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +30,13 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
 from autoplan.errors import UsageError
-from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel
-from autoplan.planner.search.surrogate import Array, expected_improvement
+from autoplan.planner.search.candidate_model import Assessment, CandidateModel, prospects
+from autoplan.planner.search.surrogate import Array
 from autoplan.planner.store.optuna_study import choices_of, make_distributions, read_trial, to_params
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
-
-LEAST_CHANCE = 0.05
-"""Candidates that are less likely than this to fit and to run do not keep the search going."""
-
-LEAST_LEAD = 0.01
-"""How far below the best log step time a candidate's optimistic end must be, for it to be able to win."""
-
-OPTIMISM_Z = 1.645
 
 MAX_REDRAWS = 200
 MAX_REPEATS = 5
@@ -67,7 +59,8 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
         seed: Of what is drawn.
 
-    `time_left_s` is how long the next trial may take, by its expected cost; a search sets it before it asks.
+    A search sets two more before it asks. `time_left_s`: how long the next trial may take, by its expected cost.
+    `deadline_s`: gives the seconds after which a trial of a configuration would be ended; None: it never is.
     """
 
     def __init__(
@@ -84,6 +77,7 @@ class CandidateSampler(optuna.samplers.BaseSampler):
             make_distributions(choices_of(self.model.candidates)) if distributions is None else distributions
         )
         self.time_left_s = math.inf
+        self.deadline_s: Callable[[TrainingConfig], float] | None = None
         self._other_parameters = optuna.samplers.RandomSampler(seed)
 
     @abstractmethod
@@ -167,34 +161,42 @@ class AutoplanSampler(CandidateSampler):
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
         """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
         now = self.model.assess()
-        hopeful = self.hopeful(now)
-        for wanted in (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free):
-            found = self.best_of(now, wanted)
-            if found is not None:
-                return found
+        gain, hopeful = prospects(now)
+        for found in self._in_time(now, gain, free & hopeful):
+            return found
+        for wanted in (free & hopeful, free):
+            best = self.best_of(now, wanted)
+            if best is not None:
+                return best
         raise AssertionError("choose() was called with no free candidate")
 
     def gain(self, now: Assessment) -> Array:
         """The expected improvement of each candidate."""
-        return self._gain(now)[0]
+        return prospects(now)[0]
 
     def hopeful(self, now: Assessment) -> NDArray[np.bool_]:
         """Which of the untried candidates can still win."""
-        return self._gain(now)[1]
+        return prospects(now)[1]
 
     def best_of(self, now: Assessment, wanted: NDArray[np.bool_]) -> TrainingConfig | None:
         """The one with the highest score among some candidates; None: there are none."""
         if not wanted.any():
             return None
-        return self.model.candidates[int(np.argmax(_score(now, self._gain(now)[0], wanted)))]
+        return self.model.candidates[int(np.argmax(_score(now, prospects(now)[0], wanted)))]
 
     def ranking(self) -> list[TrainingConfig]:
         """As `choose` would take them, one after the other."""
         now = self.model.assess()
-        gain, hopeful = self._gain(now)
-        wanted = hopeful & (now.cost_s <= self.time_left_s)
+        return list(self._in_time(now, *prospects(now)))
+
+    def _in_time(self, now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> Iterator[TrainingConfig]:
+        """Those of some candidates whose trial would end in its time, the highest score first."""
+        wanted = wanted & (now.cost_s <= self.time_left_s)
         order = np.argsort(-_score(now, gain, wanted), kind="stable")
-        return [self.model.candidates[index] for index in order[: int(wanted.sum())]]
+        for index in order[: int(wanted.sum())]:
+            config = self.model.candidates[index]
+            if self.deadline_s is None or now.cost_s[index] <= self.deadline_s(config):
+                yield config
 
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
         """Nothing untried could still win, or what could does not fit in the time left."""
@@ -203,13 +205,13 @@ class AutoplanSampler(CandidateSampler):
         now = self.model.assess()
         if not now.untried.any():
             return Stop(text="every candidate was tried")
-        _, hopeful = self._gain(now)
+        gain, hopeful = prospects(now)
         if not hopeful.any():
             return Stop(
                 text="no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
                 "than the best"
             )
-        if not (hopeful & (now.cost_s <= self.time_left_s)).any():
+        if next(self._in_time(now, gain, hopeful), None) is None:
             return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
         return None
 
@@ -223,17 +225,6 @@ class AutoplanSampler(CandidateSampler):
         if self.reason_to_stop() is not None:
             with contextlib.suppress(RuntimeError):  # asked and told by the caller: there is no loop to end
                 study.stop()
-
-    def _gain(self, now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
-        """The expected improvement of each candidate, and which of the untried ones can still win."""
-        posterior, best = now.target
-        chance = posterior.fits * posterior.works
-        if best is None:  # nothing measured yet: the fastest prediction that fits for sure
-            return chance * np.exp(posterior.log_time.min() - posterior.log_time), now.untried
-        gain = expected_improvement(posterior, best)
-        optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
-        can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
-        return gain, now.untried & can_win
 
 
 def _score(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> Array:

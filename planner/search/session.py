@@ -6,7 +6,7 @@ In: what `run.py` opened (options, store, zygote, context, picker, runner). Out:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -343,6 +343,15 @@ class Session:
     def hard_deadline_s(self, reserve_s: float) -> float:
         """Seconds after which a trial that starts now is ended, so that the budget is kept with the reserve."""
         return self.left_s - reserve_s + OVERRUN * self.budget_s
+
+    def trial_deadlines(self) -> Callable[[TrainingConfig], float]:
+        """Gives the seconds after which a trial of the search that starts now is ended, by its configuration.
+
+        What it leaves is for the rounds, and for the parity check of this configuration or of the best so far.
+        """
+        trials, cost, budget_s = self.trial_cost, self.parity_cost, self.budget_s
+        left_s, best_s = self.hard_deadline_s(0.5 * self.finalist_reserve_s), self.parity_reserve_s
+        return lambda config: left_s - max(best_s, parity_time.reserve_s(trials, cost, config, budget_s))
 
 
 def remeasure_boxes(trials: Sequence[Trial]) -> float:

@@ -200,7 +200,7 @@ def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_tri
     if session.search_left_s <= 0:
         return "time"
     repeat_if_due(session)
-    session.sampler.time_left_s = session.search_left_s
+    session.sampler.time_left_s, session.sampler.deadline_s = session.search_left_s, session.trial_deadlines()
     stop = session.sampler.reason_to_stop()
     if stop is not None:
         session.note(stop.text)
@@ -210,15 +210,13 @@ def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_tri
     asked = session.study.ask(session.store.next_number)
     config = TrainingConfig.model_validate(asked.params)
     expected_s = session.model.cost_s(config)
-    parity_s = max(session.parity_reserve_s, session.parity_reserve_of(config))
-    reserve_s = parity_s + 0.5 * session.finalist_reserve_s
     most_s = 5 * expected_s + min(60.0, 0.1 * session.budget_s)
     if config.compile_mode in SLOW_COMPILE_MODES:
         most_s = min(most_s, SLOW_MODE_SHARE * session.budget_s)
     trial = session.measure(
         "search",
         config,
-        deadline_s=min(session.hard_deadline_s(reserve_s), most_s),
+        deadline_s=min(session.trial_deadlines()(config), most_s),
         best_high_s=time_to_beat_s(session.objective, session.best, config),
         asked=asked,
     )

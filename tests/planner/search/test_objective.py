@@ -11,11 +11,12 @@ import pytest
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Objective, PeakMemory, Trial
-from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel, prospects
 from autoplan.planner.search.objective import THROUGHPUT, finalists, order, time_to_beat_s
 from autoplan.planner.search.run import SearchOptions, run_search
 from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import collect_runs
+from autoplan.planner.search.surrogate import Posterior, expected_improvement
 from autoplan.planner.store.store import study_identity
 from autoplan.planner.trials.measure import Spread
 from autoplan.report import facts
@@ -90,6 +91,26 @@ def test_the_next_trial_lowers_what_is_looked_for():
     assert for_speed.target[1] == 0.0
     chosen = AutoplanSampler(CandidateModel(candidates, objective=MEMORY)).reason_to_stop()
     assert chosen is None
+
+
+def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory():
+    """Far slower, but known so badly that some improvement is expected: too little chance to be worth a trial."""
+    candidates = [TrainingConfig(micro_batch=size) for size in (16, 8)]
+    model = CandidateModel(candidates, objective=Objective(name="memory", min_throughput=0.3))
+    model.observe(trial(0, FAST, 1.0, 8.0))
+    belief = Posterior(
+        log_time=np.array([0.0, 0.51]),
+        log_time_sd=np.array([0.01, 0.30]),
+        fits=np.ones(2),
+        works=np.ones(2),
+        log_memory=np.log(np.array([8.0, 2.0]) * GIB),
+        log_memory_sd=np.full(2, 0.1),
+    )
+    untried = np.array([False, True])
+    known = Assessment(posterior=belief, untried=untried, cost_s=np.ones(2), best_log_time=0.0)
+    assert expected_improvement(belief, 0.0)[1] > LEAST_GAIN and not prospects(known)[1].any()
+    turn = model._as_wanted(known)
+    assert turn.wanted is not None and prospects(turn)[1].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
