@@ -303,9 +303,10 @@ def about(recorded: Recorded) -> str:
     """A paragraph on what was recorded."""
     best, near = recorded.seconds.min(), tolerance(recorded)
     compiled = sum(config.compile != "off" for config in recorded.candidates)
+    within = f" within {' '.join(recorded.bounds)}" if recorded.bounds else ""
     return (
-        f"{recorded.name}: {len(recorded.candidates)} candidates ({compiled} compiled) of the {recorded.legal} within "
-        f"{' '.join(recorded.bounds)}; the two rounds are {recorded.noise:.1%} apart (median; more than 25 %: "
+        f"{recorded.name}: {len(recorded.candidates)} candidates ({compiled} compiled) of {recorded.legal}{within}; "
+        f"the two rounds are {recorded.noise:.1%} apart (median; more than 25 %: "
         f"{np.sum(recorded.apart > 0.25)} of {len(recorded.apart)}); the best takes {best:.3f} s, "
         f"{np.sum(recorded.seconds <= best * (1 + near))} are within {near:.1%} of it"
     )
