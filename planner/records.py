@@ -114,6 +114,7 @@ class Trial(Record):
         default=None, description="out_of_memory: device, host or fragile; crashed: the signal or the exit status"
     )
     reason: str | None = Field(default=None, description="a sentence for people; None when ok")
+    budget_ended: bool = Field(default=False, description="timeout: by the budget's end, which is no verdict on it")
     phase: str
     step_time_s: Interval | None = Field(default=None, description="one optimizer step at the full global batch")
     tokens_per_s: Interval | None = Field(default=None, description="or samples/s, where samples are no sequences")

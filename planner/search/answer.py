@@ -14,7 +14,7 @@ from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, ShortTrials, Trial
 from autoplan.planner.search.extrapolation import summary
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
-from autoplan.planner.search.selection import best_trial, measured_spread
+from autoplan.planner.search.selection import best_trial, is_late, measured_spread
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.space.prune import HOST_LIMIT
@@ -251,7 +251,7 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
     parities = [parity for trial in run.store.trials if (parity := run.store.parity_of(trial.config)) is not None]
     passed = any(parity.passed for parity in parities)
     again = [trial for trial in run.store.trials if trial.purpose in ("finalist", "claim")]
-    failed = [trial for trial in again if trial.outcome is not Outcome.OK]
+    failed = [trial for trial in again if trial.outcome is not Outcome.OK and not is_late(trial)]
     if failed and (passed or not parities):
         what = "every configuration that passed the parity check failed when it ran again"
         last = failed[-1]
