@@ -137,13 +137,12 @@ class Plan(Record):
         default=None, description="what a longer search would try next; None: all were tried, or an earlier version"
     )
     parity: Parity
+    failed_parity: tuple[TrainingConfig, ...] = Field(default=(), description="checked, and they would train otherwise")
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
     evidence: tuple[Trial, ...]
     short_trials: ShortTrials | None = Field(default=None, description="of the model cut; no figure here is theirs")
-    attempts: tuple[Attempt, ...] = Field(
-        default=(), description="runs that something outside ended; each was made again, and none counts"
-    )
+    attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     notes: tuple[str, ...] = ()
     environment: Environment
     training: TrainingFacts | None = Field(
