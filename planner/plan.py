@@ -37,9 +37,9 @@ from autoplan.planner.records import (
     Prediction,
     ShortTrials,
     Trial,
-    Untried,
 )
 from autoplan.planner.trust import with_named_workload
+from autoplan.planner.untried import Untried
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -134,7 +134,7 @@ class Plan(Record):
     )
     alternatives: tuple[Alternative, ...]
     untried: Untried | None = Field(
-        default=None, description="what a longer search would try next; None: all were tried, or an earlier version"
+        default=None, description="what a longer search tries next; None: all were tried, or not known"
     )
     parity: Parity
     failed_parity: tuple[TrainingConfig, ...] = Field(default=(), description="checked, and they would train otherwise")

@@ -276,16 +276,6 @@ class Claim(Record):
     trials: tuple[int, ...] = Field(default=(), description="numbers of the plan's and the baseline's runs")
 
 
-class Untried(Record):
-    """The configuration without a trial that has the best chance to be faster than the plan; a prediction."""
-
-    config: TrainingConfig
-    candidates: int = Field(description="configurations that were never measured and could run")
-    speed_ratio: Interval = Field(description="predicted tokens/s over the plan's; low and high bound 90 %")
-    probability: float = Field(description="that it runs, fits and is faster than the plan")
-    trial_s: float = Field(description="expected seconds of a trial of it")
-
-
 class Prediction(Record):
     """What the cost model said of a configuration before it ran; low and high bound an interval of 90 %."""
 

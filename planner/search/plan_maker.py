@@ -63,7 +63,7 @@ def make_plan(
         claim=against.claim,
         hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, **chosen)),
         alternatives=tuple(_alternatives(session, winner, candidates, spread)),
-        untried=find_untried(session.model, winner.step_time.median),
+        untried=find_untried(session.sampler, winner.config, against.candidate.step_time.median),
         parity=parity,
         failed_parity=_failed_parity(session),
         choices=tuple(explain_choices(session, winner, candidates)),

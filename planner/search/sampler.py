@@ -90,10 +90,13 @@ class CandidateSampler(optuna.samplers.BaseSampler):
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
         """The configuration of a trial, among the candidates that are free; there is at least one."""
 
-    def ranking(self) -> list[TrainingConfig]:
+    def ranking(self, *, time_left_s: float | None = None) -> list[TrainingConfig]:
         """The untried candidates in the order in which they would be next if no trial taught anything new.
 
         Only those that can win and that fit in the time left; none where the next one is drawn.
+
+        Args:
+            time_left_s: Seconds for the next trial; None: those that the search has left.
         """
         return []
 
@@ -188,11 +191,11 @@ class AutoplanSampler(CandidateSampler):
             return None
         return self.model.candidates[int(np.argmax(_score(now, self._gain(now)[0], wanted)))]
 
-    def ranking(self) -> list[TrainingConfig]:
+    def ranking(self, *, time_left_s: float | None = None) -> list[TrainingConfig]:
         """As `choose` would take them, one after the other."""
         now = self.model.assess()
         gain, hopeful = self._gain(now)
-        wanted = hopeful & (now.cost_s <= self.time_left_s)
+        wanted = hopeful & (now.cost_s <= (self.time_left_s if time_left_s is None else time_left_s))
         order = np.argsort(-_score(now, gain, wanted), kind="stable")
         return [self.model.candidates[index] for index in order[: int(wanted.sum())]]
 
