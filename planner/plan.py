@@ -37,9 +37,9 @@ from autoplan.planner.records import (
     Prediction,
     ShortTrials,
     Trial,
-    Untried,
 )
 from autoplan.planner.trust import with_named_workload
+from autoplan.planner.untried import Untried
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
@@ -134,16 +134,15 @@ class Plan(Record):
     )
     alternatives: tuple[Alternative, ...]
     untried: Untried | None = Field(
-        default=None, description="what a longer search would try next; None: all were tried, or an earlier version"
+        default=None, description="what a longer search tries next; None: all were tried, or not known"
     )
     parity: Parity
+    failed_parity: tuple[TrainingConfig, ...] = Field(default=(), description="checked, and they would train otherwise")
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
     evidence: tuple[Trial, ...]
     short_trials: ShortTrials | None = Field(default=None, description="of the model cut; no figure here is theirs")
-    attempts: tuple[Attempt, ...] = Field(
-        default=(), description="runs that something outside ended; each was made again, and none counts"
-    )
+    attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     notes: tuple[str, ...] = ()
     environment: Environment
     training: TrainingFacts | None = Field(

@@ -114,6 +114,7 @@ class Trial(Record):
         default=None, description="out_of_memory: device, host or fragile; crashed: the signal or the exit status"
     )
     reason: str | None = Field(default=None, description="a sentence for people; None when ok")
+    budget_ended: bool = Field(default=False, description="timeout: by the budget's end, which is no verdict on it")
     phase: str
     step_time_s: Interval | None = Field(default=None, description="one optimizer step at the full global batch")
     tokens_per_s: Interval | None = Field(default=None, description="or samples/s, where samples are no sequences")
@@ -273,16 +274,6 @@ class Claim(Record):
     spread: float = Field(description="standard deviation between runs of one configuration, as a share")
     spread_repeats: int = Field(description="repeats that it was measured by; 0: assumed")
     trials: tuple[int, ...] = Field(default=(), description="numbers of the plan's and the baseline's runs")
-
-
-class Untried(Record):
-    """The configuration without a trial that has the best chance to be faster than the plan; a prediction."""
-
-    config: TrainingConfig
-    candidates: int = Field(description="configurations that were never measured and could run")
-    speed_ratio: Interval = Field(description="predicted tokens/s over the plan's; low and high bound 90 %")
-    probability: float = Field(description="that it runs, fits and is faster than the plan")
-    trial_s: float = Field(description="expected seconds of a trial of it")
 
 
 class Prediction(Record):

@@ -38,7 +38,7 @@ ORDER = (
     ("autoplan.strategies.techniques",),
     ("autoplan.strategies.state", "autoplan.strategies.run"),
     ("autoplan.strategies.prepare", "autoplan.strategies.inspect"),
-    ("autoplan.planner", "autoplan.planner.records", "autoplan.planner.loading"),
+    ("autoplan.planner", "autoplan.planner.records", "autoplan.planner.loading", "autoplan.planner.untried"),
     ("autoplan.planner.trace",),
     ("autoplan.planner.cost",),
     ("autoplan.planner.cost.traced", "autoplan.planner.cost.analytical"),

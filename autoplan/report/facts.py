@@ -306,22 +306,8 @@ def short_trials_words(plan: Plan) -> str | None:
 
 
 def untried_words(plan: Plan) -> str | None:
-    """What a longer search would try next, and what that may bring; None: all were tried, or it is not known."""
-    untried = plan.untried
-    if untried is None:
-        return None
-    ratio = untried.speed_ratio
-    many = f"{untried.candidates:,} configurations were" if untried.candidates > 1 else "one configuration was"
-    return (
-        f"{many} not tried; the best chance has {untried.config.describe()}: predicted {ratio.low:.3g} to "
-        f"{ratio.high:.3g} times the plan's speed, faster with a probability of {_probability(untried.probability)}; a "
-        f"trial of it takes about {format_seconds(untried.trial_s)}"
-    )
-
-
-def _probability(share: float) -> str:
-    """`63%`; nothing that was never tried is certain."""
-    return "over 99%" if share > 0.99 else f"{share:.0%}"
+    """What a longer search tries next, and what that may bring; None: all were tried, or it is not known."""
+    return None if plan.untried is None else plan.untried.describe("the plan's")
 
 
 def parity_line(plan: Plan) -> str:

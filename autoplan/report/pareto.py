@@ -30,16 +30,18 @@ class Point(NamedTuple):
 
 
 def pareto_front(plan: Plan) -> list[Point]:
-    """The front, fastest first; empty where no trial has a peak. Configurations that failed parity are left out.
+    """The front, fastest first; empty where no trial has a peak.
 
-    Only the plan's own parity is known to have passed: another point is checked when a search makes it the plan
-    (`--objective memory --min-throughput SHARE`).
+    Left out are configurations that failed parity, and those whose loss was not the baseline's and that no check
+    passed. Only the plan's own parity is known to have passed: another point is checked when a search makes it the
+    plan (`--objective memory --min-throughput SHARE`).
     """
     found = []
     for runs in collect_runs(plan.evidence):
         items = [run.items_per_step for run in runs.runs if run.items_per_step]
         rates = [run.tokens_per_s.median for run in runs.runs if run.tokens_per_s is not None]
-        if not rates or not runs.peak_memory_bytes or any(run.loss_differs for run in runs.runs):
+        doubtful = runs.config != plan.config and any(run.loss_differs for run in runs.runs)
+        if not rates or not runs.peak_memory_bytes or doubtful or runs.config in plan.failed_parity:
             continue
         rate = sum(items) / len(items) / runs.step_time.median if items else sorted(rates)[len(rates) // 2]
         found.append((rate, runs.peak_memory_bytes, runs.config))

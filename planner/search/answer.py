@@ -14,9 +14,10 @@ from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, ShortTrials, Trial
 from autoplan.planner.search.extrapolation import summary
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
-from autoplan.planner.search.selection import best_trial, measured_spread
+from autoplan.planner.search.selection import best_trial, is_late, measured_spread
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
+from autoplan.planner.search.untried import find_untried
 from autoplan.planner.space.prune import HOST_LIMIT
 from autoplan.planner.store.journal import write_atomically
 from autoplan.planner.store.store import Store
@@ -190,10 +191,15 @@ def interrupted(run: SearchRun) -> SearchResult:
 def budget_ended(run: SearchRun, before: str, *, ended_by: str = "time", needed_s: float | None = None) -> SearchResult:
     """The time is over before there is a verified plan; `before` is a sentence that says so.
 
-    The hint names a budget: twice the one that ended, or `needed_s` where that is more.
+    The hint names a budget, twice the one that ended, or `needed_s` where that is more; and what is tried next, once
+    something was measured.
     """
     minutes = max(1, math.ceil(max(2 * run.budget_s, needed_s or 0.0) / 60))
     hint = f"Give it more time, for example --budget {minutes}m; what finished is not repeated."
+    best = None if run.session is None else run.session.best
+    if run.session is not None and best is not None and best.step_time_s is not None:
+        untried = find_untried(run.session.sampler, best.config, best.step_time_s.median)
+        hint += "" if untried is None else " So far, " + untried.describe("the best trial's") + "."
     return run.finish("budget_ended", before, hint, ended_by=ended_by)
 
 
@@ -251,7 +257,7 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
     parities = [parity for trial in run.store.trials if (parity := run.store.parity_of(trial.config)) is not None]
     passed = any(parity.passed for parity in parities)
     again = [trial for trial in run.store.trials if trial.purpose in ("finalist", "claim")]
-    failed = [trial for trial in again if trial.outcome is not Outcome.OK]
+    failed = [trial for trial in again if trial.outcome is not Outcome.OK and not is_late(trial)]
     if failed and (passed or not parities):
         what = "every configuration that passed the parity check failed when it ran again"
         last = failed[-1]

@@ -156,7 +156,8 @@ class CandidateModel:
     def assess(self) -> Assessment:
         """What is known after the trials so far."""
         if self._assessment is None:
-            tried = {trial.config for trial in self.trials if trial.outcome is not Outcome.INTERRUPTED}
+            ended = [t for t in self.trials if t.outcome is not Outcome.INTERRUPTED and not t.budget_ended]
+            tried = {trial.config for trial in ended}
             tried |= self._set_aside
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior

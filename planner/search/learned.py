@@ -200,15 +200,22 @@ def _pool_spread(studies: Sequence[LearnedStudy]) -> tuple[float, int]:
 
 
 def _pool_costs(studies: Sequence[LearnedStudy]) -> KeptCosts:
-    """Medians over the studies; compiling by scope, over those that compiled."""
+    """Medians over the studies that saw a figure themselves; where none did, what the newest took over."""
     costs = [study.costs for study in studies]
+
+    def pooled(name: str, values: dict[int, float]) -> float:
+        own = [value for index, value in values.items() if costs[index].saw(name)]
+        return float(np.median(own)) if own else values[max(values)]
+
     scopes = {scope for one in costs for scope in one.cold}
-    compiled = [one for one in costs if one.cold] or costs
     return KeptCosts(
-        fixed_s=float(np.median([one.fixed_s for one in costs])),
-        cold={scope: float(np.median([one.cold[scope] for one in costs if scope in one.cold])) for scope in scopes},
-        warm_share=float(np.median([one.warm_share for one in compiled])),
-        slow_factor=float(np.median([one.slow_factor for one in compiled])),
+        fixed_s=pooled("fixed_s", {index: one.fixed_s for index, one in enumerate(costs)}),
+        cold={
+            scope: pooled(scope, {index: one.cold[scope] for index, one in enumerate(costs) if scope in one.cold})
+            for scope in sorted(scopes)
+        },
+        warm_share=pooled("warm_share", {index: one.warm_share for index, one in enumerate(costs)}),
+        slow_factor=pooled("slow_factor", {index: one.slow_factor for index, one in enumerate(costs)}),
     )
 
 

@@ -29,6 +29,7 @@ from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, invert
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.rounding_knobs import risks_of
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -62,8 +63,9 @@ def make_plan(
         claim=against.claim,
         hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, **chosen)),
         alternatives=tuple(_alternatives(session, winner, candidates, spread)),
-        untried=find_untried(session.model, winner.step_time.median),
+        untried=find_untried(session.sampler, winner.config, against.candidate.step_time.median),
         parity=parity,
+        failed_parity=_failed_parity(session),
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
@@ -97,6 +99,12 @@ def _against_hand(session: Session, against: Comparison) -> HandSetting:
         speedup=against.speedup,
         claim=against.claim,
     )
+
+
+def _failed_parity(session: Session) -> tuple[TrainingConfig, ...]:
+    """The configurations whose parity check came to its end and failed."""
+    parities = {trial.config: session.store.parity_of(trial.config) for trial in session.store.trials}
+    return tuple(config for config, found in parities.items() if found and found.finished and not found.passed)
 
 
 def measurement_of(session: Session, candidate: CandidateRuns) -> Measurement:

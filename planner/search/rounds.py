@@ -11,10 +11,10 @@ import math
 import random
 from collections.abc import Sequence
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records import Outcome, Purpose, Trial
 from autoplan.planner.search.claim import ROUNDS_AGAIN, rounds_needed
 from autoplan.planner.search.objective import finalists as pick_finalists
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, is_tie, measured_spread
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, is_late, is_tie, measured_spread
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import TrainingConfig
 
@@ -22,7 +22,7 @@ MOST_CHOICE_ROUNDS = 2
 """How often each finalist is measured before the choice."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
-"""A repeat is ended after this many times what the configuration took before, and these seconds at least."""
+"""A repeat is ended after so many times the longest good run of its configuration, and these seconds at least."""
 
 REPEAT_SHARE = 0.05
 """At most this share of the time spent goes into repeats of the reference, which measure the spread between runs."""
@@ -158,24 +158,36 @@ def _next_round(session: Session) -> int:
 def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Trial]) -> bool:
     """One run of each, in an order that is drawn; returns False if one was ended from outside: no more is run.
 
-    A run of the claim that is out of time is ended from outside too: the configuration ran before.
+    A run that the budget ended, and one of the claim that is out of time, is ended from outside too: the configuration
+    ran before.
     """
     order = list(firsts)
     random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
     reserve_s = session.parity_reserve_s if purpose == "finalist" else 0.0
     for first in order:
-        longest_s = max(DEADLINE_FACTOR * first.seconds_spent, DEADLINE_LEAST_S)
-        trial = session.measure(
-            "finalist" if purpose == "finalist" else "claim",
-            first.config,
-            deadline_s=min(session.hard_deadline_s(reserve_s), longest_s),
-            method=first.method,
-            round=number,
-        )
-        if trial.outcome is Outcome.INTERRUPTED or (purpose == "claim" and trial.outcome is Outcome.TIMEOUT):
+        trial = _measure_again(session, "finalist" if purpose == "finalist" else "claim", first, reserve_s, number)
+        if trial.outcome is Outcome.INTERRUPTED or is_late(trial):
             session.note(f"the rounds ended early: {trial.reason}")
             return False
     return True
+
+
+def _measure_again(
+    session: Session, purpose: Purpose, first: Trial, reserve_s: float, round: int | None = None
+) -> Trial:
+    """Runs a configuration that ran before; ended at the budget's end, with the reserve, or when it takes too long."""
+    good = [t for t in session.store.trials if t.config == first.config and t.outcome is Outcome.OK]
+    longest_s = max((trial.seconds_spent for trial in good), default=first.seconds_spent)
+    own_s = max(DEADLINE_FACTOR * longest_s, DEADLINE_LEAST_S)
+    budget_s = session.hard_deadline_s(reserve_s)
+    return session.measure(
+        purpose,
+        first.config,
+        deadline_s=min(budget_s, own_s),
+        deadline_of_budget=budget_s < own_s,
+        method=first.method,
+        round=round,
+    )
 
 
 def _affordable(session: Session, candidates: Sequence[CandidateRuns], *, reserve_s: float) -> bool:
@@ -200,13 +212,7 @@ def repeat_if_due(session: Session) -> None:
     spent_s = sum(trial.seconds_spent for trial in repeats) + cost_s
     due = spent_s <= REPEAT_SHARE * session.store.spent_s and len(repeats) < MOST_REPEATS
     if due and cost_s <= session.search_left_s:
-        deadline_s = max(DEADLINE_FACTOR * reference.seconds_spent, DEADLINE_LEAST_S)
-        session.measure(
-            "repeat",
-            reference.config,
-            deadline_s=min(session.hard_deadline_s(session.parity_reserve_s), deadline_s),
-            method=reference.method,
-        )
+        _measure_again(session, "repeat", reference, session.parity_reserve_s)
 
 
 def _reference(session: Session) -> Trial | None:

@@ -84,10 +84,13 @@ class CandidateSampler(optuna.samplers.BaseSampler):
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
         """The configuration of a trial, among the candidates that are free; there is at least one."""
 
-    def ranking(self) -> list[TrainingConfig]:
+    def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
         """The untried candidates in the order in which they would be next if no trial taught anything new.
 
-        Only those that can win and that fit in the time left; none where the next one is drawn.
+        Only those that can win and whose trial would end in the time that is left; none where the next one is drawn.
+
+        Args:
+            in_time: False: as if there was all the time.
         """
         return []
 
@@ -162,7 +165,7 @@ class AutoplanSampler(CandidateSampler):
         """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
         now = self.model.assess()
         gain, hopeful = prospects(now)
-        for found in self._in_time(now, gain, free & hopeful):
+        for found in self._ordered(now, gain, free & hopeful):
             return found
         for wanted in (free & hopeful, free):
             best = self.best_of(now, wanted)
@@ -184,18 +187,21 @@ class AutoplanSampler(CandidateSampler):
             return None
         return self.model.candidates[int(np.argmax(_score(now, prospects(now)[0], wanted)))]
 
-    def ranking(self) -> list[TrainingConfig]:
+    def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
         """As `choose` would take them, one after the other."""
         now = self.model.assess()
-        return list(self._in_time(now, *prospects(now)))
+        return list(self._ordered(now, *prospects(now), in_time=in_time))
 
-    def _in_time(self, now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> Iterator[TrainingConfig]:
-        """Those of some candidates whose trial would end in its time, the highest score first."""
-        wanted = wanted & (now.cost_s <= self.time_left_s)
+    def _ordered(
+        self, now: Assessment, gain: Array, wanted: NDArray[np.bool_], *, in_time: bool = True
+    ) -> Iterator[TrainingConfig]:
+        """Some candidates, the highest score first; `in_time`: those whose trial would end in the time that is left."""
+        if in_time:
+            wanted = wanted & (now.cost_s <= self.time_left_s)
         order = np.argsort(-_score(now, gain, wanted), kind="stable")
         for index in order[: int(wanted.sum())]:
             config = self.model.candidates[index]
-            if self.deadline_s is None or now.cost_s[index] <= self.deadline_s(config):
+            if not in_time or self.deadline_s is None or now.cost_s[index] <= self.deadline_s(config):
                 yield config
 
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
@@ -211,7 +217,7 @@ class AutoplanSampler(CandidateSampler):
                 text="no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
                 "than the best"
             )
-        if next(self._in_time(now, gain, hopeful), None) is None:
+        if next(self._ordered(now, gain, hopeful), None) is None:
             return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
         return None
 

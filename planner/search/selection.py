@@ -82,7 +82,7 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
         if trial.is_repeat:
             if trial.outcome is Outcome.OK and trial.step_time_s is not None:
                 repeats.setdefault((trial.purpose, trial.config), []).append(trial)
-            elif trial.outcome is not Outcome.INTERRUPTED and not _is_late(trial):
+            elif trial.outcome is not Outcome.INTERRUPTED and not is_late(trial):
                 failed.add(trial.config)
         elif trial.outcome is Outcome.OK and trial.step_time_s is not None:
             firsts.setdefault(trial.config, trial)
@@ -99,9 +99,12 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     return sorted(candidates, key=lambda candidate: (candidate.step_time.median, candidate.first.number))
 
 
-def _is_late(trial: Trial) -> bool:
-    """Whether a run of the claim was ended by its deadline: the budget's end, or a slow moment of the machine."""
-    return trial.purpose == "claim" and trial.outcome is Outcome.TIMEOUT
+def is_late(trial: Trial) -> bool:
+    """Whether a run was ended by the clock, which says nothing against a configuration that ran before.
+
+    Any run by the budget's end; one of the claim by its own deadline too, in a slow moment of the machine.
+    """
+    return trial.outcome is Outcome.TIMEOUT and (trial.budget_ended or trial.purpose == "claim")
 
 
 def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, CandidateRuns]:

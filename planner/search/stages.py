@@ -209,14 +209,15 @@ def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_tri
         return _run_next(session, ahead)
     asked = session.study.ask(session.store.next_number)
     config = TrainingConfig.model_validate(asked.params)
-    expected_s = session.model.cost_s(config)
+    expected_s, budget_s = session.model.cost_s(config), session.trial_deadlines()(config)
     most_s = 5 * expected_s + min(60.0, 0.1 * session.budget_s)
     if config.compile_mode in SLOW_COMPILE_MODES:
         most_s = min(most_s, SLOW_MODE_SHARE * session.budget_s)
     trial = session.measure(
         "search",
         config,
-        deadline_s=min(session.trial_deadlines()(config), most_s),
+        deadline_s=min(budget_s, most_s),
+        deadline_of_budget=budget_s < most_s,
         best_high_s=time_to_beat_s(session.objective, session.best, config),
         asked=asked,
     )

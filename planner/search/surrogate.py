@@ -204,10 +204,12 @@ class Surrogate:
     def _works(self, trials: Sequence[Trial], codes: Array, cut_failed: Sequence[TrainingConfig] = ()) -> Array:
         """The probability that each candidate runs: the weighted share of similar trials that did, plus one success.
 
-        A failure counts as three. Trials that ran out of memory do not count: `fits` is about them.
+        A failure counts as three. Trials that ran out of memory do not count, since `fits` is about them, nor do those
+        that the budget's end stopped.
         """
         failed = (Outcome.CRASHED, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.TIMEOUT)
-        judged = [i for i, trial in enumerate(trials) if trial.outcome in (Outcome.OK, Outcome.PRUNED, *failed)]
+        known = (Outcome.OK, Outcome.PRUNED, *failed)
+        judged = [i for i, trial in enumerate(trials) if trial.outcome in known and not trial.budget_ended]
         if not judged and not cut_failed:
             return np.ones(len(self.candidates))
         near = similarity(self._codes, np.concatenate([codes[judged], encode(cut_failed)])) ** 3

@@ -1,6 +1,7 @@
-"""What was not tried when the search ended: how much faster the best of it could be, and how probable that is.
+"""What was not tried when the search ended: what it would try next, how much better that could be, how probably.
 
-In: what is known of the candidates, the winner's step time. Out: an `Untried`, for the plan and the screen.
+In: the sampler with what is known of the candidates, and what was found. Out: an `Untried`, for the plan and the
+screen.
 """
 
 from __future__ import annotations
@@ -10,37 +11,47 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records import Interval, Untried
+from autoplan.planner.records import Interval
+from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.surrogate import Z_90, expected_improvement, normal_cdf
+from autoplan.planner.untried import Untried
 
 if TYPE_CHECKING:
-    from autoplan.planner.search.candidate_model import CandidateModel
+    from autoplan.planner.search.sampler import CandidateSampler
+    from autoplan.strategies.config import TrainingConfig
 
 
-def find_untried(model: CandidateModel, step_time_s: float) -> Untried | None:
-    """The untried candidate with the largest expected gain over the winner; None where all were tried.
+def find_untried(sampler: CandidateSampler, found: TrainingConfig, step_time_s: float) -> Untried | None:
+    """The sampler's own next choice with all the time it needs; None where all candidates were tried.
 
-    None too where throughput is not what is looked for.
+    Where none could still win, or another sampler draws: the untried candidate with the largest expected gain. None too
+    where memory is looked for: there every second trial looks for speed, so that one figure does not say what the next
+    one is for.
 
     Args:
-        model: The candidates, after all trials.
-        step_time_s: Of the winner: the median of all its runs.
+        sampler: Knows the candidates, after all trials.
+        found: The configuration that they are compared with: the plan's, or the best so far.
+        step_time_s: Of it, as it is reported.
 
-    The gain is that of the surrogate's posterior (expected improvement, Jones et al. 1998), which the trials have
-    calibrated. The chance that any of the untried is faster is larger than that of one, and not known: their errors
-    belong together.
+    The figures are those of the surrogate's posterior, which the trials have calibrated. The chance that any of the
+    untried is better is larger than that of one, and not known: their errors belong together.
     """
-    if model.objective.name != "throughput":
-        return None
+    model = sampler.model
     known = model.assess()
-    posterior, best = known.posterior, math.log(step_time_s)
-    gains = np.where(known.untried, expected_improvement(posterior, best), -1.0)
-    if not known.untried.any():
+    if model.objective.name == "memory" or not known.untried.any():
         return None
-    first = int(np.argmax(gains))
+    posterior, _ = known.target
+    best = math.log(step_time_s * devices_of(model.objective, found))
+    ranking, stop = sampler.ranking(in_time=False), sampler.reason_to_stop()
+    tried_next: bool | None = True
+    if ranking:
+        first = model.candidates.index(ranking[0])
+    else:
+        first = int(np.argmax(np.where(known.untried, expected_improvement(posterior, best), -1.0)))
+        tried_next = None if stop is None or stop.out_of_time else False
     mean, sd = float(posterior.log_time[first]), float(posterior.log_time_sd[first])
     runs = float(posterior.fits[first] * posterior.works[first])
-    faster = float(normal_cdf(np.array([(best - mean) / sd]))[0])
+    better = float(normal_cdf(np.array([(best - mean) / sd]))[0])
     ratio = Interval(
         median=math.exp(best - mean),
         low=math.exp(best - mean - Z_90 * sd),
@@ -51,6 +62,8 @@ def find_untried(model: CandidateModel, step_time_s: float) -> Untried | None:
         config=model.candidates[first],
         candidates=int(known.untried.sum()),
         speed_ratio=ratio,
-        probability=faster * runs,
+        probability=better * runs,
         trial_s=float(known.cost_s[first]),
+        tried_next=tried_next,
+        per_rank=model.objective.name == "cost",
     )

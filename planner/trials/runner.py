@@ -62,6 +62,7 @@ class TrialOrder:
         prediction: The cost model's.
         time_box_s: Seconds for warm-up and measuring.
         deadline_s: Seconds after which the trial is ended in any case.
+        deadline_of_budget: That is where the search's budget ends, and not how long this trial may take.
         best_high_s: The step time to beat; None: the trial is never stopped early.
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
         round: Of finalists and claims.
@@ -75,6 +76,7 @@ class TrialOrder:
     prediction: Prediction | None
     time_box_s: float
     deadline_s: float
+    deadline_of_budget: bool = False
     best_high_s: float | None = None
     method: Literal["whole_steps", "parts"] | None = None
     round: int | None = None
@@ -206,6 +208,7 @@ def make_trial(
     step = first.step_time_s if first is not None and (timed or fragile) else None
     items = first.items_per_step if first is not None else 0
     failed = verdict.outcome not in (Outcome.OK, Outcome.PRUNED)
+    total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
     shown = report.first_failure or (report.ranks[0] if report.ranks else None)
     return Trial(
         number=order.number,
@@ -215,6 +218,7 @@ def make_trial(
         outcome=verdict.outcome,
         detail=verdict.detail,
         reason=verdict.reason,
+        budget_ended=total and order.deadline_of_budget,
         phase=report.phase,
         step_time_s=step,
         tokens_per_s=invert(step, items) if step is not None else None,

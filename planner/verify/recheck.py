@@ -12,17 +12,18 @@ from pathlib import Path
 
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Recheck
-from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchOptions, SearchResult
+from autoplan.planner.search.options import SearchOptions, SearchResult
 from autoplan.planner.search.session import time_box_s
 from autoplan.planner.search.setup import limits
+from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
 from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.processes import Zygote, folder_prefix
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 60.0
-"""The trial is ended after so many times what the plan's trials took, and these seconds at least."""
+"""The trial is ended after so many times the longest run of the plan's configuration, and these seconds at least."""
 
 
 def with_recheck(
@@ -39,7 +40,7 @@ def with_recheck(
         if result.plan is not None:
             on_note("this search had not finished before, so its plan is new and was not checked again")
         return result
-    found = recheck_plan(options, result.plan, on_note=on_note)
+    found = _recheck(options, result, result.plan, on_note)
     again = Recheck(
         verdict=found.verdict,
         text=found.text,
@@ -53,23 +54,39 @@ def with_recheck(
     return result.model_copy(update={"recheck": again})
 
 
-def recheck_plan(options: SearchOptions, plan: Plan, *, on_note: Callable[[str], None]) -> Verification:
-    """One trial of a plan's configuration, as long as a trial of its search, and the verdict."""
+def make_order(result: SearchResult, plan: Plan) -> TrialOrder:
+    """The trial that is run: timed as those of the search were, in a time box as long as theirs.
+
+    The compile cache may be empty by now, so the deadline comes from all runs of the configuration: the first one
+    compiled. Where each of them found its kernels, nobody knows how long that takes, and the compiler has its own time.
+
+    Args:
+        result: Of the search, with the budget that it was given.
+        plan: What it found.
+    """
+    runs = [trial for trial in plan.evidence if trial.config == plan.config]
+    longest_s = max((trial.seconds_spent for trial in runs), default=0.0)
+    deadline_s = max(DEADLINE_FACTOR * longest_s, DEADLINE_LEAST_S)
+    if plan.config.compile != "off" and all(map(was_warm, runs)):
+        deadline_s += PHASE_DEADLINES_S["compile"]
+    return TrialOrder(
+        number=0,
+        purpose="finalist",
+        config=plan.config,
+        prediction=plan.prediction,
+        time_box_s=time_box_s(result.budget_s),
+        deadline_s=deadline_s,
+        method="whole_steps" if plan.measurement.method == "whole_steps" else "parts",
+    )
+
+
+def _recheck(options: SearchOptions, result: SearchResult, plan: Plan, on_note: Callable[[str], None]) -> Verification:
+    """One trial of a plan's configuration, and the verdict."""
     from autoplan.probes.run import read_host_profile
 
     profile = read_host_profile()
     wanted = options.memory_limit_bytes(profile.device(plan.device).memory_total_bytes.value)
     limit, host_limit = limits(profile, plan.device, wanted, measured=plan.hardware)
-    longest = max((t.seconds_spent for t in plan.evidence if t.number in plan.measurement.trials), default=0.0)
-    order = TrialOrder(
-        number=0,
-        purpose="finalist",
-        config=plan.config,
-        prediction=plan.prediction,
-        time_box_s=time_box_s(options.budget_s or DEFAULT_BUDGET_S),
-        deadline_s=max(DEADLINE_FACTOR * longest, DEADLINE_LEAST_S),
-        method="whole_steps" if plan.measurement.method == "whole_steps" else "parts",
-    )
     devices = device_names(profile, plan.device, plan.config.world_size)
     with (
         DeviceLock(devices, wait=options.wait, on_wait=on_note),
@@ -85,5 +102,5 @@ def recheck_plan(options: SearchOptions, plan: Plan, *, on_note: Callable[[str],
             directory=Path(folder),
             seed=options.seed,
         )
-        trial = runner.run(order)
+        trial = runner.run(make_order(result, plan))
     return judge(plan, plan.parity, trial, find_differences(plan, profile), limit)

@@ -302,6 +302,43 @@ def test_a_run_of_the_claim_that_is_late_does_not_cost_the_plan():
     assert found.claim.rounds == 1 and found.claim.chosen_from == 1
 
 
+def test_a_repeat_that_the_budget_ended_does_not_cost_its_configuration_the_plan():
+    """Its kernels left the cache: a finalist that compiles again ran into the end of the time for the rounds."""
+    session: Any = Simulated(5, 0.01, left_s=1000.0)
+    for purpose, config in (("baseline", BASE), ("search", OTHERS[0]), ("search", OTHERS[1])):
+        session.measure(purpose, config)
+    quiet, asked = session.measure, []
+
+    def measure(purpose: str, config: TrainingConfig, **facts: Any) -> Trial:
+        asked.append((purpose, facts["deadline_s"], facts["deadline_of_budget"]))
+        trial = quiet(purpose, config, **facts)
+        if purpose == "finalist" and facts["round"] == 1:
+            ended = {"outcome": Outcome.TIMEOUT, "step_time_s": None, "reason": "late"}
+            trial = trial.model_copy(update=ended | {"budget_ended": facts["deadline_of_budget"]})
+            session.store.trials = (*session.store.trials[:-1], trial)
+        return trial
+
+    session.measure, session.hard_deadline_s = measure, lambda reserve_s: 7.0
+    run_finalists(session)
+    assert set(asked) == {("finalist", 7.0, True)}
+    assert session.notes == ["the rounds ended early: late"]
+    assert {one.config for one in collect_runs(session.store.trials)} == {BASE, OTHERS[0], OTHERS[1]}
+    stuck = session.store.trials[-1].model_copy(update={"budget_ended": False})  # over a deadline of its own
+    assert stuck.config not in {one.config for one in collect_runs([*session.store.trials[:-1], stuck])}
+
+
+def test_a_repeat_may_take_four_times_the_longest_run_of_its_configuration():
+    """The first run found its kernels in the cache of an earlier search; the second one compiled."""
+    session: Any = Simulated(5, 0.01)
+    reference = a_trial(0, "baseline", BASE, 1.0, seconds_spent=10.0)
+    session.store.trials = (reference, a_trial(1, "repeat", BASE, 1.0, seconds_spent=20.0))
+    session.store.spent_s = 3000.0
+    asked: list[dict[str, Any]] = []
+    session.measure = lambda purpose, config, **facts: asked.append(facts)
+    repeat_if_due(session)
+    assert asked[0]["deadline_s"] == 4 * 20.0 and not asked[0]["deadline_of_budget"]
+
+
 # What the rounds of the claim show to be faster than the winner.
 
 

@@ -146,7 +146,25 @@ def test_the_cost_of_compiling_is_taken_over_for_a_model_of_another_depth():
     second = TrialCost([compiled], **(options | {"num_blocks": 2}), kept=kept)
     assert second.compile_s(compiled) == 50.0
     assert second.fixed_s == 1.0
-    assert second.learned() == kept  # what it did not see stays known
+    assert second.learned() == kept.model_copy(update={"seen": ()})  # what it did not see stays known
+
+
+def test_costs_that_a_search_took_over_are_not_pooled_as_its_own():
+    compiled = TrainingConfig(micro_batch=1, compile="block")
+    options: dict[str, Any] = {"global_batch": 4, "num_blocks": 12, "device": "cpu", "time_box_s": 1.0}
+    studies: list[LearnedStudy] = []
+    for number, compile_s in enumerate([75.0, 0.0, 0.0, 0.0, 0.0, 0.0, 25.0]):  # 25 s are expected of a block
+        cost = TrialCost([compiled], **options, kept=take_over_of(*studies).costs if studies else None)
+        config = compiled if compile_s else TrainingConfig(micro_batch=1)
+        phases = {"start": 1.0 + number, "measure": 1.0} | ({"compile": compile_s} if compile_s else {})
+        cost.observe(make_trial(0, config, 0.1, phase_seconds=phases))
+        studies.append(study(str(number), costs=cost.learned()))
+    assert studies[5].costs.cold == {"block": 3.0}  # taken over: nothing was compiled
+    pooled = take_over_of(*studies).costs
+    assert (pooled.cold, pooled.fixed_s) == ({"block": 2.0}, 4.0)
+    assert take_over_of(*studies[1:6]).costs.cold == {"block": 3.0}  # the first is too old to be kept
+    earlier = {"fixed_s": 2.0, "cold": {"block": 1.5}, "warm_share": 0.1, "slow_factor": 5.0}
+    assert take_over_of(study("a", costs=KeptCosts.model_validate(earlier))).costs == KeptCosts(**earlier)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 99, "device": "", "torch": null}', "\x00"])

@@ -159,6 +159,20 @@ def test_the_front_has_what_no_other_beats_in_both(tmp_path: Path):
     assert pareto_front(make_plan(evidence=())) == []
 
 
+def test_what_failed_parity_is_not_on_the_front(tmp_path: Path):
+    """Its loss was the baseline's, and its gradients were not: the trials alone do not show it."""
+    plan = make_plan(MIDDLE, evidence=tuple(trials()), failed_parity=(FAST,))
+    loaded = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert [(point.config, round(point.share, 2)) for point in pareto_front(loaded)] == [(MIDDLE, 1.0), (SMALL, 0.6)]
+    checked = [one.model_copy(update={"loss_differs": True}) for one in trials()[1:]]
+    assert [point.config for point in pareto_front(make_plan(MIDDLE, evidence=checked))] == [MIDDLE]
+    # A plan of an earlier version does not say what failed.
+    document = json.loads((tmp_path / "plan.json").read_text())
+    del document["failed_parity"]
+    (tmp_path / "earlier.json").write_text(json.dumps(document))
+    assert Plan.load(tmp_path / "earlier.json").failed_parity == ()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("probed_machine")
 def test_a_search_for_memory_gives_the_least_that_reaches_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -335,6 +335,18 @@ def test_a_candidate_whose_trial_would_be_ended_before_it_is_done_waits():
     assert stop is not None and stop.out_of_time
 
 
+def test_a_trial_that_the_budget_ended_says_nothing_and_may_run_again():
+    for ended, again in ((True, True), (False, False)):
+        search = Search()
+        first = make_trial(0, CANDIDATES[0])
+        late = make_trial(1, CANDIDATES[1], Outcome.TIMEOUT, budget_ended=ended)
+        search.model.observe(first)
+        search.model.observe(late)
+        now = search.model.assess()
+        assert bool(now.untried[1]) is again and not now.untried[0]
+        assert (now.posterior.works[3] == 1.0) is again
+
+
 # The study.
 
 

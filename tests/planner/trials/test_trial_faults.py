@@ -107,6 +107,15 @@ def test_a_trial_that_is_slower_than_the_best_is_stopped_early(runner: TrialRunn
 def test_a_trial_past_its_deadline_is_ended(runner: TrialRunner):
     trial = measure(runner, 0, config=TrainingConfig(micro_batch=8), deadline_s=1.0)
     assert trial.outcome is Outcome.TIMEOUT
+    assert not trial.budget_ended
+
+
+def test_a_trial_says_that_the_budgets_end_ended_it_and_not_a_phases_deadline(runner: TrialRunner):
+    hangs = TrainingConfig(micro_batch=8)
+    assert measure(runner, 0, config=hangs, deadline_s=1.0, deadline_of_budget=True).budget_ended
+    runner.phase_deadlines_s = dict.fromkeys(PHASE_DEADLINES_S, 2.0)
+    stuck = measure(runner, 1, config=hangs, deadline_s=30.0, deadline_of_budget=True)
+    assert (stuck.outcome, stuck.budget_ended) == (Outcome.TIMEOUT, False)
 
 
 def test_a_trial_can_be_asked_to_time_parts_of_a_step(runner: TrialRunner):

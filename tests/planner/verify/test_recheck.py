@@ -8,7 +8,7 @@ import pytest
 from autoplan import api
 from autoplan.planner.records import Interval, Recheck
 from autoplan.planner.search.options import SearchOptions, SearchResult
-from autoplan.planner.verify.recheck import with_recheck
+from autoplan.planner.verify.recheck import make_order, with_recheck
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan, make_trial
 
@@ -37,6 +37,22 @@ def test_the_exit_code_is_that_of_the_verdict_and_the_text_says_what_to_do() -> 
     )
     assert "likely cause: the GPU was throttled; --fresh searches again" in slower.describe()
     assert SearchResult(status="plan_found", plan=make_plan(), recheck=slower).exit_code == 3
+
+
+def test_its_trial_is_as_long_as_those_of_the_search_and_has_time_for_a_cold_compilation() -> None:
+    plan = make_plan()
+    assert plan.config.compile != "off"
+    cold = make_trial(1, plan.config, 2.5, seconds_spent=90.0, phase_seconds={"compile": 80.0})
+    cached = ("compile cache: 8 hit(s), 0 miss(es)",)
+    warm = make_trial(4, plan.config, 2.5, seconds_spent=12.0, purpose="claim", round=0, warnings=cached)
+    measured = plan.measurement.model_copy(update={"trials": (4,)})
+    plan = plan.model_copy(update={"measurement": measured, "evidence": (plan.baseline, cold, warm)})
+    result = SearchResult(status="plan_found", plan=plan, budget_s=60.0, from_record=True)
+    order = make_order(result, plan)
+    assert (order.time_box_s, order.deadline_s) == (2.0, 4 * 90.0)
+    assert (order.method, order.config) == ("whole_steps", plan.config)
+    never_cold = plan.model_copy(update={"evidence": (plan.baseline, warm)})  # it was compiled ahead of its trial
+    assert make_order(result, never_cold).deadline_s > 1000.0
 
 
 @pytest.mark.slow
