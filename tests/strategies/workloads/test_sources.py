@@ -366,7 +366,7 @@ def test_batches_have_no_padding_token(tmp_path):
     assert model.config.pad_token_id == 0 and not model.get_input_embeddings().weight[0].any()
     for index in range(3):
         batch = workload.make_batch(16, index)
-        assert 1 <= int(batch["input_ids"].min()) and int(batch["input_ids"].max()) <= 511
+        assert set(batch["input_ids"].unique().tolist()) <= set(range(1, 512))
         model.zero_grad()
         workload.loss(model, batch).total.backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
