@@ -84,6 +84,12 @@ RISKS: Mapping[tuple[str, str], str] = {
 """By knob and value, what a plan says of a lossy choice: what the parity check cannot show."""
 
 
+TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
+
+NEEDS_TORCHAO: Mapping[str, tuple[str, ...]] = {"optimizer_state": ("8bit",), "fp8": ("tensorwise", "rowwise")}
+"""By knob, the values that torchao makes."""
+
+
 KEPT_BY_TOOLS: Mapping[str, str] = {
     "parameters": "parameters and gradients stay as your model has them, which takes more memory",
     "optimizer_state": "the optimizer keeps its moments in the dtype of the parameters, which takes more memory",

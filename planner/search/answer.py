@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import PlanError
+from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, ShortTrials, Trial
 from autoplan.planner.search.extrapolation import summary
@@ -52,10 +53,13 @@ class SearchRun:
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
         """Ends the search without a plan: the record keeps it, so that the same call is answered from there.
 
-        Where something did not run, the record keeps no end, and the same call tries it again.
+        Where something did not run, the record keeps no end, and the same call tries it again. Where the time is over
+        and the search found a plan before, that plan stays its answer.
         """
         if not self.did_not_run:
             self.store.finish(status, reason=reason, hint=hint, ended_by=ended_by)
+        if status == "budget_ended" and self.store.plan_was_found and (plan := _stored_plan(self)) is not None:
+            return _earlier_plan(self, plan, reason)
         return self.result(status, reason=reason, hint=hint)
 
     def result(self, status: Status, **facts: Any) -> SearchResult:
@@ -118,19 +122,15 @@ def finished_before(run: SearchRun) -> SearchResult | None:
         return None
     most = run.options.max_trials
     if finished.get("ended_by") == "max_trials" and (most is None or most > run.trials_done):
+        run.store.open_again()
         return None
     plan, path = None, None
     if finished["status"] == "plan_found":
-        try:
-            plan = Plan.load(run.store.folder / PLAN_FILE)
-        except PlanError:
-            return None  # the file is gone: the record makes it again
-        if plan.edited:
-            return None  # it is not what was found
-        wanted = run.options.loader
-        if wanted is not None and (plan.loading is None or plan.loading.identity != wanted.identity):
-            return None  # its loader is to be measured
-        path = str(plan.save(run.options.out)) if run.options.out is not None else str(run.store.folder / PLAN_FILE)
+        plan = _stored_plan(run)
+        if plan is None or _lacks_loader(run, plan):
+            return None  # the record makes it again; its loader is to be measured
+        path = _place(run, plan)
+    run.budget_s = run.store.finished_budget_s  # a smaller one that is given now has no part in it
     budget = BudgetState(
         budget_s=run.budget_s,
         spent_s=run.store.spent_s,
@@ -154,6 +154,40 @@ def finished_before(run: SearchRun) -> SearchResult | None:
         left_out=plan.left_out if plan is not None else (),
         from_record=True,
         notes=(text,),
+    )
+
+
+def _stored_plan(run: SearchRun) -> Plan | None:
+    """The plan that the search found before; None: its file is gone, or is not what was found."""
+    try:
+        plan = Plan.load(run.store.folder / PLAN_FILE)
+    except PlanError:
+        return None
+    return None if plan.edited else plan
+
+
+def _lacks_loader(run: SearchRun, plan: Plan) -> bool:
+    """Whether a loader was given that the plan has not measured."""
+    wanted = run.options.loader
+    return wanted is not None and (plan.loading is None or plan.loading.identity != wanted.identity)
+
+
+def _place(run: SearchRun, plan: Plan) -> str:
+    """Where a plan of the record is; it is written where the options say."""
+    return str(run.store.folder / PLAN_FILE if run.options.out is None else plan.save(run.options.out))
+
+
+def _earlier_plan(run: SearchRun, plan: Plan, why: str) -> SearchResult:
+    """The plan that the search found before, where the time was over before it was made again."""
+    text = f"{why}. The plan is the one that this search found before"
+    loader = run.options.loader
+    if loader is not None and _lacks_loader(run, plan):
+        text += f"; the loader ({loader.reference}) was not measured"
+        loading = Loading(source=loader.reference, identity=loader.identity, setting=None, problem=why)
+        plan = plan.model_copy(update={"loading": loading})
+    run.observer.on_note(text)
+    return run.result(
+        "plan_found", plan=plan, plan_path=_place(run, plan), left_out=plan.left_out, from_record=True, notes=(text,)
     )
 
 

@@ -44,7 +44,12 @@ class UserCodeLimits:
     @property
     def inspect_deadline_s(self) -> float:
         """Seconds after which an inspection is ended."""
-        return min(max(self.left_s(), LEAST_DEADLINE_S), max(INSPECT_DEADLINE_S, INSPECT_SHARE * self.budget_s))
+        return min(max(self.left_s(), LEAST_DEADLINE_S), longest_inspection_s(self.budget_s))
+
+
+def longest_inspection_s(budget_s: float) -> float:
+    """The most seconds that an inspection may take, however much of the budget is left."""
+    return max(INSPECT_DEADLINE_S, INSPECT_SHARE * budget_s)
 
 
 def inspect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.strategies.config import LOSSY
 from autoplan.strategies.knob_input import check_knob
+from autoplan.strategies.rounding_knobs import NEEDS_TORCHAO, TORCHAO_INSTALL
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.units import parse_duration_s, parse_memory_bytes
 
@@ -98,15 +100,18 @@ def _check_short_trials(name: str, value: Any) -> Any:
 
 
 def refuse_lossy(fix: Mapping[str, Any], bound: Mapping[str, Bound]) -> None:
-    """ConfigError for a knob that is fixed to a lossy value, or bounded to lossy values alone."""
+    """ConfigError for a knob that is fixed or bounded to lossy values; it says too what these need installed."""
     for knob, lossy in LOSSY.items():
         fixed = f"{knob}={fix[knob]}" if fix.get(knob) in lossy else None
         values = bound[knob].values if knob in bound else None
         asked = fixed or (f"{knob} in {', '.join(map(str, values))}" if values and set(values) & set(lossy) else None)
         if asked is not None:
+            wanted = {fix[knob]} if fixed else set(values or ())
+            missing = wanted & set(NEEDS_TORCHAO.get(knob, ())) and importlib.util.find_spec("torchao") is None
+            install = f" Besides, it needs torchao, which is not installed here: {TORCHAO_INSTALL}." if missing else ""
             raise ConfigError(
                 f"{asked} loses bits at each step, and --numerics is kept: a lossy choice is tried by your word alone",
-                hint="Add --numerics lossy. The plan then names what its parity check cannot show.",
+                hint=f"Add --numerics lossy. The plan then names what its parity check cannot show.{install}",
             )
 
 

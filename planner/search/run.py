@@ -11,6 +11,7 @@ from autoplan.planner.records import Objective
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.inspection import longest_inspection_s
 from autoplan.planner.search.learned import TakenOver, keep_learned, learned_path, learnt, starting_point
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.options import (
@@ -173,7 +174,7 @@ def _search(run: SearchRun) -> SearchResult:
                 run.observer,
                 saved=run.store.folder / HARDWARE_FILE,
                 budget_s=run.budget_s,
-                left_s=lambda: run.budget_s - run.store.spent_s,
+                left_s=lambda: _left_s(run),
                 on_attempt=run.add_attempt,
                 calibration=taken_over.calibration,
             )
@@ -195,6 +196,12 @@ def _search(run: SearchRun) -> SearchResult:
         return answer.did_not_run(run, error.message)
     except KeyboardInterrupt:
         return answer.interrupted(run)
+
+
+def _left_s(run: SearchRun) -> float:
+    """Seconds for the setup. To make a found plan again, for another loader, has an allowance beside the budget."""
+    left_s = run.budget_s - run.store.spent_s
+    return max(left_s, longest_inspection_s(run.budget_s)) if run.store.plan_was_found else left_s
 
 
 def _keep_learned(session: Session, path: Path) -> None:

@@ -102,6 +102,8 @@ class Store:
         self._parities: dict[TrainingConfig, Parity] = {}
         self._budget_s: float | None = None
         self._finished: dict[str, Any] | None = None
+        self._finished_budget_s = 0.0  # what it finished with: only more opens it again
+        self._plan_found: dict[str, Any] | None = None  # the last end with a plan, also where the search goes on
         self._reopened = False  # the record has a verdict of an earlier version that does not count
         self._spent_before_s = 0.0
         self._clock_written = 0.0
@@ -183,6 +185,16 @@ class Store:
         """How the search finished, if it did and no budget was added since."""
         return self._finished
 
+    @property
+    def finished_budget_s(self) -> float:
+        """The budget that the search last finished with, in seconds; 0: it never did."""
+        return self._finished_budget_s
+
+    @property
+    def plan_was_found(self) -> bool:
+        """Whether the search came to a plan before, also where it goes on now."""
+        return self._plan_found is not None
+
     # What is added.
 
     def add_trial(self, trial: Trial) -> None:
@@ -215,16 +227,20 @@ class Store:
         self._parities[config] = parity
 
     def set_budget(self, budget_s: float) -> None:
-        """Notes the budget of the whole search; another one than before opens a finished search again."""
+        """Notes the budget of the whole search; more than it finished with opens a finished search again."""
         if budget_s != self._budget_s:
             self._append({"kind": "budget", "budget_s": budget_s})
-            self._budget_s = budget_s
-            self._finished = None
+            self._take_budget(budget_s)
+
+    def open_again(self) -> None:
+        """A finished search goes on within the budget that it has now."""
+        self._finished = None
 
     def finish(self, status: str, **facts: Any) -> None:
-        """Notes how the search ended."""
-        self._append({"kind": "finished", "status": status, **facts})
-        self._finished = {"status": status, **facts}
+        """Notes how the search ended. After a plan was found, `budget_ended` leaves that end: the plan stays."""
+        budget_s = self._finished_budget_s if self._finished is not None else self._budget_s or 0.0
+        self._append({"kind": "finished", "budget_s": budget_s, "status": status, **facts})
+        self._take_end({"status": status, **facts}, budget_s)
 
     def start_clock(self) -> None:
         """Begins the time of this run: what it waited for before does not count."""
@@ -236,6 +252,18 @@ class Store:
         if force or now - self._clock_written >= CLOCK_PERIOD_S:
             self._clock_written = now
             write_atomically(self.folder / "clock.json", json.dumps({"spent_s": round(self.spent_s, 3)}))
+
+    def _take_budget(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+        if budget_s > self._finished_budget_s:
+            self._finished = None
+
+    def _take_end(self, end: dict[str, Any], budget_s: float) -> None:
+        if end["status"] != "budget_ended":
+            self._plan_found = end if end["status"] == "plan_found" else None
+        elif self._plan_found is not None:
+            end = self._plan_found | {"ended_by": end.get("ended_by", "time")}
+        self._finished, self._finished_budget_s = end, budget_s
 
     def _append(self, document: dict[str, Any]) -> None:
         self._record.append(document | {"spent_s": round(self.spent_s, 3)})
@@ -301,10 +329,10 @@ class Store:
             case "compiled_ahead":
                 self._compiled.append(CompiledAhead.model_validate(document["compiled_ahead"]))
             case "budget":
-                self._budget_s = float(document["budget_s"])
-                self._finished = None
+                self._take_budget(float(document["budget_s"]))
             case "finished" if not self._reopened:
-                self._finished = {key: value for key, value in document.items() if key not in ("kind", "spent_s")}
+                end = {key: value for key, value in document.items() if key not in ("kind", "spent_s", "budget_s")}
+                self._take_end(end, float(document.get("budget_s", self._budget_s or 0.0)))  # older lines have none
 
 
 DIGESTS = {

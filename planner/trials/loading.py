@@ -18,7 +18,7 @@ from pydantic import Field
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.loading import LoaderTrial
-from autoplan.planner.trials.loader_batches import LoaderBatches, LoadingError, is_of_loader, last_line
+from autoplan.planner.trials.loader_batches import LoaderBatches, LoadingError, Place, is_of_loader, last_line
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.worker import join_ranks, pick_device
 from autoplan.record import Record
@@ -29,6 +29,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
     from autoplan.strategies.run import TrainingRun
+    from autoplan.strategies.workloads.loading.named import NamedBatch
     from autoplan.strategies.workloads.loading.source import LoaderSource
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32)
@@ -43,6 +44,13 @@ NO_WAIT = 0.01
 
 GAIN = 0.02
 """A setting is better only if it gets through more samples by this share: step times are not known more accurately."""
+
+SETTING_SHARE = 1 / 7
+"""Of the time, for one setting."""
+
+WORKERS_UNTIL, AHEAD_UNTIL = 0.8, 1.25
+"""Shares of the time, after which no further number of workers is begun, and no setting that goes further ahead: there
+are two of these at most, and the measurement may take twice its time."""
 
 UNITS_PER_SETTING = 8
 LEAST_UNITS = 3
@@ -117,7 +125,6 @@ class LoaderMeasurement:
     _own_batch: Any = None
     _micro_steps_done: int = 0
     _first_shapes: Any = None
-    _number: int = 0
 
     def answer(self) -> LoadingAnswer:
         """What is known by now."""
@@ -127,40 +134,48 @@ class LoaderMeasurement:
         )
 
     def measure(self) -> None:
-        """Measures settings until the step waits no more, or further workers gain nothing, or the time is over."""
+        """Measures settings until the step waits no more, or none is left, or the time is over."""
         began = time.monotonic()
         self._choose_unit()
         self._measure_own()
-        worse = 0
-        for setting in self._settings():
-            if self.ranks.any(time.monotonic() - began > self.request.time_s):
-                self.notes.append(f"there was no time for {setting.describe()} and what comes after it")
+        time_s = self.request.time_s
+        if self._try_all(self._worker_settings(), until=began + WORKERS_UNTIL * time_s):
+            self._try_all(self._further_settings(), until=began + AHEAD_UNTIL * time_s)
+
+    def _try_all(self, settings: Iterator[LoaderSetting], *, until: float) -> bool:
+        """Measures settings one after another, none after a moment; returns False once the step waits no more."""
+        for setting in settings:
+            if self.ranks.any(time.monotonic() > until):
+                self.notes.append(f"the time was over before {setting.describe()} could be measured")
                 break
-            before = self._best()
             trial = self._measure_setting(setting)
             self.tried.append(trial)
             self.context.report(self.answer())
             if trial.waiting_share is not None and trial.waiting_share < NO_WAIT:
-                break
-            worse = 0 if self._best() is not before else worse + 1
-            if worse >= 2:
-                break
+                return False
+        return True
 
     # The settings.
 
-    def _settings(self) -> Iterator[LoaderSetting]:
-        """Fewest workers first; then further ahead with the best number of them; on CUDA in pinned memory too."""
-        pin = self.run.device.type == "cuda"
+    def _worker_settings(self) -> Iterator[LoaderSetting]:
+        """Fewest workers first, on CUDA in pinned memory; none after two in a row that gain nothing."""
         most = max(LEAST_MOST_WORKERS, self.request.cores // max(1, self.ranks.world_size))
+        worse = 0
         for workers in WORKERS:
-            if workers > most and not self._helped_much():
-                break
-            yield LoaderSetting(workers=workers, prefetch_factor=2 if workers else None, pin_memory=pin)
+            if worse >= 2 or (workers > most and not self._helped_much()):
+                return
+            before = self._best()
+            prefetch = 2 if workers else None
+            yield LoaderSetting(workers=workers, prefetch_factor=prefetch, pin_memory=self.run.device.type == "cuda")
+            worse = 0 if self._best() is not before else worse + 1
+
+    def _further_settings(self) -> Iterator[LoaderSetting]:
+        """The best number of workers, further ahead; the best by then without pinned memory."""
         best = self._best()
-        if best is None or not best.setting.workers:
-            return
-        yield best.setting.model_copy(update={"prefetch_factor": 4})
-        if pin:
+        if best is not None and best.setting.workers:
+            yield best.setting.model_copy(update={"prefetch_factor": 4})
+        best = self._best()
+        if best is not None and best.setting.pin_memory:
             yield best.setting.model_copy(update={"pin_memory": False})
 
     def _helped_much(self) -> bool:
@@ -176,7 +191,7 @@ class LoaderMeasurement:
     def _choose_unit(self) -> None:
         """A whole step where several fit into a setting's time; else as many micro-steps as do."""
         run, request = self.run, self.request
-        unit_s = request.time_s / 5 / UNITS_PER_SETTING
+        unit_s = SETTING_SHARE * request.time_s / UNITS_PER_SETTING
         micro_steps = run.accumulation
         if request.step_s > unit_s and request.config.pp == 1:
             micro_steps = max(1, math.floor(unit_s / request.step_s * run.accumulation))
@@ -283,7 +298,7 @@ class LoaderMeasurement:
 
     def _time_units(self, setting: LoaderSetting, batches: LoaderBatches, first: Any) -> dict[str, Any]:
         """Warm-up until the batches that were made ahead are used up, then the units that count."""
-        share_s = self.request.time_s / 5
+        share_s = SETTING_SHARE * self.request.time_s
         ahead = setting.workers * (setting.prefetch_factor or 0)
         self._consume(first)
         self._run_units(batches, most=ahead, limit_s=WARM_SHARE * share_s)
@@ -318,19 +333,19 @@ class LoaderMeasurement:
         if self._first_shapes is None:
             self._first_shapes = shapes_of(batch)
 
-    def _look_at(self, batch: Any) -> None:
-        """Says once that batches change their shape, and which does."""
-        from autoplan.strategies.workloads.loading.named import describe_shapes, shapes_of
+    def _look_at(self, named: NamedBatch, place: Place) -> None:
+        """Says once that batches change their shape, and which does, with its samples."""
+        from autoplan.strategies.workloads.loading.named import describe_samples, describe_shapes, shapes_of
 
-        self._number += 1
         if self._first_shapes is None or any("change shape" in note for note in self.notes):
             return
-        shapes = shapes_of(batch)
+        shapes = shapes_of(named.batch)
         if shapes == self._first_shapes:
             return
         self.notes.append(
-            f"the loader's batches change shape: batch {self._number - 1} has {describe_shapes(shapes)}, batch 0 "
-            f"{describe_shapes(self._first_shapes)}; steps take as long as their batches are large"
+            f"the loader's batches change shape: {place.describe()} ({describe_samples(named.indices)}) has "
+            f"{describe_shapes(shapes)}, batch 0 {describe_shapes(self._first_shapes)}; "
+            "steps take as long as their batches are large"
         )
         if self._batches == "dataset" and self.run.config.compile != "off":
             self._batches = "make_batch"
@@ -365,7 +380,7 @@ def check_loading(context: RankContext, loader: LoaderSpec, samples: int) -> tup
     Returns:
         What is wrong, with the index of the sample, and what to do; None: nothing.
     """
-    from autoplan.strategies.workloads.loading.named import first_and_last
+    from autoplan.strategies.workloads.loading.first_look import first_and_last
     from autoplan.strategies.workloads.loading.source import open_source
 
     context.phase("loader")

@@ -28,6 +28,7 @@ from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
+from autoplan.strategies.rounding_knobs import TORCHAO_INSTALL
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.fp8_rules import MULTIPLE, RECIPES, reason_against_sizes
 from autoplan.strategies.workloads.workload import Workload
@@ -35,8 +36,6 @@ from autoplan.strategies.workloads.workload import Workload
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Compute capability from which torch._scaled_mm multiplies: Ada and Hopper with one scale, Hopper with rows of them
 (torch's own check, aten/src/ATen/native/cuda/Blas.cpp)."""
-
-TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
 
 _EMULATED: ContextVar[bool] = ContextVar("emulated", default=False)
 

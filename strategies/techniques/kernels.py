@@ -46,7 +46,7 @@ class KernelsStrategy:
             return
         reason = reason_against_liger(build.model, build.device.type)
         if reason is not None:
-            raise ConfigError(f"kernels=liger does not apply: {reason}", hint=f"Use kernels=own, or {LIGER_INSTALL}.")
+            raise ConfigError(f"kernels=liger does not apply: {reason}", hint="Use kernels=own.")
         if not use_liger(build.model):
             raise ConfigError(
                 "kernels=liger does not apply: Liger found nothing in this model to replace", hint="Use kernels=own."
@@ -55,10 +55,11 @@ class KernelsStrategy:
 
 def reason_against_liger(model: nn.Module, device: str) -> str | None:
     """Why Liger's kernels cannot be used; None if they can."""
-    if device != "cuda":
-        return "Liger's kernels are written in Triton, for GPUs"
+    reasons = [] if device == "cuda" else ["Liger's kernels are written in Triton, for GPUs"]
     if importlib.util.find_spec("liger_kernel") is None:
-        return f"liger-kernel is not installed: {LIGER_INSTALL}"
+        reasons.append(f"liger-kernel is not installed: {LIGER_INSTALL}")
+    if reasons:
+        return "; ".join(reasons)
     kinds = [str(getattr(inner.config, "model_type", "")) for inner in language_models(model)]
     if not kinds:
         return "the model is not one of transformers and holds none"

@@ -1,19 +1,18 @@
 """A dataset and a collate_fn whose failures say the index of the sample, also out of a worker process.
 
 In: the user's own. Out: the same with errors caught where they happen: they travel as a batch, since what a worker
-raises arrives as a text alone.
+raises arrives as a text alone. A batch that could be made travels with the indices of its samples.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from autoplan.strategies.workloads.containers import know_containers
 from autoplan.strategies.workloads.user_errors import user_error
@@ -30,6 +29,13 @@ class Failure:
     """
 
     text: str
+
+
+class NamedBatch(NamedTuple):
+    """A batch, and the indices of its samples. A tuple, so that what pins memory goes into it."""
+
+    indices: Sequence[Any]
+    batch: Any
 
 
 class NamedSamples(Dataset[Any]):
@@ -62,7 +68,7 @@ class NamedSamples(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def _length_said(self, error: Exception) -> str:
-        if not isinstance(error, IndexError):
+        if not isinstance(error, IndexError) or not hasattr(self.dataset, "__len__"):
             return ""
         return f"; the dataset ends early: its len() is {len(self)}"
 
@@ -104,20 +110,25 @@ class NamedStream(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class NamedCollate:
-    """A collate_fn for samples that come with their index."""
+    """A collate_fn for samples that come with their index; gives a `NamedBatch`, or the `Failure` to make it."""
 
     collate: Callable[[list[Any]], Any]
 
-    def __call__(self, named: list[tuple[Any, Any]]) -> Any:
+    def __call__(self, named: list[tuple[Any, Any]]) -> NamedBatch | Failure:
         for _, sample in named:
             if isinstance(sample, Failure):
                 return sample
+        indices = [index for index, _ in named]
         try:
-            return self.collate([sample for _, sample in named])
+            return NamedBatch(indices, self.collate([sample for _, sample in named]))
         except Exception as error:
-            indices = [index for index, _ in named]
-            shown = ", ".join(map(str, indices[:SHOWN_INDICES])) + (", ..." if len(indices) > SHOWN_INDICES else "")
-            return Failure(_describe(error, f"collate_fn of samples {shown}{_odd_sample(named)}"))
+            return Failure(_describe(error, f"collate_fn of {describe_samples(indices)}{_odd_sample(named)}"))
+
+
+def describe_samples(indices: Sequence[Any]) -> str:
+    """`samples 4, 5, 6, 7`: the first of them, where they are many."""
+    shown = [index.item() if isinstance(index, torch.Tensor) else index for index in indices[:SHOWN_INDICES]]
+    return "samples " + ", ".join(map(str, shown)) + (", ..." if len(indices) > SHOWN_INDICES else "")
 
 
 def _describe(error: Exception, call: str) -> str:
@@ -163,27 +174,3 @@ def kinds_of(batch: Any) -> dict[str, tuple[Any, int]]:
 def describe_shapes(shapes: Shapes) -> str:
     """`input_ids (8, 128), labels (8, 128)`."""
     return ", ".join(f"{name} {size}" for name, size in list(shapes.items())[:4]) or "no tensor"
-
-
-def first_and_last(source: Any, samples: int) -> Failure | None:
-    """What is wrong with the first samples of a `LoaderSource`, with a batch of them, or with its last sample.
-
-    Args:
-        source: The dataset.
-        samples: Of a global batch, which the dataset should have at least.
-    """
-    collate = NamedCollate(source.collate_fn or default_collate)
-    too_few = "the dataset ends after {} samples, and a step takes {}: no whole batch can be made"
-    if source.streams:
-        named = list(itertools.islice(NamedStream(source.dataset), samples))
-        if len(named) < samples and not any(isinstance(sample, Failure) for _, sample in named):
-            return Failure(too_few.format(len(named), samples))
-    else:
-        dataset = NamedSamples(source.dataset)
-        if len(dataset) < samples:
-            return Failure(too_few.format(len(dataset), samples))
-        named = [dataset[index] for index in (len(dataset) - 1, 0, min(1, len(dataset) - 1))]
-        if not isinstance(named[0][1], Failure):
-            named = named[1:]  # a last sample may well be shorter
-    batch = collate(named)
-    return batch if isinstance(batch, Failure) else None

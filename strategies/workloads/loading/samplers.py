@@ -48,6 +48,8 @@ def is_plain_order(sampler: Any, dataset: Any) -> bool:
     """Whether a sampler is torch's own that gives each sample of the dataset once, shuffled or not."""
     if type(sampler) not in (RandomSampler, SequentialSampler):
         return False
+    if sampler.data_source is not dataset and not hasattr(dataset, "__len__"):
+        return False  # the sampler alone knows the indices
     try:
         lengths = {len(dataset), len(sampler.data_source), len(sampler)}
     except TypeError:  # no length: what needs it says so

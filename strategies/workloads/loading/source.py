@@ -270,14 +270,14 @@ def make_order(
     """The samples of one rank, as `make_loader` takes them from a dataset that does not stream.
 
     Raises:
-        WorkloadError: the dataset has fewer samples than one step takes.
+        WorkloadError: the dataset has fewer samples than one step takes, or does not say how many it has.
     """
     from autoplan.strategies.workloads.loading.order import OwnOrder, SampleOrder
 
     step = batch_size * ranks
     if source.sampler is None:
         return SampleOrder(
-            len(source.dataset),
+            samples_of(source),
             shuffle=source.shuffled,
             seed=seed,
             rank=rank,
@@ -288,3 +288,18 @@ def make_order(
     if int(getattr(source.sampler, "num_replicas", 1) or 1) > 1:  # it is split over the ranks by itself
         return OwnOrder(source.sampler, seed=seed, start=start // ranks, multiple_of=batch_size)
     return OwnOrder(source.sampler, seed=seed, rank=rank, ranks=ranks, start=start, multiple_of=step)
+
+
+def samples_of(source: LoaderSource) -> int:
+    """The samples of a dataset that does not stream and whose order is not the user's own.
+
+    Raises:
+        WorkloadError: it has no length.
+    """
+    try:
+        return len(source.dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise WorkloadError(
+            f"the dataset {type(source.dataset).__name__} does not say how many samples it has: {error}",
+            hint="Give it a __len__, or a DataLoader whose sampler gives the indices.",
+        ) from error

@@ -1,8 +1,10 @@
 """The loader of a training, measured beside the step: real workers, real steps, datasets that fail in real ways."""
 
+import fcntl
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,12 +13,16 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import autoplan
 from autoplan.errors import WorkloadError
+from autoplan.planner.loading import LoaderTrial
 from autoplan.planner.plan import Plan
+from autoplan.planner.search import inspection
 from autoplan.planner.search.inspection import check_loader
-from autoplan.planner.trials.loading import LoadingAnswer, LoadingRequest, best_trial
+from autoplan.planner.trials.loader_batches import LoaderBatches
+from autoplan.planner.trials.loading import LoaderMeasurement, LoadingAnswer, LoadingRequest, best_trial
 from autoplan.processes import Ended, ProcessReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.loading.source import spec_of_object
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
+from autoplan.strategies.workloads.loading.source import make_loader, source_of, spec_of_object
 from autoplan.strategies.workloads.objects import spec_from_objects
 
 WIDTH = 16
@@ -56,6 +62,26 @@ class Changing(Rows):
         return {"x": row.repeat(1 + (index >= 32)), "y": label}
 
 
+class ChangingInWorkers(Rows):
+    def __getitem__(self, index: int) -> Any:
+        row, label = super().__getitem__(index)
+        return {"x": row.repeat(1 + (index >= 32 and get_worker_info() is not None)), "y": label}
+
+
+class OneAtATime(Rows):
+    """A store that serves one process at a time: one worker helps beside the step, and more do not."""
+
+    def __init__(self, lock: str) -> None:
+        super().__init__()
+        self.lock = lock
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(0.001)
+        return super().__getitem__(index)
+
+
 def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 2))
 
@@ -71,7 +97,12 @@ def loss(model: nn.Module, batch: Any) -> autoplan.LossSum:
     return autoplan.LossSum(total, torch.tensor(len(labels)))
 
 
-def make_workload() -> autoplan.Workload:
+def slow_loss(model: nn.Module, batch: Any) -> autoplan.LossSum:
+    time.sleep(0.01)
+    return loss(model, batch)
+
+
+def make_workload(loss: Any = loss) -> autoplan.Workload:
     return autoplan.Workload(
         name="rows",
         build_model=build_model,
@@ -83,12 +114,20 @@ def make_workload() -> autoplan.Workload:
 
 
 def measured(
-    zygote: Zygote, dataset: Any, *, micro_batch: int = 16, step_s: float = 0.001, ranks: int = 1, time_s: float = 1.0
+    zygote: Zygote,
+    dataset: Any,
+    *,
+    micro_batch: int = 16,
+    step_s: float = 0.001,
+    ranks: int = 1,
+    time_s: float = 1.0,
+    loss: Any = loss,
+    device: Literal["cuda", "cpu"] = "cpu",
 ) -> tuple[LoadingAnswer, ProcessReport]:
     request = LoadingRequest(
-        spec=spec_from_objects(make_workload()),
+        spec=spec_from_objects(make_workload(loss)),
         config=TrainingConfig(micro_batch=micro_batch, dp_replicate=ranks),
-        device="cpu",
+        device=device,
         loader=spec_of_object(dataset),
         step_s=step_s,
         time_s=time_s,
@@ -157,9 +196,78 @@ def test_batches_of_changing_shape_are_named(zygote: Zygote):
     (first,) = [note for note in answer.notes if "not made as make_batch's" in note]
     assert "the step ran on those of make_batch" in first
     assert answer.batches == "make_batch"
-    (said,) = [note for note in answer.notes if "change shape" in note] or [str(answer.tried[0].problem)]
-    assert "batch 2 has x (16, 32)" in said
-    assert "batch 0 x (16, 16)" in said
+    assert [note for note in answer.notes if "change shape" in note] == [
+        "the loader's batches change shape: batch 2 (samples 32, 33, 34, 35, 36, 37, 38, 39, ...) has x (16, 32), "
+        "y (16,), batch 0 x (16, 16), y (16,); steps take as long as their batches are large"
+    ]
+
+
+def test_an_odd_batch_has_its_number_in_its_own_setting(zygote: Zygote):
+    answer, report = measured(zygote, DataLoader(ChangingInWorkers(64), batch_size=4, shuffle=False))
+    assert report.ended is Ended.FINISHED, report.describe()
+    assert answer.tried[0].steps > 4, "without workers there were several epochs before"
+    (said,) = [note for note in answer.notes if "change shape" in note]
+    assert "change shape: batch 2 (samples 32, 33" in said
+
+
+def test_batches_are_counted_in_their_epoch():
+    found: list[tuple[str, list[int]]] = []
+    source = source_of(DataLoader(Rows(9), batch_size=4, shuffle=False))
+    loader = make_loader(source, LoaderSetting(workers=0), batch_size=4, named=True)
+    batches = LoaderBatches(loader, on_batch=lambda b, place: found.append((place.describe(), [*b.indices])), samples=4)
+    for _ in range(4):
+        batches.next()
+    assert found == [
+        ("batch 0", [0, 1, 2, 3]),
+        ("batch 1", [4, 5, 6, 7]),
+        ("batch 0 of epoch 1", [0, 1, 2, 3]),
+        ("batch 1 of epoch 1", [4, 5, 6, 7]),
+    ]
+
+
+@pytest.mark.alone
+def test_further_ahead_is_measured_also_where_more_workers_gain_nothing(zygote: Zygote, tmp_path: Path):
+    lock = tmp_path / "lock"
+    lock.touch()
+    answer, report = measured(zygote, OneAtATime(str(lock)), time_s=3.0, loss=slow_loss)
+    assert report.ended is Ended.FINISHED, report.describe()
+    *numbers, further = [trial.setting for trial in answer.tried]
+    assert [setting.prefetch_factor for setting in numbers] == [None, *[2] * (len(numbers) - 1)]
+    best = best_trial(answer.tried[:-1])
+    assert best is not None
+    assert further == best.setting.model_copy(update={"prefetch_factor": 4})
+    assert answer.tried[-1].samples_per_s is not None
+
+
+@pytest.mark.parametrize("best", [0, 2])
+def test_on_cuda_copies_out_of_memory_that_is_not_pinned_are_tried_too(best: int):
+    def trial(workers: int, prefetch: int | None, rate: float) -> LoaderTrial:
+        setting = LoaderSetting(workers=workers, prefetch_factor=prefetch, pin_memory=True)
+        return LoaderTrial(setting=setting, samples_per_s=rate)
+
+    run: Any = SimpleNamespace(device=torch.device("cuda"))
+    nothing: Any = None
+    measurement = LoaderMeasurement(context=nothing, request=nothing, run=run, ranks=nothing, source=nothing)
+    measurement.tried = [trial(0, None, 50.0), *([trial(best, 2, 90.0)] if best else [])]
+    found = []
+    for setting in measurement._further_settings():
+        found.append(setting)
+        measurement.tried.append(trial(best, 4, 100.0))
+    ahead, unpinned = found if best else (None, found[0])
+    assert ahead is None or (ahead.workers, ahead.prefetch_factor, ahead.pin_memory) == (2, 4, True)
+    assert (unpinned.workers, unpinned.pin_memory) == (best, False)
+    assert unpinned.prefetch_factor == (4 if best else None), "what was best by then, without pinned memory"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_prefetch_and_pinned_memory_are_measured():
+    with Zygote() as own:
+        answer, report = measured(own, Rows(sleep_s=0.002), time_s=6.0, device="cuda")
+    assert report.ended is Ended.FINISHED, report.describe()
+    settings = [trial.setting for trial in answer.tried]
+    assert {setting.pin_memory for setting in settings} == {True, False}
+    assert 4 in {setting.prefetch_factor for setting in settings}
 
 
 def test_a_search_refuses_a_dataset_that_cannot_be_loaded_before_its_first_trial(zygote: Zygote):
@@ -175,7 +283,7 @@ def test_a_search_refuses_a_dataset_that_cannot_be_loaded_before_its_first_trial
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("probed_machine")
-def test_a_search_says_which_loader_and_its_plan_makes_it(tmp_path: Path):
+def test_a_search_says_which_loader_and_its_plan_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given: dict[str, Any] = {"budget": "60s", "max_trials": 2, "device": "cpu", "store": tmp_path, "quiet": True}
     plan = autoplan.search(make_workload(), loader=Rows(sleep_s=0.002), **given)
     found = plan.loading
@@ -199,3 +307,24 @@ def test_a_search_says_which_loader_and_its_plan_makes_it(tmp_path: Path):
     assert other.loading is not None
     assert other.loading.identity != found.identity
     assert len(other.evidence) == trials
+    # So it does where the budget is spent, and the inspection takes longer than what is left in any case.
+    (clock,) = tmp_path.glob("*/clock.json")
+    clock.write_text('{"spent_s": 1000.0}')
+    monkeypatch.setattr(inspection, "LEAST_DEADLINE_S", 0.01)
+    third = autoplan.search(make_workload(), loader=Rows(96), **given)
+    assert third.loading is not None
+    assert third.loading.setting is not None
+    assert len(third.evidence) == trials
+    # An inspection that does not end in its time leaves the plan, and the same call tries it again.
+    with monkeypatch.context() as patch:
+        patch.setattr(inspection, "INSPECT_DEADLINE_S", 0.01)
+        patch.setattr(inspection, "INSPECT_SHARE", 0.0)
+        kept = autoplan.search(make_workload(), loader=Rows(80), **given)
+    assert kept.config == plan.config
+    assert kept.loading is not None
+    assert kept.loading.setting is None
+    assert "inspection" in str(kept.loading.problem)
+    assert autoplan.search(make_workload(), **given).config == plan.config
+    fourth = autoplan.search(make_workload(), loader=Rows(80), **given)
+    assert fourth.loading is not None
+    assert fourth.loading.setting is not None

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,26 @@ def test_a_lossy_value_without_the_word_is_an_error_that_says_so(spec, asked):
         SearchOptions(spec=spec, **asked)
     assert 'numerics="lossy"' in (caught.value.hint or "") and "--numerics lossy" in (caught.value.flag_hint or "")
     assert SearchOptions(spec=spec, numerics="lossy", **asked).numerics == "lossy"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "needs"),
+    [
+        ({"fix": {"optimizer_state": "8bit"}}, True),
+        ({"fix": {"fp8": "tensorwise"}}, True),
+        ({"bound": {"optimizer_state": ["own", "8bit"]}}, True),
+        ({"fix": {"optimizer_state": "bf16"}}, False),
+    ],
+    ids=str,
+)
+def test_a_lossy_value_whose_library_is_missing_has_the_install_line_too(spec, monkeypatch, asked, needs, installed):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if installed else None)
+    with pytest.raises(ConfigError, match="loses bits at each step") as caught:
+        SearchOptions(spec=spec, **asked)
+    assert "--numerics lossy" in (caught.value.flag_hint or "")
+    said = 'needs torchao, which is not installed here: pip install "autoplan[cuda]"' in (caught.value.flag_hint or "")
+    assert said is (needs and not installed)
 
 
 def test_in_python_and_on_the_command_line(spec, tmp_path):

@@ -92,6 +92,10 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert again.plan == plan
     assert again.trials == tuple(trial.model_copy(update={"resumed": True}) for trial in result.trials)
 
+    smaller = run_search(dataclasses.replace(options, budget=60.0))
+    assert smaller.from_record and smaller.plan == plan
+    assert smaller.budget_s == 120.0, "what it finished with: a smaller budget opens nothing"
+
     assert Path(result.store) == tmp_path / "s" / result.study
     (Path(result.store) / "plan.json").unlink()
     rebuilt = run_search(options)

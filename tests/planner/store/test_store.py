@@ -147,6 +147,46 @@ def test_what_was_added_is_there_again(tmp_path: Path):
         assert store.finished is None
 
 
+def test_only_a_larger_budget_than_it_finished_with_opens_a_finished_search(tmp_path: Path):
+    with open_store(tmp_path / "s") as store:
+        store.set_budget(600.0)
+        store.finish("plan_found", ended_by="time")
+    for budget_s in (300.0, 600.0, 450.0):
+        with open_store(tmp_path / "s") as store:
+            store.set_budget(budget_s)
+            assert store.finished == {"status": "plan_found", "ended_by": "time"}, budget_s
+            assert store.finished_budget_s == 600.0
+            store.finish("plan_found", ended_by="time")  # made again, for another loader
+    with open_store(tmp_path / "s") as store:
+        store.set_budget(660.0)
+        assert store.finished is None
+        store.finish("plan_found", ended_by="max_trials")
+        store.open_again()  # more trials, within another budget
+        store.set_budget(300.0)
+        store.finish("plan_found", ended_by="time")
+    with open_store(tmp_path / "s") as store:
+        store.set_budget(400.0)
+        assert store.finished is None
+
+
+def test_an_ended_budget_leaves_the_plan_that_was_found(tmp_path: Path):
+    with open_store(tmp_path / "s") as store:
+        store.set_budget(60.0)
+        store.finish("budget_ended", reason="slow", ended_by="time")
+        assert not store.plan_was_found
+        store.set_budget(120.0)
+        store.finish("plan_found", ended_by="max_trials")
+        store.set_budget(180.0)
+        assert store.finished is None and store.plan_was_found
+        store.finish("budget_ended", reason="slow", ended_by="time")
+        assert store.finished == {"status": "plan_found", "ended_by": "time"}
+    with open_store(tmp_path / "s") as store:
+        assert store.finished == {"status": "plan_found", "ended_by": "time"}
+        store.set_budget(240.0)
+        store.finish("no_feasible_plan", reason="the winner failed", ended_by="time")
+        assert not store.plan_was_found
+
+
 def test_time_spent_adds_up_over_runs(tmp_path: Path):
     with open_store(tmp_path / "s") as store:
         store.tick(force=True)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from autoplan.errors import ConfigError
+from autoplan.planner.space.knob_values import narrow
+from autoplan.strategies.analysis.facts import LeftOut
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
@@ -45,10 +47,18 @@ def test_each_reason_is_named_and_says_what_to_install(monkeypatch: pytest.Monke
     assert offered.values == ("own", "liger") and not offered.left_out
 
 
-def test_prepare_refuses_with_the_reason_and_the_install_line() -> None:
-    with pytest.raises(ConfigError, match="for GPUs") as caught:
+@pytest.mark.parametrize("installed", [False, True])
+def test_prepare_refuses_with_the_reason_and_the_install_line(installed: bool, monkeypatch: Any) -> None:
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: "there" if installed else None))
+    monkeypatch.setattr(kernels, "importlib", found)
+    with pytest.raises(ConfigError, match="written in Triton, for GPUs") as caught:
         prepare(language(LLAMA), TrainingConfig(micro_batch=2, kernels="liger"))
-    assert caught.value.hint is not None and "liger-kernel" in caught.value.hint
+    assert ('liger-kernel is not installed: pip install "autoplan[cuda]"' in caught.value.message) is not installed
+    assert caught.value.hint == "Use kernels=own."
+    left_out = LeftOut(knob="kernels", value="liger", reason=reason(language(LLAMA), "cpu"))
+    with pytest.raises(ConfigError, match=r"kernels=liger is not possible here: .*for GPUs") as refused:
+        narrow("kernels", ["own"], [left_out], {"kernels": "liger"}, {})
+    assert ("pip install" in refused.value.message) is not installed
 
 
 @pytest.mark.parametrize("knobs", [{"compile": "block"}, {"tp": 2}, {"pp": 2, "pp_microbatches": 2}], ids=str)

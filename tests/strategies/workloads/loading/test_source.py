@@ -25,7 +25,8 @@ from torch.utils.data import (
 )
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.loading.named import Failure, first_and_last
+from autoplan.strategies.workloads.loading.first_look import first_and_last
+from autoplan.strategies.workloads.loading.named import Failure
 from autoplan.strategies.workloads.loading.order import SampleOrder
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.loading.source import (
@@ -256,7 +257,8 @@ def test_a_failing_sample_is_named_out_of_a_worker_too(workers: int):
     setting = LoaderSetting(workers=workers, prefetch_factor=2 if workers else None)
     source = LoaderSource(dataset=Numbers(12, broken=9), shuffled=False)
     *good, bad = list(itertools.islice(make_loader(source, setting, batch_size=4, named=True), 3))
-    assert [batch.flatten().tolist() for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [batch.batch.flatten().tolist() for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [batch.indices for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert isinstance(bad, Failure)
     assert "ValueError: a torn image" in bad.text
     assert "dataset[9]" in bad.text
@@ -292,6 +294,42 @@ def test_what_ends_early_or_is_too_small_is_said_before_anything_is_measured():
         assert "ends after 3 samples, and a step takes 4" in small.text
     assert first_and_last(LoaderSource(dataset=Numbers(12)), 4) is None
     assert first_and_last(LoaderSource(dataset=Stream(12)), 4) is None
+
+
+class Endless:
+    """Has [] alone: a sampler says which indices there are."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 13:
+            raise ValueError("a torn image")
+        return torch.tensor([index])
+
+
+def test_the_first_look_takes_the_indices_and_the_count_from_a_sampler_of_ones_own():
+    few = Numbers(8)
+    often = source_of(DataLoader(few, sampler=RandomSampler(few, replacement=True, num_samples=1000)))
+    assert first_and_last(often, 16) is None
+    assert first_and_last(source_of(DataLoader(Numbers(4, says=12), sampler=[0, 1, 2, 3])), 4) is None
+    torn = first_and_last(source_of(DataLoader(Numbers(12, broken=7), sampler=[7, 0, 1, 2])), 4)
+    assert torn is not None
+    assert "dataset[7]" in torn.text
+    with pytest.raises(WorkloadError, match="the sampler list gives 3 samples, and a step takes 4"):
+        first_and_last(source_of(DataLoader(Numbers(12), sampler=[1, 2, 3])), 4)
+    split = DistributedSampler(Numbers(16), 2, 1, shuffle=False)
+    assert first_and_last(source_of(DataLoader(Numbers(16), sampler=split)), 16) is None
+
+
+@pytest.mark.parametrize("sampler", [range(4, 12), SequentialSampler(range(8)), RandomSampler(range(8))])
+def test_a_dataset_without_a_length_has_the_indices_of_its_sampler(sampler: Any):
+    source = source_of(DataLoader(Endless(), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+    assert first_and_last(source, 8) is None
+    assert set(seen(make_loader(source, ALONE, batch_size=4))) == set(sampler)
+    torn = first_and_last(source_of(DataLoader(Endless(), sampler=[12, 13, 14])), 2)  # type: ignore[arg-type]
+    assert torn is not None
+    assert "ValueError: a torn image" in torn.text and "dataset[13]" in torn.text
+    with pytest.raises(WorkloadError, match="Endless does not say how many samples it has") as refused:
+        first_and_last(LoaderSource(dataset=Endless()), 4)
+    assert "sampler" in str(refused.value.hint)
 
 
 def test_objects_travel_and_another_dataset_is_another_loader():

@@ -1,0 +1,77 @@
+"""What a search that found a plan before answers, when it is called again with another budget or loader."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.planner.plan import Plan
+from autoplan.planner.search.answer import PLAN_FILE, SearchRun, finished_before
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.store.store import Store
+from autoplan.strategies.workloads.loading.settings import LoaderSpec
+from tests.recorded import make_plan
+
+LOADER = LoaderSpec(kind="function", reference="train.py:rows", identity="rows")
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with Store(tmp_path / "s", "0" * 16, summary={}) as opened:
+        opened.set_budget(600.0)
+        make_plan().save(opened.folder / PLAN_FILE, private=True)
+        opened.finish("plan_found", ended_by="time")
+        yield opened
+
+
+def run_of(store: Store, budget_s: float, **options: Any) -> SearchRun:
+    store.set_budget(budget_s)
+    given = SearchOptions(spec=make_plan().workload, budget=budget_s, **options)
+    return SearchRun(
+        options=given, observer=SearchObserver(), store=store, budget_s=budget_s, fingerprint="here", device="cpu"
+    )
+
+
+def test_a_smaller_budget_is_answered_from_the_record(store: Store):
+    found = finished_before(run_of(store, 300.0))
+    assert found is not None
+    assert found.from_record and found.plan is not None
+    assert found.budget_s == 600.0, "what the search had; with 300 s it would have less than nothing left"
+    assert finished_before(run_of(store, 601.0)) is None
+
+
+def test_a_search_that_ended_by_its_number_of_trials_goes_on_within_the_budget_that_is_given(store: Store):
+    store.finish("plan_found", ended_by="max_trials")
+    assert finished_before(run_of(store, 300.0)) is None
+    store.finish("plan_found", ended_by="time")
+    assert finished_before(run_of(store, 300.0)) is not None
+    assert finished_before(run_of(store, 400.0)) is None
+
+
+def test_a_plan_that_cannot_be_made_again_in_time_stays_and_names_the_loader_that_was_not_measured(
+    store: Store, tmp_path: Path
+):
+    run = run_of(store, 600.0, loader=LOADER, out=tmp_path / "plan.json")
+    assert finished_before(run) is None, "its loader is to be measured"
+    ended = run.finish("budget_ended", "the inspection took longer than 8 s", "Give it more time.")
+    assert (ended.status, ended.exit_code) == ("plan_found", 0)
+    assert "the loader (train.py:rows) was not measured" in ended.notes[0]
+    out = Plan.load(tmp_path / "plan.json")
+    assert out.config == make_plan().config and not out.edited
+    assert out.loading is not None and out.loading.setting is None
+    assert out.loading.problem == "the inspection took longer than 8 s"
+    kept = finished_before(run_of(store, 600.0))
+    assert kept is not None and kept.plan is not None
+    assert kept.plan.loading == make_plan().loading, "the record's own plan is as it was found"
+    assert finished_before(run) is None, "the same call measures the loader"
+
+
+def test_more_budget_that_ends_before_a_plan_leaves_the_earlier_one(store: Store):
+    run = run_of(store, 700.0)
+    assert finished_before(run) is None
+    ended = run.finish("budget_ended", "the budget ended before the baseline", "Give it more time.")
+    assert ended.status == "plan_found" and ended.plan is not None
+    assert finished_before(run_of(store, 700.0)) is not None
+    (store.folder / PLAN_FILE).unlink()
+    assert run.finish("budget_ended", "slow", "Give it more time.").status == "budget_ended"
+    assert store.finished is not None and store.finished["status"] == "plan_found"
