@@ -35,8 +35,14 @@ search: $(VENV)/.installed
 tested = $(PYTEST) $(1) -m "$(2)" || { test $$? -eq 1 && $(PYTEST) --last-failed --maxfail=3 -m "$(2)"; }
 
 test: lint types
-	$(call tested,$(TWO_WORKERS) --durations=15,not alone and not exhaustive and not environment)
+	$(call tested,$(TWO_WORKERS) --durations=15,not alone and not exhaustive and not environment and not torchao)
 	$(call tested,--durations=5,alone)
+	$(MAKE) test-torchao
+
+# torchao stays out of the environment: transformers imports it with every model, wherever it finds it.
+.PHONY: test-torchao
+test-torchao: $(VENV)/torchao
+	PYTHONPATH=$(VENV)/torchao $(PYTEST) $(TWO_WORKERS) -m "torchao and not exhaustive"
 
 test-parity: $(VENV)/.installed-test
 	$(PYTEST) $(TWO_WORKERS) tests/planner/parity
@@ -80,16 +86,20 @@ soak: $(VENV)/.installed
 accuracy: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy $(if $(TRIALS),--trials $(TRIALS))
 
-# Brief: some 15 minutes, most of them GP's replays; docs/scoreboard.md has the long forms of both.
+# The brief form of both; docs/scoreboard.md has the long ones.
 .PHONY: bench-search
 bench-search: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),5)
+	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),5) --methods ours tpe random
 	$(BIN)/python -m benchmarks.search_live --budget $(or $(BUDGET),60s) --rounds 1 --out .cache/search_live.jsonl
 	@echo "To record a table: $(BIN)/python -m benchmarks.search_tables --case gpt --ranks 1 (docs/scoreboard.md)"
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
+	touch $@
+
+$(VENV)/torchao: $(VENV)/.installed-test
+	$(PIP) --no-deps --target $@ torchao
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -220,7 +220,8 @@ def run(options: argparse.Namespace) -> int:
             with opened(table) as trials:
                 limit_s = math.inf if options.minutes is None else 60 * options.minutes
                 left = record(runner, setup, trials, limit_s=limit_s, again=options.again)
-                disturbed = len({(line["pass"], line["candidate"]) for line in trials.documents if line["disturbed"]})
+                last = {(line["pass"], line["candidate"]): line["disturbed"] for line in trials.documents}
+                disturbed = sum(map(bool, last.values()))
     print(f"{table}: {len(setup['candidates'])} candidates, {left} trials left, {disturbed} were disturbed")
     return left
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Both workers begin with a file of searches, so that one waits while the other probes the machine.
     """
+    if importlib.util.find_spec("torchao") is None:
+        for item in items:
+            if item.get_closest_marker("torchao"):
+                item.add_marker(pytest.mark.skip(reason="torchao is not installed: make test-torchao"))
     searches = {item.path for item in items if "probed_machine" in getattr(item, "fixturenames", ())}
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.path not in searches, -slow[item.path]))

@@ -15,27 +15,56 @@ from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import TrainingModule
 
 
-class Skip(nn.Module):
+class Stand(nn.Module):
+    """Stands for a module that is elsewhere: what a forward reads of it, other than its result, is still there.
+
+    A ViT asks its patch embedding for the type of its weights, and some models ask a block which attention it has.
+
+    Args:
+        module: Answers. It is no part of this module: not of its parameters, nor of its state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._absent = [module]  # in a list: it is no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_absent" not in self.__dict__:  # while it is copied
+                raise
+            return getattr(self._absent[0], name)
+
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are on the device "meta"."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    memo |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+class Skip(Stand):
     """Replaces a block that another rank, or another stage of this rank, holds: returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs["hidden_states"]
 
 
-class EmbeddingPlaceholder(nn.Module):
+class EmbeddingPlaceholder(Stand):
     """Replaces an embedding: zeros of the right shape, or its input."""
 
     def __init__(self, module: nn.Module, shape: tuple[int, ...] | None) -> None:
-        super().__init__()
-        self.embedding_dim = getattr(module, "embedding_dim", None)
+        super().__init__(module)
+        self.dimension = getattr(module, "embedding_dim", None)
         self.shape = shape
         self.dtype = next(module.parameters()).dtype
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.shape is None:
             return x
-        if self.embedding_dim is not None:
-            return torch.zeros(*x.shape, self.embedding_dim, dtype=self.dtype, device=x.device)
+        if self.dimension is not None:
+            return torch.zeros(*x.shape, self.dimension, dtype=self.dtype, device=x.device)
         return torch.zeros(x.shape[0], *self.shape[1:], dtype=self.dtype, device=x.device)
 
 
@@ -85,13 +114,19 @@ def drop_absent(
     held = {index for start, stop in ranges for index in range(start, stop)}
     for index, name in enumerate(trace.blocks):
         if index not in held:
-            replace_module(model, name, Skip())
+            replace_module(model, name, Skip(without_memory(model.get_submodule(name))))
     if not first:
-        for name in trace.before:
-            replace_module(model, name, EmbeddingPlaceholder(model.get_submodule(name), trace.output_shapes[name]))
+        for name in _outermost(trace.before):
+            module = without_memory(model.get_submodule(name))
+            replace_module(model, name, EmbeddingPlaceholder(module, trace.output_shapes[name]))
     if not last:
-        for name in trace.after:
+        for name in _outermost(trace.after):
             replace_module(model, name, Absent())
+
+
+def _outermost(names: tuple[str, ...]) -> list[str]:
+    """Those of some modules that are inside no other of them."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def view_of_blocks(model: nn.Module, blocks: tuple[str, ...], start: int, stop: int) -> nn.Module:
@@ -104,7 +139,11 @@ def view_of_blocks(model: nn.Module, blocks: tuple[str, ...], start: int, stop: 
         node = child
     for index, name in enumerate(blocks):
         if not start <= index < stop:
-            node._modules[name.rpartition(".")[2]] = Skip()
+            block = name.rpartition(".")[2]
+            module = node._modules[block]
+            if not isinstance(module, Skip):
+                assert module is not None
+                node._modules[block] = Skip(module)
     return top
 
 
@@ -118,7 +157,7 @@ def _copy_shallow(module: nn.Module | None) -> nn.Module:
 def drop_outside(model: nn.Module, trace: PipelineTrace, *, first: bool, last: bool) -> None:
     """In a view: placeholders for what runs before and after the blocks, where another stage of the rank holds it."""
     parents_copied = trace.blocks[0].rpartition(".")[0].split(".")
-    for name in (*(() if first else trace.before), *(() if last else trace.after)):
+    for name in _outermost((*(() if first else trace.before), *(() if last else trace.after))):
         module = model.get_submodule(name)
         if isinstance(module, PLACEHOLDERS):
             continue

@@ -15,9 +15,9 @@ from tests.strategies.tiny import LLAMA
 pytestmark = pytest.mark.filterwarnings("ignore:the plan was found on other hardware")
 
 
+@pytest.mark.torchao
 def test_products_in_fp8(tmp_path):
     """Emulated; on a CPU as it is, the plan is refused with the reason."""
-    pytest.importorskip("torchao")
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(LLAMA))
     spec = make_spec(model=str(path), sequence_length=32, global_batch=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -30,7 +29,7 @@ LLAMA = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.torchao
 @pytest.mark.parametrize("micro_batch", [4, 1])
 def test_the_script_trains_as_the_plan_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, micro_batch: int) -> None:
     monkeypatch.setattr(fp8, "_reason_against_chip", lambda recipe, device: None)  # all else is as on a GPU

@@ -1,7 +1,5 @@
 """Products in fp8 beside a reference that rounds the same operands: right runs pass, planted bugs fail. Emulated."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from tests.contracts.parity_contract import check_parity
 from tests.planner.parity import planted
 from tests.strategies.tiny import BERT, LLAMA, T5, language
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+pytestmark = pytest.mark.torchao
 
 OPTIMIZER = "parameters after the optimizer's steps"
 

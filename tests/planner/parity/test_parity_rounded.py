@@ -1,7 +1,5 @@
 """Parameters and moments that are kept rounded: right runs pass; the bugs that fail elsewhere fail with them too."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
@@ -162,7 +160,7 @@ def test_rounding_that_is_not_by_chance(monkeypatch, wrong):
     assert "rounding by chance" in failed(parity), parity.failures
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.torchao
 @pytest.mark.parametrize("form", [{}, BF16], ids=["own", "bf16"])
 def test_moments_in_8_bits(monkeypatch, form):
     config = TrainingConfig.model_validate({"micro_batch": 2, "optimizer_state": "8bit"} | form)

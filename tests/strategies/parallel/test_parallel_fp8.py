@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.strategies.parallel.world import run_step
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed"),
+    pytest.mark.torchao,
 ]
 
 LAYOUTS: dict[str, tuple[dict[str, Any], float]] = {

@@ -108,6 +108,11 @@ def test_two_ranks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, mo
     check(zygote, plain, tmp_path, model, knobs, NORM, TENSOR)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_a_stage_of_a_model_that_reads_its_embedding(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
+    check(zygote, plain, tmp_path, "vit", PIPELINE[name], NORM, TENSOR)
+
+
 @pytest.mark.parametrize("name", ["tp", "1f1b"])
 def test_a_tied_model_with_norms_on_heads(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "qwen3", (TENSOR_PARALLEL | PIPELINE)[name], NORM, TENSOR)

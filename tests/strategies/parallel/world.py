@@ -122,7 +122,44 @@ def build_qwen3() -> nn.Module:
     )
 
 
-MODELS = {"gpt2": build_gpt2, "llama": build_llama, "qwen3": build_qwen3}
+def build_vit() -> nn.Module:
+    """Its forward asks the patch embedding for the type of its weights."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=8,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return ViTForImageClassification(config)
+
+
+MODELS = {"gpt2": build_gpt2, "llama": build_llama, "qwen3": build_qwen3, "vit": build_vit}
+
+
+def image_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
+    """Images, each with one of five labels."""
+    generator = torch.Generator().manual_seed(index)
+    pixels = torch.randn(num_samples, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 5, (num_samples,), generator=generator)}
+
+
+def image_loss(model: nn.Module, batch: Any) -> LossSum:
+    logits = model(pixel_values=batch["pixel_values"]).logits.float()
+    return LossSum(F.cross_entropy(logits, batch["labels"], reduction="sum"), len(batch["labels"]))
+
+
+IMAGES: dict[str, Any] = {
+    **{"make_batch": image_batch, "loss": image_loss},
+    **{"count": None, "head": None, "sequence_length": None},
+}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -148,7 +185,7 @@ def make_workload(model: str, **options: Any) -> Workload:
         "head": CausalHead(),
         "seed": 3,
     }
-    return Workload(**(fields | options))
+    return Workload(**(fields | (IMAGES if model == "vit" else {}) | options))
 
 
 Plant = Callable[[TrainingRun | None], None]

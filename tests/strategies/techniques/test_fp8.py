@@ -28,7 +28,6 @@ from autoplan.strategies.techniques.fp8 import (
 from autoplan.strategies.techniques.fp8_rules import incompatible, reason_against_sizes
 from tests.strategies.tiny import GPT2, LLAMA, language
 
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 FP8 = {"micro_batch": 2, "precision": "bf16", "fp8": "tensorwise"}
 BIG = LLAMA | {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
 
@@ -88,7 +87,7 @@ def test_sizes(sizes, tensorwise, rowwise):
         assert reason is None if expected is None else expected in reason
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sizes_are_those_of_torchaos_own_filter(recipe):
     from torchao.float8 import _auto_filter_for_recipe
@@ -198,7 +197,7 @@ def test_what_it_does_not_go_with(knobs, reason):
 # What it computes.
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_replaced_layer_computes_the_recipe(recipe):
     """Beside the reference's own rounding: bit for bit where both see the same numbers, in all three products."""
@@ -221,7 +220,7 @@ def test_a_replaced_layer_computes_the_recipe(recipe):
     assert 0.01 < apart < 0.06, "the operands are rounded to 4 bits of mantissa"
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("pads", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_real_products_are_those_of_the_emulation(recipe, pads):
@@ -243,7 +242,7 @@ def test_real_products_are_those_of_the_emulation(recipe, pads):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-5)
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_names_and_objects_stay_and_a_state_goes_both_ways(recipe):
     workload = language(LLAMA)
@@ -263,7 +262,7 @@ def test_names_and_objects_stay_and_a_state_goes_both_ways(recipe):
         assert torch.equal(value, model.state_dict()[name]), name
 
 
-@needs_torchao
+@pytest.mark.torchao
 def test_a_resumed_run_goes_on_bit_for_bit():
     workload = language(LLAMA)
     with emulated_fp8():
@@ -275,7 +274,7 @@ def test_a_resumed_run_goes_on_bit_for_bit():
         assert [float(again.step(workload.make_batch(4, step)).loss) for step in (2, 3)] == onward
 
 
-@needs_torchao
+@pytest.mark.torchao
 def test_rows_that_16_does_not_divide_are_filled_up():
     """torch._scaled_mm sums over multiples of 16 alone, and tokens are what the gradient of a weight sums over."""
     from torchao.float8.float8_linear import Float8Linear
@@ -291,7 +290,7 @@ def test_rows_that_16_does_not_divide_are_filled_up():
     assert not model[0].config.emulate, "outside of tests the products are real ones"
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.slow
 def test_compiled():
     workload = language(LLAMA)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 
 import pytest
 import torch
@@ -28,8 +27,7 @@ from tests.strategies.tiny import GPT2, LLAMA, classifier, language
 NO_DROPOUT = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BF16 = {"parameters": "bf16", "precision": "bf16"}
 CHANCE = {"parameters": "bf16_stochastic", "precision": "bf16"}
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-EIGHT = pytest.param({"optimizer_state": "8bit"}, marks=needs_torchao)
+EIGHT = pytest.param({"optimizer_state": "8bit"}, marks=pytest.mark.torchao)
 ROUNDED = [BF16, CHANCE, {"optimizer_state": "bf16"}, EIGHT, BF16 | {"optimizer_state": "bf16"}]
 
 
@@ -248,7 +246,7 @@ def test_an_element_that_is_written_leaves_the_precision_of_the_others():
 
 
 @pytest.mark.parametrize(
-    ("states", "share"), [("own", 8.0), ("bf16", 4.0), pytest.param("8bit", 2.1, marks=needs_torchao)]
+    ("states", "share"), [("own", 8.0), ("bf16", 4.0), pytest.param("8bit", 2.1, marks=pytest.mark.torchao)]
 )
 def test_the_bytes_that_are_kept(states, share):
     workload = language(NO_DROPOUT | {"n_embd": 256})
