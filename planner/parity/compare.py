@@ -130,7 +130,13 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
         config: The candidate's; with the parameters' dtypes, its precision decides the tolerance.
     """
     measurement = reference.measurement
-    tolerance = tolerance_of(config.precision, measurement.dtypes, parameters=config.parameters, fp8=config.fp8)
+    tolerance = tolerance_of(
+        config.precision,
+        measurement.dtypes,
+        parameters=config.parameters,
+        states=config.optimizer_state,
+        fp8=config.fp8,
+    )
     judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
     problems = [*_reference_problems(measurement, config), *worst.problems]

@@ -1,5 +1,7 @@
 """Parameters and moments that are kept rounded: right runs pass; the bugs that fail elsewhere fail with them too."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -167,6 +169,24 @@ def test_moments_in_8_bits(monkeypatch, form):
     assert check_parity(decaying(), config).passed
     planted.plant(monkeypatch, planted.other_betas)
     assert OPTIMIZER in failed(check_parity(decaying(), config))
+
+
+QWEN: dict[str, Any] = {
+    **{"model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+
+
+@pytest.mark.torchao
+def test_moments_in_8_bits_of_parameters_with_small_gradients(monkeypatch):
+    """A key's bias moves far where its second moment is rounded to 0, which is what 8 bits do to a training."""
+    config = TrainingConfig(micro_batch=2, optimizer_state="8bit")
+    parity = check_parity(language(QWEN, learning_rate=1e-3), config)
+    assert parity.passed, parity.failures
+    (later,) = (check for check in parity.checks if check.name == "gradient scale, later steps")
+    assert later.difference > 1e-3, "what fp32 moments may be off by"
+    planted.plant(monkeypatch, planted.gradients_never_cleared)
+    assert not check_parity(language(QWEN, learning_rate=1e-3), config).passed
 
 
 def test_moments_that_are_not_kept(monkeypatch):
