@@ -3,6 +3,7 @@
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
 # make docs:   the documentation with the API reference, in site/
+# make test-torchao: the tests that need torchao, which gets a folder of its own (a part of `make test`)
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
 # make test-exports: the exported files train as a plain loop does, each in its tool, which gets an environment

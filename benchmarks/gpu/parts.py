@@ -51,6 +51,7 @@ SMALL_LENGTH, SMALL_BATCH = 64, 16
 CUDA_TESTS = (  # all files with a test marked cuda: to collect the whole suite takes a minute of the session
     "tests/probes/test_probes_measuring.py",
     "tests/probes/test_collectives.py",
+    "tests/planner/search/test_loading.py",
     "tests/strategies/workloads/test_transfer.py",
 )
 
