@@ -43,7 +43,7 @@ test: lint types
 # torchao stays out of the environment: transformers imports it with every model, wherever it finds it.
 .PHONY: test-torchao
 test-torchao: $(VENV)/torchao
-	PYTHONPATH=$(VENV)/torchao $(PYTEST) $(TWO_WORKERS) -m "torchao and not exhaustive"
+	PYTHONPATH=$(abspath $(VENV)/torchao) $(PYTEST) $(TWO_WORKERS) -m "torchao and not exhaustive"
 
 test-parity: $(VENV)/.installed-test
 	$(PYTEST) $(TWO_WORKERS) tests/planner/parity
