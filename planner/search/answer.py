@@ -270,8 +270,12 @@ def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no trial could be made"
     if run.did_not_run:
         return did_not_run(run, f"no configuration ran: {run.did_not_run[-1]}")
-    if ended_by == "max_trials" and Outcome.OK.value in kinds:
-        reason = "the trials ended before one that keeps what was fixed or bounded: the plain baseline alone ran"
+    baseline_alone = kinds.keys() == {Outcome.OK.value}
+    if ended_by == "max_trials" and Outcome.OK.value in kinds or ended_by == "time" and baseline_alone:
+        what = "trials" if ended_by == "max_trials" else "time"
+        reason = f"the {what} ended before a trial that keeps what was fixed or bounded: the plain baseline alone ran"
+        if ended_by == "time":
+            return budget_ended(run, reason, ended_by=ended_by)
         return run.finish("no_feasible_plan", reason, "Raise --max-trials by 2 or more.", ended_by=ended_by)
     last = next((t for t in reversed(run.store.trials) if t.reason), None)
     reason = f"no configuration ran: {counts}" + (f". The last: {last.reason}" if last is not None else "")

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.answer import PLAN_FILE, SearchRun, finished_before
+from autoplan.planner.search.answer import PLAN_FILE, SearchRun, finished_before, nothing_ran
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.store.store import Store
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
-from tests.recorded import make_plan
+from tests.recorded import make_plan, make_trial
 
 LOADER = LoaderSpec(kind="function", reference="train.py:rows", identity="rows")
 
@@ -75,3 +75,12 @@ def test_more_budget_that_ends_before_a_plan_leaves_the_earlier_one(store: Store
     (store.folder / PLAN_FILE).unlink()
     assert run.finish("budget_ended", "slow", "Give it more time.").status == "budget_ended"
     assert store.finished is not None and store.finished["status"] == "plan_found"
+
+
+def test_a_time_that_had_room_for_the_baseline_alone_is_not_told_as_a_failure(tmp_path: Path):
+    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
+        run = run_of(store, 60.0)
+        store.add_trial(make_trial(0, make_plan().config, 1.0, purpose="baseline"))
+        ended = nothing_ran(run, "time")
+    assert ended.status == "budget_ended" and "the plain baseline alone ran" in (ended.reason or "")
+    assert "--budget 2m" in (ended.hint or "")
