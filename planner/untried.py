@@ -7,7 +7,7 @@ from pydantic import Field
 from autoplan.planner.records import Interval
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
-from autoplan.units import format_seconds
+from autoplan.units import format_number, format_seconds
 
 
 class Untried(Record):
@@ -40,7 +40,8 @@ class Untried(Record):
         }[self.tried_next]
         speed, better = ("speed per rank", "cheaper") if self.per_rank else ("speed", "faster")
         probability = "over 99%" if self.probability > 0.99 else f"{self.probability:.0%}"  # no prediction is certain
+        low, high = (f"{x:.3g}" if x < 100 else format_number(x) for x in (ratio.low, ratio.high))
         return (
-            f"{many} not tried; {which}: predicted {ratio.low:.3g} to {ratio.high:.3g} times {reference} {speed}, "
-            f"{better} with a probability of {probability}; a trial of it takes about {format_seconds(self.trial_s)}"
+            f"{many} not tried; {which}: predicted {low} to {high} times {reference} {speed}, {better} with a "
+            f"probability of {probability}; a trial of it takes about {format_seconds(self.trial_s)}"
         )
