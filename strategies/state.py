@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from autoplan.strategies.techniques.mesh import is_fused, whole_tensor
+from autoplan.strategies.techniques.mesh import is_fused, local_tensor, whole_tensor
 from autoplan.strategies.techniques.rounded_steps import MASTER, rounding_of
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -25,8 +25,17 @@ _STEP_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's state and the optimizer's, to be written; all ranks call it."""
+    """The model's state and the optimizer's, to be written; all ranks call it.
+
+    Before its first step an optimizer has no state, and a loader of checkpoints needs to know what there will be. torch
+    makes a step without gradients for that, which leaves moments and a count of steps. Here they are taken out of the
+    optimizer again, and the state has zeros for all of them, which `restore_state` reads as no step.
+    """
+    stepped = bool(optimizer.state)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    if not stepped:
+        optimizer.state.clear()
+        optimizer_state = {key: _zero(value) if _is_state(key) else value for key, value in optimizer_state.items()}
     optimizer_state = {key: value for key, value in optimizer_state.items() if not key.endswith(f".{MASTER}")}
     model_state = model_state | _masters(model, optimizer)
     tied = _tied_names(model)
@@ -46,6 +55,7 @@ def restore_state(
     back = {early: late for late, early in _tied_names(model).items() if not _holds(model, early)}
     flags = [{flag: group[flag] for flag in _STEP_FLAGS if flag in group} for group in optimizer.param_groups]
     own = {_with_names(key, back): value for key, value in optimizer_state.items()}
+    _set_masters(model, optimizer, model_state, plain_layouts)  # before torch's own first step, which looks at them
     set_state_dict(
         model,
         optimizer,
@@ -53,14 +63,31 @@ def restore_state(
         optim_state_dict={key: _to_layout(value, plain_layouts.get(_parameter(key))) for key, value in own.items()},
         options=_OPTIONS,
     )
-    rounding = rounding_of(optimizer)
-    if rounding is not None:
-        for name, parameter in _parameters(model):
-            if name in model_state:
-                rounding.set_master(parameter, _to_layout(model_state[name], plain_layouts.get(name)))
+    _set_masters(model, optimizer, model_state, plain_layouts)
     for group, kept in zip(optimizer.param_groups, flags, strict=True):
         group.update(kept)
+    if _is_of_no_step(optimizer_state):
+        optimizer.state.clear()
     place_steps(optimizer)
+
+
+def _is_state(key: str) -> bool:
+    return key.startswith("state.")
+
+
+def _zero(value: Any) -> Any:
+    """A part of an optimizer's state in which nothing was counted or summed; what is no number as it is."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    return type(value)(0) if isinstance(value, bool | int | float) else value
+
+
+def _is_of_no_step(optimizer_state: Mapping[str, Any]) -> bool:
+    """Whether the state is that of an optimizer before its first step: all numbers in it are zero."""
+    numbers = [value for key, value in optimizer_state.items() if _is_state(key)]
+    tensors = (local_tensor(value) for value in numbers if isinstance(value, torch.Tensor))
+    others = (value for value in numbers if isinstance(value, bool | int | float))
+    return bool(numbers) and not any(others) and not any(bool(tensor.any()) for tensor in tensors)
 
 
 def place_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -95,6 +122,20 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         return {}
     found = ((name, rounding.master(parameter)) for name, parameter in _parameters(model))
     return {name: master for name, master in found if master is not None}
+
+
+def _set_masters(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_state: Mapping[str, Any],
+    layouts: Mapping[str, tuple[Placement, ...]],
+) -> None:
+    """Puts the fp32 master copies back, and rounds the parameters from them."""
+    rounding = rounding_of(optimizer)
+    if rounding is not None:
+        for name, parameter in _parameters(model):
+            if name in model_state:
+                rounding.set_master(parameter, _to_layout(model_state[name], layouts.get(name)))
 
 
 def _plain(name: str) -> str:

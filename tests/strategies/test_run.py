@@ -47,6 +47,48 @@ def test_resuming_is_bit_for_bit(knobs, tmp_path):
         assert resumed.scaler.state_dict() == run.scaler.state_dict()
 
 
+def with_adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1)
+
+
+def with_nadam(parameters):
+    return torch.optim.NAdam(parameters, lr=1e-3)
+
+
+def with_damped_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.5, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("build_optimizer", [with_adam, with_nadam, with_damped_sgd])
+def test_a_state_before_the_first_step_changes_no_later_step(build_optimizer, tmp_path):
+    """torch makes a step without gradients to see what an optimizer keeps; Adam would go on with a count of 1."""
+    workload = language(NO_DROPOUT)
+    workload.build_optimizer = build_optimizer
+    expected = [loss.item() for loss in steps(prepare(workload, PLAIN), 0, 3)]
+    run = prepare(workload, PLAIN)
+    torch.save(run.state_dict(), tmp_path / "state.pt")
+    assert not run.optimizer.state
+    assert [loss.item() for loss in steps(run, 0, 3)] == expected
+    again = prepare(workload, PLAIN)
+    again.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert [loss.item() for loss in steps(again, 0, 3)] == expected
+
+
+def test_a_checkpoint_is_loaded_into_the_state_of_a_new_run(tmp_path):
+    """As docs/parallelism.md has it: what a new run's state names is what dcp reads."""
+    import torch.distributed.checkpoint as dcp
+
+    workload = language(NO_DROPOUT)
+    run = prepare(workload, PLAIN)
+    steps(run, 0, 2)
+    dcp.save(run.state_dict(), checkpoint_id=tmp_path / "saved")
+    resumed = prepare(workload, PLAIN)
+    state = resumed.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    resumed.load_state_dict(state)
+    assert [loss.item() for loss in steps(resumed, 2, 4)] == [loss.item() for loss in steps(run, 2, 4)]
+
+
 @pytest.mark.parametrize(
     "other",
     [
