@@ -150,18 +150,23 @@ def shard_modules(
         reduced: The type that gradients are reduced in; None: fp32 where parameters are gathered in another type.
         on_host: Shards of parameters, gradients and states lie in the host's memory, where the optimizer steps.
     """
+    reduce_dtype = torch.float32 if gathered is not None else reduced
     policy = MixedPrecisionPolicy(
         param_dtype=gathered,
-        reduce_dtype=torch.float32 if gathered is not None else reduced,
+        reduce_dtype=reduce_dtype,
         cast_forward_inputs=False,  # autocast casts where it should; the residual stream stays fp32
     )
+    rest = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     units = [
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
         for block in blocks
     ]
     # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
-    roots = [fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=offload) for module in modules]
+    roots = [
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=rest, offload_policy=offload)
+        for module in modules
+    ]
     set_prefetch(units, prefetch)
     return roots
 

@@ -11,7 +11,7 @@ import torch
 from autoplan.processes import RankContext, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.mesh import gather_full, named_parameters
+from autoplan.strategies.techniques.mesh import gather_full, local_tensor, named_parameters
 from autoplan.strategies.techniques.rounded_steps import rounding_of
 from tests.strategies.parallel.world import adamw, make_workload, run_ranks
 
@@ -103,6 +103,37 @@ def test_weights_that_are_written_into_shards_are_stepped(zygote: Zygote) -> Non
     report = run_ranks(zygote, load_and_step, 2, (TrainingConfig(**LAYOUTS["fsdp"]),))
     for rank in report.ranks:
         assert 1.99 < rank.result[0] <= rank.result[1] < 2.01
+
+
+def same_sample(count: int, index: int) -> Any:
+    batch = make_workload("gpt2").make_batch(1, 0)
+    return {name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in batch.items()}
+
+
+def mean_of_the_same(context: RankContext, config: TrainingConfig) -> dict[str, float]:
+    """How far the mean gradient of 64 micro-steps of one sample is from that of a single one, by parameter."""
+    context.init_process_group("gloo", 60.0)
+    changes = []
+    for global_batch in (2, 128):
+        options = {"global_batch": global_batch, "make_batch": same_sample, "max_grad_norm": None}
+        run = prepare(make_workload("gpt2", **options), config, device="cpu")
+        rounding = rounding_of(run.optimizer)
+        assert rounding is not None
+        before = {name: local_tensor(rounding.master(p)).clone() for name, p in named_parameters(run.model)}
+        run.step(run.local_share(same_sample(global_batch, 0)))
+        after = {name: local_tensor(rounding.master(p)) for name, p in named_parameters(run.model)}
+        changes.append({name: tensor - before[name] for name, tensor in after.items() if tensor.numel()})
+    one, many = changes
+    return {name: float((many[name] - one[name]).norm() / one[name].norm()) for name in one if one[name].norm() > 0}
+
+
+def test_shards_add_their_gradients_up_in_fp32_outside_of_the_blocks_too(zygote: Zygote) -> None:
+    """Embeddings, head and the last norm are of the outermost unit, which has no policy of the blocks."""
+    config = TrainingConfig.model_validate(LAYOUTS["fsdp"] | {"micro_batch": 1})
+    report = run_ranks(zygote, mean_of_the_same, 2, (config,))
+    for rank in report.ranks:
+        assert len(rank.result) > 10
+        assert max(rank.result.values()) < 1e-3, {k: v for k, v in rank.result.items() if v >= 1e-3}
 
 
 def train_by_chance(context: RankContext, *rest: Any) -> Any:
