@@ -82,6 +82,18 @@ def test_bf16_fused_loss_keeps_its_sum_in_fp32():
     assert (gradient - exact).norm() < 1e-2 * exact.norm()
 
 
+def test_the_divisor_of_a_loss_is_not_rounded_to_bf16():
+    """1/267 in bf16 is 0.18 % off, and so was the whole gradient below the head of a model in bf16."""
+    hidden, weight, bias, targets = (None if t is None else t.detach() for t in head_case(rows=1024, vocabulary=300))
+    low = hidden.to(torch.bfloat16).requires_grad_(), weight.to(torch.bfloat16).requires_grad_()
+    total = precomputed_cross_entropy(*low, bias, targets, dtype=torch.bfloat16)
+    whole = torch.autograd.grad(total, low, retain_graph=True)
+    shared = torch.autograd.grad(total / 267, low)
+    for one, part in zip(whole, shared, strict=True):
+        ratio = float((one.double() * part.double()).sum() / one.double().square().sum())
+        assert ratio * 267 == pytest.approx(1, abs=5e-4)
+
+
 def test_all_positions_ignored_gives_zero():
     hidden, weight, bias, targets = head_case()
     for kernel in KERNELS.values():
