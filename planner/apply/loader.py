@@ -38,6 +38,7 @@ def make_plan_loader(
     if shuffle is not None:
         source = dataclasses.replace(source, shuffled=shuffle, sampler=None)
     rank, ranks = _position(plan, run)
+    _check_split(source.sampler, rank, ranks)
     return make_loader(
         source,
         setting_of(plan) or LoaderSetting(workers=0, pin_memory=plan.device == "cuda"),
@@ -46,6 +47,22 @@ def make_plan_loader(
         ranks=ranks,
         seed=seed,
         start=start,
+    )
+
+
+def _check_split(sampler: Any, rank: int, ranks: int) -> None:
+    """Raises PlanError where a sampler that is split over processes has other samples than the plan wants here.
+
+    The ranks of a model that is split share their samples: a sampler that knows all ranks gives each of them others.
+    """
+    processes = int(getattr(sampler, "num_replicas", 1) or 1)
+    own = int(getattr(sampler, "rank", rank))
+    if processes == 1 or (processes, own) == (ranks, rank):
+        return
+    raise PlanError(
+        f"the sampler ({type(sampler).__name__}) gives part {own} of {processes} of the samples, and the plan has "
+        f"part {rank} of {ranks} here",
+        hint="Give the dataset, or a DataLoader whose sampler is not split: plan.loader takes this rank's part itself.",
     )
 
 

@@ -20,6 +20,8 @@ from autoplan.strategies.workloads.randomness import RandomNumbers
 class SampleOrder(Sampler[int]):
     """The samples of one rank, an epoch each time it is gone over; each epoch has another order.
 
+    A pass that is left before its end (a `break`) is over too: the next one is of the next epoch.
+
     Position k of the global order belongs to rank k % ranks. So an optimizer step has the same samples on any number of
     ranks.
 
@@ -58,6 +60,7 @@ class SampleOrder(Sampler[int]):
             )
         self.samples, self.shuffle, self.seed = samples, shuffle, seed
         self.rank, self.ranks, self.start = rank, ranks, start
+        self._begun: int | None = None  # where the last pass began
 
     @property
     def epoch(self) -> int:
@@ -69,6 +72,9 @@ class SampleOrder(Sampler[int]):
         return (self.per_epoch - self.start % self.per_epoch) // self.ranks
 
     def __iter__(self) -> Iterator[int]:
+        if self._begun == self.start:  # that pass was left before its end
+            self.start = (self.epoch + 1) * self.per_epoch
+        self._begun = self.start
         epoch, offset = divmod(self.start, self.per_epoch)
         if self.shuffle:
             generator = torch.Generator().manual_seed(_epoch_seed(self.seed, epoch))
@@ -88,11 +94,13 @@ class SampleOrder(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on from a state: its `start` may have been set to steps x global batch."""
-        self.seed, self.start = int(state["seed"]), int(state["start"])
+        self.seed, self.start, self._begun = int(state["seed"]), int(state["start"]), None
 
 
 class OwnOrder(Sampler[int]):
     """The samples of one rank in the order of a sampler of the user's own, an epoch each time it is gone over.
+
+    A pass that is left before its end is over too.
 
     Position k of the order belongs to rank k % ranks. What the sampler draws comes from the seed and the epoch, so that
     all ranks, which are seeded apart, share one order. The process's own random numbers stay as they are.
@@ -118,6 +126,7 @@ class OwnOrder(Sampler[int]):
         self.sampler, self.seed, self.rank, self.ranks = sampler, seed, rank, ranks
         self.whole = max(multiple_of, 1) if multiple_of % ranks == 0 else multiple_of * ranks
         self.epoch, self._offset = 0, start
+        self._begun: tuple[int, int] | None = None  # where the last pass began
         if start:
             try:
                 per_epoch = len(self)
@@ -132,7 +141,10 @@ class OwnOrder(Sampler[int]):
         return int(samples - samples % self.whole) // self.ranks
 
     def __iter__(self) -> Iterator[int]:
+        if self._begun == (self.epoch, self._offset):  # that pass was left before its end
+            self.epoch, self._offset = self.epoch + 1, 0
         order = self._after_start()
+        self._begun = self.epoch, self._offset
         while len(step := list(itertools.islice(order, self.whole))) == self.whole:
             yield from step[self.rank :: self.ranks]
         self.epoch, self._offset = self.epoch + 1, 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from autoplan.errors import ExportError, PlanError
 from autoplan.planner.apply.loader import setting_of
@@ -88,6 +88,16 @@ def test_a_plan_makes_the_loader_of_a_rank() -> None:
     several = plan_with_loader(TrainingConfig(micro_batch=4, dp_replicate=2))
     with pytest.raises(PlanError, match="2 data-parallel ranks, and it is not known which"):
         several.loader(rows)
+
+
+def test_a_sampler_that_is_split_otherwise_than_the_plan_is_refused() -> None:
+    """The two ranks of a split model train on the same samples; a script under torchrun gave each its own half."""
+    rows = TensorDataset(torch.arange(48))
+    mine = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, 2, 1))
+    for config in (TrainingConfig(micro_batch=4, tp=2), PLAIN):
+        with pytest.raises(PlanError, match=r"\(DistributedSampler\) gives part 1 of 2 .* part 0 of 1 here"):
+            make_plan(config).loader(mine)
+    assert make_plan(PLAIN).loader(DataLoader(rows, sampler=DistributedSampler(rows, 1, 0))).batch_size == 16
 
 
 def test_a_loops_own_loader_gets_the_setting() -> None:

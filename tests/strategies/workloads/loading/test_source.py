@@ -189,6 +189,25 @@ def test_start_passes_over_what_a_sampler_of_ones_own_gave():
         seen(make_loader(source_of(DataLoader(Numbers(9), sampler=[1, 2, 3])), ALONE, batch_size=4))
 
 
+@pytest.mark.parametrize("sampler", [None, "of one's own"])
+def test_a_pass_that_is_left_early_is_over(sampler: str | None):
+    """Five epochs of `for _, batch in zip(range(2), loader)` would be the same two batches."""
+    options: dict[str, Any] = {"shuffle": True} if sampler is None else {"sampler": Drawn(12, "torch")}
+    source = source_of(DataLoader(Numbers(12), **options))
+    loader, whole = (make_loader(source, ALONE, batch_size=2, seed=3) for _ in range(2))
+    expected = [seen(whole) for _ in range(3)]
+    begun = [[int(x) for batch in itertools.islice(loader, 2) for x in batch] for _ in range(2)]
+    assert begun == [epoch[:4] for epoch in expected[:2]] and begun[0] != begun[1]
+    assert seen(loader) == expected[2]
+    order = loader.sampler
+    if isinstance(order, SampleOrder):
+        assert order.epoch == 3
+        order.load_state_dict({"seed": 3, "start": 12})
+        next(iter(order))
+        order.load_state_dict({"seed": 3, "start": 12})
+        assert seen(loader) == expected[1], "a state that is loaded is where the next pass begins"
+
+
 def test_torchs_own_samplers_with_options_keep_them():
     data = Numbers(12)
     few = make_loader(
