@@ -62,14 +62,7 @@ class Fp8Strategy:
         if reason is not None:
             raise ConfigError(f"fp8={recipe} does not apply: {reason}", hint="Use fp8=off.")
         names = [name for name, _ in selected_linears(build.structure, recipe)]
-        samples, length = build.config.micro_batch, build.workload.sequence_length
-        use_fp8(
-            build.model,
-            names,
-            recipe,
-            pads=length is None or samples * length % MULTIPLE != 0,
-            emulates=_EMULATED.get(),
-        )
+        use_fp8(build.model, names, recipe, emulates=_EMULATED.get())
 
 
 def reason_against_fp8(structure: Structure, recipe: str, device: str) -> str | None:
@@ -173,14 +166,16 @@ def _is_special(name: str, module: nn.Linear) -> bool:
     return "forward" in vars(module) or any(getattr(module, name) for name in hooks)
 
 
-def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, pads: bool, emulates: bool = False) -> None:
+def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, emulates: bool = False) -> None:
     """Has torchao replace linear layers, in place.
+
+    The gradient of a weight sums over the rows of a batch, in steps of MULTIPLE (`torch._scaled_mm`). Rows that it does
+    not divide are filled up, which takes a copy of them: only then, since lengths of batches may differ.
 
     Args:
         model: The model.
         names: Of the layers.
         recipe: tensorwise or rowwise.
-        pads: Fill the rows of a product up to a multiple of 16, which takes a copy of them: their number is another.
         emulates: Operands are rounded as they would be, and multiplied in fp32: on any device, and slow.
     """
     from dataclasses import replace
@@ -188,9 +183,24 @@ def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, pads: bool, 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config: Any = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, pad_inner_dim=pads, emulate=emulates)
+    config = replace(config, pad_inner_dim=False, emulate=emulates)
     taken = set(names)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in taken)
+    for name in names:
+        linear: Any = model.get_submodule(name)
+        whole = linear.linear_mm_config
+        filled = type(whole)(*(product._replace(pad_inner_dim=True) for product in whole))
+        linear.register_forward_pre_hook(_filling(whole, filled))
+
+
+def _filling(whole: Any, filled: Any) -> Any:
+    """What has a layer's products filled up, before its forward, where the rows of the batch need it."""
+
+    def choose(linear: Any, inputs: tuple[Any, ...]) -> None:
+        rows = inputs[0].numel() // inputs[0].shape[-1]
+        linear.linear_mm_config = filled if rows % MULTIPLE else whole
+
+    return choose
 
 
 def replaced_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:

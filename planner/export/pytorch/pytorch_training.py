@@ -19,7 +19,6 @@ from autoplan.strategies.config import (
     TrainingConfig,
 )
 from autoplan.strategies.rounding_knobs import rounds_steps
-from autoplan.strategies.techniques.fp8_rules import MULTIPLE
 
 # What the script takes from techniques/checkpointing.py, techniques/allocator.py and workloads/training_mode.py.
 CHECKPOINTING_NAMES = (
@@ -62,7 +61,7 @@ _HOST_ACTIVATIONS_NAMES = (
 
 
 # Of techniques/fp8.py, with the sizes of fp8_rules.py.
-_FP8_NAMES = ("fp8_linears", "_linears", "_is_aligned", "_is_special", "use_fp8")
+_FP8_NAMES = ("fp8_linears", "_linears", "_is_aligned", "_is_special", "use_fp8", "_filling")
 
 _KERNELS_NAMES = (
     *("liger_function", "use_liger", "_apply_to_instance", "_modeling_files", "_classes_of"),
@@ -225,12 +224,10 @@ _ATTENTION_LINES = [
 
 
 def _fp8_lines(plan: Plan) -> list[str]:
-    length = plan.workload.sequence_length
-    pads = length is None or plan.config.micro_batch * length % MULTIPLE != 0
     return [
         "    in_fp8 = fp8_linears(model, [name for stack in STACKS for name in stack], FP8)",
         '    assert in_fp8, "no linear layer is large enough: it is another model"',
-        f"    use_fp8(model, in_fp8, FP8, pads={pads})  # pip install torchao",
+        "    use_fp8(model, in_fp8, FP8)  # pip install torchao",
     ]
 
 
