@@ -53,13 +53,16 @@ class SearchRun:
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
         """Ends the search without a plan: the record keeps it, so that the same call is answered from there.
 
-        Where something did not run, the record keeps no end, and the same call tries it again. Where the time is over
-        and the search found a plan before, that plan stays its answer.
+        Where something did not run, the record keeps no end, and the same call tries it again. A plan that the search
+        found before stays its answer where the time is over, and where no trial could be made this time.
         """
+        before = _stored_plan(self) if self.store.plan_was_found else None
+        if before is not None and self.session is None and status != "budget_ended":
+            return _earlier_plan(self, before, reason)
         if not self.did_not_run:
             self.store.finish(status, reason=reason, hint=hint, ended_by=ended_by)
-        if status == "budget_ended" and self.store.plan_was_found and (plan := _stored_plan(self)) is not None:
-            return _earlier_plan(self, plan, reason)
+        if before is not None and status == "budget_ended":
+            return _earlier_plan(self, before, reason)
         return self.result(status, reason=reason, hint=hint)
 
     def result(self, status: Status, **facts: Any) -> SearchResult:

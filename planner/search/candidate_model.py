@@ -134,7 +134,8 @@ class CandidateModel:
         if self._extrapolation is None or not self._shorts:
             return None
         ran_whole = {trial.config for trial in self.trials}
-        shorts = [short for short in self._shorts if short.trial.config not in ran_whole]
+        judged = [short for short in self._shorts if not short.trial.budget_ended]
+        shorts = [short for short in judged if short.trial.config not in ran_whole]
         times = {short.trial.config: self._extrapolation.log_time(short) for short in shorts}
         timed = {config: time for config, time in times.items() if time is not None}
         large = {short.trial.config for short in shorts if short.trial.outcome is Outcome.OUT_OF_MEMORY}

@@ -10,11 +10,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 from autoplan.planner.records import Outcome, Purpose, Trial
 from autoplan.planner.search.claim import ROUNDS_AGAIN, rounds_needed
 from autoplan.planner.search.objective import finalists as pick_finalists
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, is_late, is_tie, measured_spread
+from autoplan.planner.search.selection import (
+    CandidateRuns,
+    collect_runs,
+    is_late,
+    is_tie,
+    measured_spread,
+    shared_rounds,
+)
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import TrainingConfig
 
@@ -45,15 +53,12 @@ def run_finalists(session: Session) -> None:
         finalists = with_new_runs(session, finalists)
         if len(finalists) < 2:
             return
-        rounds_done = min(len(candidate.finalist_runs) for candidate in finalists)
+        rounds_done = len(shared_rounds(finalists))
         if rounds_done >= MOST_CHOICE_ROUNDS or (rounds_done and _is_decided(session, finalists)):
             return
-        todo = [candidate for candidate in finalists if len(candidate.finalist_runs) == rounds_done]
-        while len(finalists) > 1 and not _affordable(session, todo, reserve_s=session.claim_reserve_s):
+        while len(finalists) > 1 and not _affordable(session, finalists, reserve_s=session.claim_reserve_s):
             # They are about equally fast: to measure the others more often is worth more.
-            most_expensive = max(finalists, key=lambda candidate: session.trial_cost.repeat_s(candidate.first))
-            finalists.remove(most_expensive)
-            todo = [candidate for candidate in todo if candidate.config != most_expensive.config]
+            finalists.remove(max(finalists, key=lambda candidate: session.trial_cost.repeat_s(candidate.first)))
         if len(finalists) < 2:
             session.note(
                 f"the finalists were measured in {rounds_done} round(s); the budget had no time for another round"
@@ -61,7 +66,7 @@ def run_finalists(session: Session) -> None:
                 else "the budget had no time to measure the finalists again: the choice is based on single trials"
             )
             return
-        if not _run_round(session, "finalist", rounds_done, [candidate.first for candidate in todo]):
+        if not _run_round(session, "finalist", [candidate.first for candidate in finalists]):
             return
 
 
@@ -100,22 +105,18 @@ def run_claim(session: Session, winner: TrainingConfig) -> bool:
         compared = [by_config[config] for config in (winner, *compared_with(session, winner)) if config in by_config]
         if len(compared) < 2:
             return True
-        rounds = [runs.claim_runs for runs in compared]
-        begun = max((run.round or 0 for runs in rounds for run in runs), default=-1)
-        open_round = [runs.first for runs in compared if begun not in {run.round for run in runs.claim_runs}]
-        if begun < 0 or not open_round or len(open_round) == len(compared):
-            quiet, made = _count_rounds(by_config[winner], compared)
-            if quiet >= wanted or made - quiet > ROUNDS_AGAIN:
-                return True
-            begun, open_round = _next_round(session), [runs.first for runs in compared]
-        if not _affordable_s(session, open_round):
+        quiet, made = _count_rounds(by_config[winner], compared)
+        if quiet >= wanted or made - quiet > ROUNDS_AGAIN:
+            return True
+        firsts = [runs.first for runs in compared]
+        if not _affordable_s(session, firsts):
             if len(compared) > 2 and not by_config[winner].claim_runs:
                 session.hand_left_out = True
                 continue
             session.note("the budget had no time for all rounds of the plan against the baseline")
             return True
-        session.observer.on_phase("claim", f"round {begun + 1}")
-        if not _run_round(session, "claim", begun, open_round):
+        session.observer.on_phase("claim", f"round {made + 1}")
+        if not _run_round(session, "claim", firsts):
             return True
 
 
@@ -150,22 +151,22 @@ def _count_rounds(winner: CandidateRuns, compared: Sequence[CandidateRuns]) -> t
     return quiet, made
 
 
-def _next_round(session: Session) -> int:
-    """A number that no round of the claim has yet, over all runs of the search."""
-    return 1 + max((t.round or 0 for t in session.store.trials if t.purpose == "claim"), default=-1)
+def _next_round(session: Session, purpose: Purpose) -> int:
+    """A number that no such round has yet, over all runs of the search."""
+    return 1 + max((t.round or 0 for t in session.store.trials if t.purpose == purpose), default=-1)
 
 
-def _run_round(session: Session, purpose: str, number: int, firsts: Sequence[Trial]) -> bool:
+def _run_round(session: Session, purpose: Literal["finalist", "claim"], firsts: Sequence[Trial]) -> bool:
     """One run of each, in an order that is drawn; returns False if one was ended from outside: no more is run.
 
-    A run that the budget ended, and one of the claim that is out of time, is ended from outside too: the configuration
-    ran before.
+    A round that was cut short is not completed later: its runs would not be side by side. A run that the budget ended,
+    and one of the claim that is out of time, is ended from outside too: the configuration ran before.
     """
-    order = list(firsts)
+    order, number = list(firsts), _next_round(session, purpose)
     random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
     reserve_s = session.parity_reserve_s if purpose == "finalist" else 0.0
     for first in order:
-        trial = _measure_again(session, "finalist" if purpose == "finalist" else "claim", first, reserve_s, number)
+        trial = _measure_again(session, purpose, first, reserve_s, number)
         if trial.outcome is Outcome.INTERRUPTED or is_late(trial):
             session.note(f"the rounds ended early: {trial.reason}")
             return False

@@ -107,10 +107,19 @@ def is_late(trial: Trial) -> bool:
     return trial.outcome is Outcome.TIMEOUT and (trial.budget_ended or trial.purpose == "claim")
 
 
+def shared_rounds(candidates: Sequence[CandidateRuns]) -> set[int | None]:
+    """The rounds of the choice in which each of the candidates ran."""
+    return set.intersection(*({run.round for run in candidate.finalist_runs} for candidate in candidates))
+
+
 def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, CandidateRuns]:
     """Both with the interleaved runs of the rounds that both have, so that their i-th runs were made side by side."""
-    rounds = min(len(a.finalist_runs), len(b.finalist_runs))
-    return replace(a, finalist_runs=a.finalist_runs[:rounds]), replace(b, finalist_runs=b.finalist_runs[:rounds])
+    shared = shared_rounds((a, b))
+
+    def matched(runs: CandidateRuns) -> CandidateRuns:
+        return replace(runs, finalist_runs=tuple(run for run in runs.finalist_runs if run.round in shared))
+
+    return matched(a), matched(b)
 
 
 def measured_spread(trials: Iterable[Trial], assumed: float = RUN_SPREAD) -> Spread:
@@ -147,9 +156,12 @@ def pick_finalists(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
     """
     if not candidates:
         return []
-    best = candidates[0].step_time
-    near = [candidate for candidate in candidates if candidate.step_time.low <= best.high * (1 + FINALIST_MARGIN)]
-    return near[:MAX_FINALISTS]
+    return [candidate for candidate in candidates if is_near(candidate, candidates[0])][:MAX_FINALISTS]
+
+
+def is_near(candidate: CandidateRuns, best: CandidateRuns) -> bool:
+    """Whether a candidate may be as fast as a faster one, by its interval."""
+    return candidate.step_time.low <= best.step_time.high * (1 + FINALIST_MARGIN)
 
 
 def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[CandidateRuns]:
@@ -159,11 +171,19 @@ def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[
         candidates: In any order.
         spread: Between runs on this device: what is a tie depends on it.
 
-    Candidates with interleaved runs come before the others, because a single trial may have been disturbed.
+    Candidates with interleaved runs come before the others, because a single trial may have been disturbed. Before
+    them come those that none of them is near to: a longer search found them later.
     """
-    pool = [candidate for candidate in candidates if candidate.finalist_runs] or list(candidates)
-    rest = [candidate for candidate in candidates if candidate not in pool]
-    ordered: list[CandidateRuns] = []
+    again = [candidate for candidate in candidates if candidate.finalist_runs]
+    once = [candidate for candidate in candidates if not candidate.finalist_runs]
+    ahead = [candidate for candidate in once if not any(is_near(other, candidate) for other in again)]
+    rest = [candidate for candidate in once if candidate not in ahead]
+    ordered = _by_speed(ahead, spread) + _by_speed(again, spread)
+    return ordered + sorted(rest, key=lambda candidate: candidate.step_time.median)
+
+
+def _by_speed(candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
+    pool, ordered = list(candidates), []
     while pool:
         fastest = min(pool, key=lambda candidate: candidate.step_time.median)
         tied = [candidate for candidate in pool if candidate is fastest or is_tie(candidate, fastest, spread)]
@@ -172,7 +192,7 @@ def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[
         chosen = min(small, key=lambda c: (len(c.config.knobs_off_default()), c.step_time.median, c.first.number))
         ordered.append(chosen)
         pool.remove(chosen)
-    return ordered + sorted(rest, key=lambda candidate: candidate.step_time.median)
+    return ordered
 
 
 def is_tie(candidate: CandidateRuns, fastest: CandidateRuns, spread: Spread = ASSUMED) -> bool:

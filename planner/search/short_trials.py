@@ -228,13 +228,15 @@ def run_short(session: Session, cut: Cut, config: TrainingConfig) -> ShortTrial 
     number, share = session.store.next_number, float(cut.share((config,))[0])
     expected_s = session.model.cost_s(config)
     session.observer.on_trial_started(number, "short", config, None, session.budget())
+    budget_s, own_s = session.hard_deadline_s(session.parity_reserve_s), 3 * expected_s
     order = TrialOrder(
         number=number,
         purpose="short",
         config=config,
         prediction=None,
         time_box_s=max(LEAST_BOX_S, share * session.time_box_s),
-        deadline_s=max(5.0, min(session.hard_deadline_s(session.parity_reserve_s), 3 * expected_s)),
+        deadline_s=max(5.0, min(budget_s, own_s)),
+        deadline_of_budget=budget_s < own_s,
         best_high_s=_to_beat_s(session, config, share),
         remeasure=session.remeasure,
         depth=DEPTH,

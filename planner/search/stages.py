@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, WorkloadError
-from autoplan.planner.records import Outcome, Parity, Trial
+from autoplan.planner.records import Outcome, Parity, Purpose, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.claim import faster_reference
 from autoplan.planner.search.compile_ahead import CompileAhead
@@ -57,15 +57,13 @@ def run_baseline(session: Session) -> Trial | None:
     moved = needed_offload(session)
     plain = "the plain fp32 run" + ("" if moved == "none" else f" with offload={moved}, without which nothing fits")
     session.observer.on_phase("baseline", plain)
-    failed = {trial.config for trial in session.store.trials if trial.purpose == "baseline"}
     for config in plain_configs(session):
-        if config in failed:
-            continue
         deadline_s = session.hard_deadline_s(BASELINE_RESERVE_SHARE * session.left_s)
+        if _has_verdict(session, "baseline", config, deadline_s):
+            continue
         if deadline_s <= 0:
-            needed_s = (session.store.spent_s + session.model.cost_s(config)) / BASELINE_DONE_SHARE
-            raise BudgetOver("the baseline", needed_s=needed_s)
-        trial = session.measure("baseline", config, deadline_s=deadline_s)
+            raise _no_time_for_baseline(session, config)
+        trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is Outcome.OK:
             return trial
         if trial.did_not_run:
@@ -77,8 +75,21 @@ def run_baseline(session: Session) -> Trial | None:
         if trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT):
             break
     last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
+    if last.budget_ended:
+        raise _no_time_for_baseline(session, last.config)
     session.note(f"the plain baseline does not run here ({last.outcome.value}: {last.reason})")
     return None
+
+
+def _no_time_for_baseline(session: Session, config: TrainingConfig) -> BudgetOver:
+    needed_s = (session.store.spent_s + session.model.cost_s(config)) / BASELINE_DONE_SHARE
+    return BudgetOver("the baseline", needed_s=needed_s)
+
+
+def _has_verdict(session: Session, purpose: Purpose, config: TrainingConfig, deadline_s: float) -> bool:
+    """Whether such a trial was made, which would not end otherwise now: the budget ended it, and there is more time."""
+    made = [trial for trial in session.store.trials if trial.purpose == purpose and trial.config == config]
+    return any(not trial.budget_ended or trial.seconds_spent >= deadline_s for trial in made)
 
 
 def plain_configs(session: Session) -> list[TrainingConfig]:
@@ -126,9 +137,10 @@ def run_manual_setting(session: Session) -> None:
 def _run_manual_setting(session: Session, precision: str) -> None:
     configs = manual_settings(session, precision)
     tried = {trial.config: trial for trial in session.store.trials if trial.purpose in ("baseline", "reference")}
+    deadline_s = session.hard_deadline_s(session.parity_reserve_s)
     for config in configs:
         trial = tried.get(config)
-        if trial is None:
+        if trial is None or not _has_verdict(session, trial.purpose, config, deadline_s):
             most = session.options.max_trials
             if most and session.trials_done >= most:
                 return
@@ -139,8 +151,7 @@ def _run_manual_setting(session: Session, precision: str) -> None:
                     "larger --budget has"
                 )
                 return
-            deadline_s = session.hard_deadline_s(session.parity_reserve_s)
-            trial = session.measure("reference", config, deadline_s=deadline_s)
+            trial = session.measure("reference", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is not Outcome.OUT_OF_MEMORY:
             return
 

@@ -77,6 +77,17 @@ def test_more_budget_that_ends_before_a_plan_leaves_the_earlier_one(store: Store
     assert store.finished is not None and store.finished["status"] == "plan_found"
 
 
+def test_a_run_that_could_make_no_trial_leaves_the_earlier_plan(store: Store, tmp_path: Path):
+    run = run_of(store, 600.0, loader=LOADER, out=tmp_path / "plan.json")
+    assert finished_before(run) is None, "its loader is to be measured"
+    ended = run.finish("no_feasible_plan", "the inspection needs more than 1 GiB", "Raise --memory-limit.")
+    assert (ended.status, ended.exit_code) == ("plan_found", 0)
+    assert ended.notes[0].startswith("the inspection needs more than 1 GiB. The plan is the one")
+    assert Plan.load(tmp_path / "plan.json").config == make_plan().config
+    kept = finished_before(run_of(store, 600.0))
+    assert kept is not None and kept.status == "plan_found", "the record still ends with its plan"
+
+
 def test_a_time_that_had_room_for_the_baseline_alone_is_not_told_as_a_failure(tmp_path: Path):
     with Store(tmp_path / "s", "0" * 16, summary={}) as store:
         run = run_of(store, 60.0)
