@@ -90,7 +90,7 @@ accuracy: $(VENV)/.installed
 # The brief form of both; docs/scoreboard.md has the long ones.
 .PHONY: bench-search
 bench-search: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),5) --methods ours tpe random
+	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),5)
 	$(BIN)/python -m benchmarks.search_live --budget $(or $(BUDGET),60s) --rounds 1 --out .cache/search_live.jsonl
 	@echo "To record a table: $(BIN)/python -m benchmarks.search_tables --case gpt --ranks 1 (docs/scoreboard.md)"
 

@@ -42,7 +42,8 @@ def draw_curves(title: str, curves: Mapping[str, Sequence[Curve]]) -> str:
         parts.append(f'<path d="M{LEFT} {y:.1f}H{end}" stroke="#ddd"/>')
         parts.append(draw_text(LEFT - 8, y + (10 if share == 0.95 else 4), f"{share:.0%}", anchor="end", css="soft"))
     for at in np.exp(np.linspace(low, high, 6)):
-        parts.append(draw_text(x_of(at), floor + 18, f"{at:.3g}", anchor="middle", css="soft"))
+        text = f"{at:.3g}" if at < 1000 else f"{at:,.0f}"
+        parts.append(draw_text(x_of(at), floor + 18, text, anchor="middle", css="soft"))
     parts.append(draw_text((LEFT + end) / 2, HEIGHT - 8, "device seconds", anchor="middle", css="soft"))
     for place, ((name, searches), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
         shares = np.array([[share_at(curve, at) for at in grid] for curve in searches])

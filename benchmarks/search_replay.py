@@ -6,8 +6,8 @@ The tables are those of benchmarks/search_tables.py (every candidate of a table 
 among a table's candidates alone, and each trial is answered with what was recorded (benchmarks/trials_saved.py). After
 each trial a search would hand over the fastest that it has seen, in the one pass that it sees. How good that is, is
 judged by both passes: the geometric mean of a candidate's step times. A trial costs what it took in the first pass,
-where nothing was in the compile cache. The other samplers have no cost model, and their illegal and repeated points
-cost nothing. Ours draws nothing, so its starts and passes are all the replays there are of it.
+where nothing was in the compile cache. The other samplers have no cost model; they choose among what is left of the
+table (benchmarks/replay_samplers.py). Ours draws nothing, so its starts and passes are all the replays there are of it.
 
 Not in a replay: the probes and the trace (some seconds of each search of ours), the finalists' runs, parity, the claim.
 """

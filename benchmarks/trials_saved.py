@@ -31,12 +31,12 @@ from autoplan.planner.cost.traced.estimator import CostTable, Estimator
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.candidate_model import Assessment, CandidateModel
 from autoplan.planner.search.option_checks import SamplerName
-from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.strategies.config import TrainingConfig
+from benchmarks.replay_samplers import sampler_of
 from benchmarks.trials_saved_record import LIMIT_BYTES, Recorded, read
 
 RESULTS = Path(__file__).parent / "results" / "trials_saved"
@@ -188,8 +188,7 @@ def walk(
     kind = CandidateModel if way.sampler == "autoplan" else ListedCandidates
     model = kind(candidates, estimator, cost, memory_limit_bytes=limit_bytes)
     spaces = make_distributions(choices_of((*candidates, *plain)))
-    gp = way.sampler == "gp"
-    sampler = make_sampler(optuna.samplers.GPSampler(seed=number) if gp else way.sampler, model, spaces, seed=number)
+    sampler = sampler_of(way.sampler, model, spaces, number)
     study = SearchStudy(None, spaces, (), sampler)
     starts = plain[number % len(plain) :] if plain else []
     if way.drops:  # as planner/search/stages.py: not above what is predicted to fit, but for the smallest

@@ -10,7 +10,7 @@ import pytest
 from autoplan.planner.records import Outcome
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import trials_saved
-from benchmarks.trials_saved import WAYS
+from benchmarks.trials_saved import WAYS, SearchMethod
 from benchmarks.trials_saved_record import LIMIT_BYTES, Recorded, choose, is_plain, read
 
 DRAWS = 9
@@ -68,3 +68,26 @@ def test_a_record_holds_the_plain_runs_and_spreads_over_the_rest() -> None:
     assert [config for config in chosen if is_plain(config)] and set(filter(is_plain, legal)) <= set(chosen)
     pairs = {(config.precision, config.checkpointing) for config in eager}
     assert len(pairs) == 4 and chosen == choose(legal, 10, 3)
+
+
+@pytest.mark.parametrize("name", ["random", "tpe", "gp"])
+def test_the_other_samplers_choose_among_the_table_and_take_each_candidate_once(name: str, recorded: Recorded) -> None:
+    way = SearchMethod(name=name, sampler=name, drops=False)  # type: ignore[arg-type]
+    taken = [[trial.config for _, trial in trials_saved.walk(recorded, way, seed)] for seed in (0, 1)]
+    for configs in taken:
+        assert len(configs) == len(set(configs)) and set(configs) == set(recorded.candidates)
+    assert taken[0] != taken[1]
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp"])
+def test_a_sampler_that_learns_comes_to_fast_candidates_sooner_than_random(name: str, recorded: Recorded) -> None:
+    """The mean place, in the order of trials, of the fastest quarter of the candidates."""
+
+    def place(sampler: str) -> float:
+        way = SearchMethod(name=sampler, sampler=sampler, drops=False)  # type: ignore[arg-type]
+        fast = set(np.argsort(recorded.seconds)[: len(recorded.candidates) // 4].tolist())
+        numbers = {config: number for number, config in enumerate(recorded.candidates)}
+        walks = [[numbers[trial.config] for _, trial in trials_saved.walk(recorded, way, seed)] for seed in range(6)]
+        return float(np.mean([place for walk in walks for place, number in enumerate(walk) if number in fast]))
+
+    assert place(name) < place("random")
