@@ -28,8 +28,10 @@ def rebuild_over(
         parameters: The trainable parameters of the model it was made for, in the model's order.
 
     Raises:
-        WorkloadError: it has parameters that are not among them.
+        WorkloadError: it has parameters that are not among them, hooks on its step, or something that only its
+            constructor was told and that cannot be read from it.
     """
+    _refuse_hooks(optimizer)
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     groups = []
     for group in optimizer.param_groups:
@@ -42,13 +44,63 @@ def rebuild_over(
             )
         options = {key: value for key, value in group.items() if key != "params" and key not in OPTIMIZER_FLAGS}
         groups.append((options, [place[id(parameter)] for parameter in trained]))
-    return functools.partial(_make_over, type(optimizer), groups, dict(optimizer.defaults), len(parameters))
+    options = constructor_options(optimizer)
+    make = functools.partial(_make_over, type(optimizer), groups, options, len(parameters))
+    _refuse_lost_arguments(optimizer, make([torch.nn.Parameter(torch.zeros(1)) for _ in parameters]))
+    return make
+
+
+def constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer was made with, for its constructor: its defaults, and the arguments that it keeps by name.
+
+    bitsandbytes keeps `optim_bits` in its `args`, torchao `bf16_stochastic_round` in an attribute.
+    """
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    kept = _plain_attributes(optimizer)
+    return options | {name: kept[name] for name in taken if name in kept and name not in options}
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer, and of its `args`, that are numbers, texts, or nothing."""
+    holders = [getattr(optimizer, "args", None), optimizer]
+    found = {name: value for holder in holders for name, value in getattr(holder, "__dict__", {}).items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("_") and (value is None or isinstance(value, bool | int | float | str))
+    }
+
+
+def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    for where in ("pre", "post"):
+        hooks = getattr(optimizer, f"_optimizer_step_{where}_hooks", {})
+        if hooks:
+            names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks.values())
+            raise WorkloadError(
+                f"the optimizer has a hook on its step ({names}, by register_step_{where}_hook), and a plan makes the "
+                "optimizer anew",
+                hint="Hand in a function that makes the optimizer from parameters, with its hook; or do what the hook "
+                "does in the loop, after the step.",
+            )
+
+
+def _refuse_lost_arguments(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
+    own, anew = _plain_attributes(optimizer), _plain_attributes(made)
+    lost = {name: value for name, value in own.items() if name in anew and value != anew[name]}
+    if lost:
+        name, value = next(iter(lost.items()))
+        raise WorkloadError(
+            f"the optimizer ({type(optimizer).__name__}) has {name}={value!r}, and made anew with its groups and "
+            f"defaults it has {anew[name]!r}",
+            hint="Hand in a function that makes the optimizer from parameters, not an instance.",
+        )
 
 
 def _make_over(
     kind: Any,
     groups: list[tuple[dict[str, Any], list[int]]],
-    defaults: dict[str, Any],
+    options: dict[str, Any],
     expected: int,
     parameters: Iterable[Any],
 ) -> torch.optim.Optimizer:
@@ -58,8 +110,6 @@ def _make_over(
             f"an optimizer over {expected} parameters cannot be made over {len(given)}",
             hint="Hand in a function that makes the optimizer from parameters, not an instance.",
         )
-    taken = inspect.signature(kind).parameters
-    options = {name: value for name, value in defaults.items() if name in taken}
     return kind([{**rest, "params": [given[index] for index in places]} for rest, places in groups], **options)
 
 
@@ -71,6 +121,5 @@ def rebuild(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.o
     groups = [
         {key: value for key, value in group.items() if key not in OPTIMIZER_FLAGS} for group in optimizer.param_groups
     ]
-    options: dict[str, Any] = {name: value for name, value in optimizer.defaults.items() if name in taken}
     make: Any = kind
-    return make(groups, **(options | flags))
+    return make(groups, **(constructor_options(optimizer) | flags))
