@@ -119,6 +119,7 @@ class MeanLoss:
             items = self.count(batch)
             return LossSum(mean * items, items)
         counted = self.count.counted(batch).sum()
+        mean = torch.where(counted.to(mean.device) > 0, mean, torch.zeros_like(mean))  # a mean over nothing is NaN
         return LossSum(mean * counted, counted)
 
 

@@ -16,6 +16,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.trainers.accelerate import read_loop
 from autoplan.strategies.workloads.trainers.loader import resized
+from autoplan.strategies.workloads.trainers.mean_loss import CountLabels, MeanLoss
 from autoplan.strategies.workloads.workload import LossSum
 from tests.strategies.loops import (
     Points,
@@ -113,6 +114,17 @@ def test_a_mean_over_tokens_of_padded_batches_is_found_and_trains_the_same() -> 
     wanted = parameters_of(accelerator.unwrap_model(prepared))
     for micro, parameters in got.items():
         assert worst_difference(parameters, wanted) < 5e-4, micro  # Adam's first steps are nearly signs
+
+
+def test_a_micro_batch_without_a_label_adds_nothing() -> None:
+    """Its mean is NaN, which a batch of many samples never had."""
+    head = nn.Linear(4, 3)
+    count = CountLabels(path=("labels",), shifted=False, ignored=-100, name="labels")
+    loss = MeanLoss(lambda net, batch: F.cross_entropy(net(batch["x"]), batch["labels"]), count)
+    total, counted = loss(head, {"x": torch.ones(2, 4), "labels": torch.full((2,), -100)})
+    total.backward()
+    assert (total.item(), int(counted)) == (0.0, 0)
+    assert head.weight.grad is not None and not head.weight.grad.any()
 
 
 def test_batches_of_equal_weight_are_what_accumulation_of_means_trains() -> None:
