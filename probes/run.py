@@ -117,6 +117,8 @@ def run_probes(
     disturbed = load_sentence(profile, kind, others)
     if disturbed is not None:
         return profile.model_copy(update={"disturbed": disturbed})
+    if not _came_to_their_end(measured, profile, kind):
+        return profile  # a later call measures what is missing, and more
     problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
 
@@ -311,9 +313,14 @@ def _measure(
     if not measured:
         raise _device_error(kind, report)
     notes = [note for m in measured for note in m.notes]
-    if len(measured) < len(targets) or not all(m.complete for m in measured):
+    if not _came_to_their_end(measured, profile, kind):
         notes.append(f"the probes did not come to their end: {report.describe()}")
     return measured, notes
+
+
+def _came_to_their_end(measured: Sequence[Measured], profile: HardwareProfile, kind: str) -> bool:
+    """Whether each device was measured, with all series of it."""
+    return len(measured) == sum(d.type == kind for d in profile.devices) and all(m.complete for m in measured)
 
 
 def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[Any], None] | None:

@@ -155,6 +155,8 @@ class StepRunner:
             self.context.phase("warmup")
             self._began = time.monotonic()
         self._steps_per_sample = max(1, math.ceil(MIN_SAMPLE_S / step_s))
+        if self.batches.sizes is not None:  # both typical batches as often as the other: the items of a step are a mean
+            self._steps_per_sample += self._steps_per_sample % 2
 
     def _whole_step_not_skipped(self) -> float:
         """Seconds per whole step, over the first group of steps of which fp16 loss scaling skips none."""

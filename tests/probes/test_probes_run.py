@@ -238,6 +238,21 @@ def test_a_profile_that_was_measured_under_load_is_not_kept(
     assert cached is not None and run_module._is_good_enough(cached, profile, 0.3) == kept
 
 
+def test_probes_that_did_not_come_to_their_end_are_not_kept(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bandwidth is among the last series: every later search would have had an assumed one."""
+    real = run_module._measure
+
+    def measure(*arguments: Any) -> Any:
+        measured, notes = real(*arguments)
+        return [one.model_copy(update={"complete": False}) for one in measured], notes
+
+    monkeypatch.setattr(run_module, "_measure", measure)
+    profile = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1)
+    assert profile.device("cpu").operations and not cache_path(profile.fingerprint, "cpu", tmp_path).exists()
+
+
 @pytest.mark.slow
 def test_a_run_with_the_default_budget_starts_its_own_rank(tmp_path: Path) -> None:
     profile = run_probes(device="cpu", cache_dir=tmp_path)

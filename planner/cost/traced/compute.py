@@ -10,6 +10,7 @@ what the rates say.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -151,7 +152,7 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
     share = np.where(candidates.sequence_parallel, tp, 1.0) if group.tensor_split == "all" else tp
     split = np.ones_like(tp) if group.tensor_split == "none" else share
     if group.measured_s is not None:
-        return measured_seconds(group, samples) / split
+        return measured_seconds(group, samples) / split * _tf32_share(group, rates, candidates)
     if group.kind == "memory":
         return _moved_seconds(group, rates, candidates)
     flops = (group.flops.fixed + group.flops.per_sample * samples) / split
@@ -180,6 +181,22 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
             batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + fit.coefficients[4]
         )
     return out
+
+
+def _tf32_share(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """What a product that was timed in fp32 takes in TF32, of that time, by the rates at its sizes; 1 for the others.
+
+    Both precisions have one traced variant, whose tensors are fp32.
+    """
+    in_tf32 = np.array([DTYPES[int(code)] == "tf32" for code in candidates.precision])
+    if group.kind != "matmul" or group.dtype != "float32" or not in_tf32.any():
+        return np.ones_like(candidates.micro_batch)
+    fast, plain = rates.matmul_fit("tf32"), rates.matmul_fit("float32")
+    ratio: Any = fast.coefficients[0] / plain.coefficients[0]
+    if group.m.at(1) > 0:
+        m, n, k = (fit.fixed + fit.per_sample * candidates.micro_batch for fit in (group.m, group.n, group.k))
+        ratio = fast.seconds(m, n, k) / plain.seconds(m, n, k)
+    return np.asarray(np.where(in_tf32, ratio, 1.0))
 
 
 def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
