@@ -9,6 +9,9 @@ judged by both passes: the geometric mean of a candidate's step times. A trial c
 where nothing was in the compile cache. The other samplers have no cost model; they choose among what is left of the
 table (benchmarks/replay_samplers.py). Ours draws nothing, so its starts and passes are all the replays there are of it.
 
+The regret at a tenth of the device time of all candidates is that of a search which is told that time, as any search of
+ours is. The others cannot make use of it: they do not know what a trial will cost.
+
 Not in a replay: the probes and the trace (some seconds of each search of ours), the finalists' runs, parity, the claim.
 """
 
@@ -61,17 +64,18 @@ class Point:
     share: float
 
 
-def curve(recorded: Recorded, way: SearchMethod, number: int) -> list[Point]:
+def curve(recorded: Recorded, way: SearchMethod, number: int, *, known_s: float = math.inf) -> list[Point]:
     """One search, trial by trial; it ends where nothing that is counted could change any more.
 
-    `number` is its seed, and says the plain run it starts with and the pass that it sees.
+    `number` is its seed, and says the plain run it starts with and the pass that it sees. `known_s`: the time that it
+    is told to have.
     """
     truth = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
     cost = first_seconds(recorded)
     best, budget_s = min(truth.values()), BUDGET_SHARE * sum(cost.values())
     points: list[Point] = []
     spent, fastest, share = 0.0, math.inf, 0.0
-    for seen, trial in walk(recorded, way, number):
+    for seen, trial in walk(recorded, way, number, left_s=lambda: known_s - sum(point.seconds for point in points[-1:])):
         spent += cost[trial.config]
         if seen.step_time_s is not None and seen.outcome == "ok" and seen.step_time_s.median < fastest:
             fastest, share = seen.step_time_s.median, best / truth[trial.config]
@@ -134,18 +138,24 @@ def score(recorded: Recorded, way: SearchMethod, seeds: int) -> Score:
     """Replays one method on one table."""
     count = min(seeds, 2 * max(1, len(recorded.plain))) if way.sampler == "autoplan" else seeds
     curves = [curve(recorded, way, number) for number in range(count)]
-    return score_of(way.name, curves, BUDGET_SHARE * sum(first_seconds(recorded).values()))
+    budget_s = BUDGET_SHARE * sum(first_seconds(recorded).values())
+    within = None
+    if way.sampler == "autoplan":  # as any search of ours, it knows the time that it has
+        within = [curve(recorded, way, number, known_s=budget_s) for number in range(count)]
+    return score_of(way.name, curves, budget_s, within)
 
 
-def score_of(name: str, curves: list[list[Point]], budget_s: float) -> Score:
-    """What some searches show."""
+def score_of(
+    name: str, curves: list[list[Point]], budget_s: float, within: Sequence[Sequence[Point]] | None = None
+) -> Score:
+    """What some searches show. `within`: the searches that the regret is read from, where they are others."""
     to_level = {}
     for level in LEVELS:
         found = [reached(points, level) for points in curves]
         trials = percentile([point.trials if point else math.inf for point in found], 50)
         seconds = percentile([point.seconds if point else math.inf for point in found], 50)
         to_level[level] = trials, seconds, sum(point is not None for point in found)
-    regrets = [regret_at(points, budget_s) for points in curves]
+    regrets = [regret_at(points, budget_s) for points in within or curves]
     return Score(
         name=name,
         curves=curves,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -168,11 +168,17 @@ class ListedCandidates(CandidateModel):
 
 
 def walk(
-    recorded: Recorded, way: SearchMethod, number: int, *, limit_bytes: int = LIMIT_BYTES
+    recorded: Recorded,
+    way: SearchMethod,
+    number: int,
+    *,
+    limit_bytes: int = LIMIT_BYTES,
+    left_s: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[tuple[Trial, Trial]]:
     """One search over what was recorded, trial by trial: as the search saw it end, and as it was recorded.
 
-    `number` says the seed, the plain run it starts with and the round it sees. It ends where the sampler would end it.
+    `number` says the seed, the plain run it starts with and the round it sees. It ends where the sampler would end it,
+    which is told how many seconds are left.
     """
     plain = recorded.plain
     trials = {trial.config: trial for trial in recorded.rounds[number // max(1, len(plain)) % 2]}
@@ -194,6 +200,7 @@ def walk(
     if way.drops:  # as planner/search/stages.py: not above what is predicted to fit, but for the smallest
         starts = [c for c in starts if estimator.estimate([c])[0].verdict == "fits"] or starts[-1:]
     while True:
+        sampler.time_left_s = left_s()
         if starts and model.best_trial() is None:
             asked = study.ask(len(model.trials), starts.pop(0))
         elif sampler.reason_to_stop() is None:
