@@ -75,7 +75,11 @@ def curve(recorded: Recorded, way: SearchMethod, number: int, *, known_s: float 
     best, budget_s = min(truth.values()), BUDGET_SHARE * sum(cost.values())
     points: list[Point] = []
     spent, fastest, share = 0.0, math.inf, 0.0
-    for seen, trial in walk(recorded, way, number, left_s=lambda: known_s - sum(point.seconds for point in points[-1:])):
+
+    def left_s() -> float:
+        return known_s - (points[-1].seconds if points else 0.0)
+
+    for seen, trial in walk(recorded, way, number, left_s=left_s):
         spent += cost[trial.config]
         if seen.step_time_s is not None and seen.outcome == "ok" and seen.step_time_s.median < fastest:
             fastest, share = seen.step_time_s.median, best / truth[trial.config]
