@@ -125,7 +125,11 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
         read={"count": workload.count, "fixed_micro_batch": workload.fixed_micro_batch},
     )
     order = None if run.mesh is None else _shared_order(run, dataloader, workload.make_batch)
-    return AppliedLoop(run, resized(dataloader, run.local_batch, setting_of(plan), order=order))
+    by_parts = getattr(workload.make_batch, "collated_by_parts", False) and run.local_batch > plan.config.micro_batch
+    micro_batch = plan.config.micro_batch if by_parts else None
+    return AppliedLoop(
+        run, resized(dataloader, run.local_batch, setting_of(plan), order=order, micro_batch=micro_batch)
+    )
 
 
 def _refuse_split_loader(dataloader: Any) -> None:

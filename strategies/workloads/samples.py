@@ -64,6 +64,44 @@ class SampleBatch(dict[str, Any]):
         return SampleBatch(samples, self._collate, rows_are_samples=self._rows_are_samples)
 
 
+class MicroBatches(dict[str, Any]):
+    """A collated batch whose micro-batches were collated by themselves, in the process that loaded it.
+
+    Unlike a `SampleBatch` it keeps neither samples nor collator, so that it is cheap to send from a worker.
+
+    Args:
+        samples: As the dataset gives them.
+        collate: Makes the fields of a batch from samples.
+        micro_batch: Samples of a micro-batch.
+    """
+
+    def __init__(self, samples: Sequence[Any], collate: Collate, micro_batch: int) -> None:
+        super().__init__(collate(list(samples)))
+        starts = range(0, len(samples), micro_batch)
+        self._parts = {(at, at + micro_batch): dict(collate(list(samples[at : at + micro_batch]))) for at in starts}
+
+    def slice_samples(self, start: int, stop: int) -> Mapping[str, Any]:
+        """A micro-batch as it was collated; other samples as they lie in the whole batch."""
+        found = self._parts.get((start, stop))
+        if found is not None:
+            return found
+        return {name: field[start:stop] if _has_rows(field) else field for name, field in self.items()}
+
+
+class MicroCollate:
+    """A collator of `MicroBatches`; workers can take it where they can take the collator that it has."""
+
+    def __init__(self, collate: Collate, micro_batch: int) -> None:
+        self.collate, self.micro_batch = collate, micro_batch
+
+    def __call__(self, samples: list[Any]) -> MicroBatches:
+        return MicroBatches(samples, self.collate, self.micro_batch)
+
+
+def _has_rows(field: Any) -> bool:
+    return isinstance(field, torch.Tensor) and field.dim() > 0
+
+
 def sample_size(sample: Any) -> int:
     """Elements in a sample: of its tensors and arrays, and of sequences of numbers."""
     if isinstance(sample, Sequence) and not isinstance(sample, str) and sample and isinstance(sample[0], int | float):
@@ -75,7 +113,7 @@ def sample_size(sample: Any) -> int:
     return total
 
 
-def _parts_of(batch: SampleBatch) -> tuple[list[Any], Any]:
+def _parts_of(batch: dict[str, Any]) -> tuple[list[Any], Any]:
     return list(batch.values()), tuple(batch)
 
 
@@ -83,4 +121,5 @@ def _make(parts: Iterable[Any], names: Any) -> dict[str, Any]:
     return dict(zip(names, parts, strict=True))
 
 
-pytree.register_pytree_node(SampleBatch, _parts_of, _make)
+for _kind in (SampleBatch, MicroBatches):
+    pytree.register_pytree_node(_kind, _parts_of, _make)

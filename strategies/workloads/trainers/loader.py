@@ -21,6 +21,7 @@ from autoplan.strategies.workloads.batch import batch_size
 from autoplan.strategies.workloads.loading.samplers import is_shard, sampler_of, split_over
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.randomness import seeded
+from autoplan.strategies.workloads.samples import MicroCollate
 from autoplan.strategies.workloads.trainers.trainer_data import TrainerBatches, fetch, with_form
 from autoplan.strategies.workloads.user_errors import user_error
 
@@ -119,7 +120,12 @@ def read_loader(
 
 
 def resized(
-    loader: Any, batch_size: int, setting: LoaderSetting | None = None, *, order: Any = None
+    loader: Any,
+    batch_size: int,
+    setting: LoaderSetting | None = None,
+    *,
+    order: Any = None,
+    micro_batch: int | None = None,
 ) -> DataLoader[Any]:
     """The same DataLoader with another batch size: dataset, order of samples and collate_fn stay.
 
@@ -128,6 +134,8 @@ def resized(
         batch_size: Samples of a batch. A last, smaller batch is dropped.
         setting: Its workers, prefetch factor and pinned memory; None: as they are.
         order: The samples of this rank (`make_order`); None: those of the loader's own sampler.
+        micro_batch: So many samples at a time are collated by themselves too, as a search ran them: padded to their
+            own longest. None: a batch is collated as a whole alone.
 
     Raises:
         WorkloadError: it is no DataLoader, or streams.
@@ -145,7 +153,7 @@ def resized(
         inner.dataset,
         batch_size=batch_size,
         sampler=sampler_of(inner) if order is None else order,
-        collate_fn=inner.collate_fn,
+        collate_fn=inner.collate_fn if micro_batch is None else MicroCollate(inner.collate_fn, micro_batch),
         drop_last=True,
         worker_init_fn=inner.worker_init_fn,
         generator=inner.generator,

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from autoplan.errors import WorkloadError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
+from autoplan.strategies.workloads.batch import batch_size, split_batch
 from autoplan.strategies.workloads.trainers.accelerate import read_loop
 from autoplan.strategies.workloads.trainers.loader import resized
 from autoplan.strategies.workloads.trainers.mean_loss import CountLabels, MeanLoss
@@ -161,6 +162,21 @@ def test_batch_norm_keeps_the_loops_own_batches() -> None:
     buffers = [dict(net.named_buffers()) for net in (run.model, own)]
     assert all(torch.allclose(buffers[0][name].float(), value.float()) for name, value in buffers[1].items())
     assert int(buffers[1]["1.num_batches_tracked"]) == 2 * STEPS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_micro_batches_of_an_applied_loader_are_padded_by_themselves(workers: int) -> None:
+    """As the search ran them: sliced from the whole batch they would carry the padding of its longest sample."""
+    loader = DataLoader(Sentences(), batch_size=8, collate_fn=pad, num_workers=workers)
+    own = Sentences()
+    for number, batch in enumerate(resized(loader, 8, micro_batch=2)):
+        samples = [own[index] for index in range(8 * number, 8 * number + 8)]
+        whole = pad(samples)
+        assert batch_size(batch) == 8 and all(torch.equal(batch[name], whole[name]) for name in whole)
+        for at, part in zip(range(0, 8, 2), split_batch(batch, 2), strict=True):
+            wanted = pad(samples[at : at + 2])
+            assert set(part) == set(wanted) and all(torch.equal(part[name], wanted[name]) for name in wanted)
+        assert [len(part["labels"]) for part in split_batch(batch, 4)] == [4, 4]
 
 
 def test_the_order_is_that_of_the_loaders_own_sampler() -> None:
