@@ -44,7 +44,7 @@ def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains
         loader,
         schedule=schedule,
         max_grad_norm=CLIP,
-        fix={"precision": "fp32", "compile": "off"},
+        fix={"precision": "fp32", "compile": "off", "micro_batch": 4},
         budget=60,
         max_trials=3,
         device="cpu",
@@ -56,6 +56,7 @@ def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run, batches = plan.apply_to(model, optimizer, loader, schedule=schedule, max_grad_norm=CLIP)
+    assert batches.collate_fn.micro_batch == 4, "each micro-batch is padded by itself"
     for _, batch in zip(range(STEPS), batches, strict=False):
         assert float(run.step(batch).grad_norm) > CLIP
     got = parameters_of(run.model)
