@@ -59,6 +59,10 @@ class PeakMemory(Record):
         return None
 
 
+RECOMPILED = "torch.compile compiled again"
+"""Why the times of a stretch of a window do not count: that one reason is counted apart from other work."""
+
+
 class Window(Record):
     """What else happened on the device while a trial's steps were timed.
 

@@ -25,7 +25,7 @@ from autoplan.planner.parity.reference import dropout_rates, noise_seed
 from autoplan.planner.parity.replay import replay
 from autoplan.planner.parity.rounded_products import product_distances
 from autoplan.planner.parity.time_limit import TimeLimit
-from autoplan.strategies.analysis.additivity import buffers_kept
+from autoplan.strategies.analysis.additivity import buffers_kept, keep_buffers
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import StepResult, TrainingRun
@@ -215,13 +215,18 @@ class _WatchedRun:
         )
 
     def _until_taken(self, step: Callable[[], StepResult]) -> StepResult:
-        """Repeats a step that fp16 skipped: its loss scale begins high and halves."""
+        """Repeats a step that fp16 skipped: its loss scale begins high and halves.
+
+        The forward of a skipped step has moved running statistics. The reference makes it once, so they are put back.
+        """
+        put_back = keep_buffers(self.run.model) if self.run.scaler is not None else lambda: None
         self._micro_step = 0
         result = step()
         for _ in range(_MOST_SKIPPED_STEPS):
             if not result.skipped:
                 break
             self.recorder.forget_step()
+            put_back()
             self._micro_step = 0
             result = step()
         return result

@@ -22,7 +22,7 @@ import numpy as np
 from autoplan.errors import DidNotRunError
 from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
-from autoplan.planner.parity.judge import Judgement, judge
+from autoplan.planner.parity.judge import Judgement, judge, names_of, not_finite
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
     ParityMeasurement,
@@ -39,7 +39,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 MEASUREMENTS = "measurements.json"
 
-FORMAT = 3
+FORMAT = 4
 """Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5
@@ -181,6 +181,12 @@ def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) 
         problems.append(
             f"the plain run itself has gradients that are no numbers (their norm is {broken[1]} in step {broken[0]}), "
             "so nothing can be compared: look for a division by zero or an overflow in the model or its loss"
+        )
+    lost = not_finite(measurement.changes)
+    if broken is None and lost:
+        problems.append(
+            f"the plain run itself has parameters that are not finite after its steps ({names_of(lost)}), so nothing "
+            "can be compared: look at the optimizer and its schedule (a learning rate or an eps that divides by zero)"
         )
     noisy = measurement.deterministic is False
     if measurement.additive is False and not noisy and measurement.fixed_micro_batch != config.micro_batch:

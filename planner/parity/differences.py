@@ -183,6 +183,7 @@ def square(values: Any) -> float:
 
 
 def finite(value: float) -> float:
+    """A difference that can be compared: CAP stands for one that is no number, which would pass every comparison."""
     return min(CAP, value) if math.isfinite(value) else CAP
 
 
@@ -191,5 +192,5 @@ def make_check(name: str, difference: float, allowed: float, where: str = "") ->
 
 
 def largest(name: str, allowed: float, differences: Mapping[str, float]) -> ParityCheck:
-    where = max(differences, key=lambda key: differences[key], default="")
+    where = max(differences, key=lambda key: finite(differences[key]), default="")
     return make_check(name, differences.get(where, 0.0), allowed, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,15 +116,20 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
     problems = []
     one, other = set(reference.part(START)), set(candidate.part(START))
     if one != other:
-        problems.append(f"parameters are not the same: {_names(one ^ other)} trains in one of the two only")
+        problems.append(f"parameters are not the same: {names_of(one ^ other)} trains in one of the two only")
     one, other = set(reference.part(step_part(0))), set(candidate.part(step_part(0)))
     if one != other:
-        problems.append(f"gradients are not of the same parameters: {_names(one ^ other)} is in one of the two only")
+        problems.append(f"gradients are not of the same parameters: {names_of(one ^ other)} is in one of the two only")
     for number, step in enumerate(ours.steps, start=1):
         if not math.isfinite(step.loss):
             problems.append(f"the loss of step {number} is {step.loss}")
         if step.optimizer_steps != 1:
             problems.append(f"the optimizer was stepped {step.optimizer_steps} times in step {number}")
+    changed = (("parameters", plain.changes, ours.changes), ("buffers", plain.buffers, ours.buffers))
+    for what, of_plain, of_ours in changed:
+        broken = not_finite(of_ours) - not_finite(of_plain)
+        if broken:
+            problems.append(f"{what} are not finite after the last step: {names_of(broken)}")
     if plain.schedule_steps != ours.schedule_steps:
         problems.append(f"the schedule was stepped {ours.schedule_steps} times, not {plain.schedule_steps}")
     for number, (theirs, own) in enumerate(zip(plain.steps, ours.steps, strict=False), start=1):
@@ -132,16 +137,24 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
             problems.append(f"gradients are left in the parameters after step {number}")
         one, other = _held(theirs.groups), _held(own.groups)
         if one != other and own.optimizer_steps:
-            problems.append(f"the optimizer of step {number} does not hold the same parameters: {_names(one ^ other)}")
+            problems.append(
+                f"the optimizer of step {number} does not hold the same parameters: {names_of(one ^ other)}"
+            )
             break
     return problems
+
+
+def not_finite(figures: Mapping[str, float]) -> set[str]:
+    """The names of those that are NaN or infinite."""
+    return {name for name, value in figures.items() if not math.isfinite(value)}
 
 
 def _held(groups: Iterable[GroupMeasure]) -> set[str]:
     return {name for group in groups for name in group.parameters}
 
 
-def _names(names: set[str]) -> str:
+def names_of(names: set[str]) -> str:
+    """The first three names, and how many more there are."""
     shown = sorted(names)
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 

@@ -174,9 +174,9 @@ class Recorder:
         return {name: norm_of(last[name].float() - start.float()) for name, start in self.start.items()}
 
     def buffer_changes(self, model: nn.Module) -> dict[str, float]:
-        """By saved buffer, the norm of its change."""
+        """By saved buffer, the norm of its change; of a mask that holds -inf and stays as it is, 0."""
         return {
-            name: norm_of(buffer.detach().double() - self._buffers[name].double())
+            name: norm_of(_difference(buffer.detach(), self._buffers[name]))
             for name, buffer in self._saved_buffers(model).items()
             if name in self._buffers
         }
@@ -285,6 +285,11 @@ def _number(value: Any) -> Any:
     if isinstance(value, tuple | list) and all(isinstance(part, int | float | torch.Tensor) for part in value):
         return tuple(float(part) for part in value)
     return ()
+
+
+def _difference(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """In fp64; 0 where the two are equal, infinite ones too."""
+    return (after.double() - before.double()).masked_fill(after == before, 0.0)
 
 
 def holds_gradient(parameter: nn.Parameter) -> bool:

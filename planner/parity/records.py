@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
@@ -51,7 +51,13 @@ def dropout_accumulation(config: TrainingConfig) -> int:
     return 2 if config.gradient_sync == "every" else 1
 
 
-class ParameterMeasure(Record):
+class Measure(Record):
+    """Figures of a run of the check. One may be NaN or infinite, which is a finding: JSON keeps it, and not as null."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
+class ParameterMeasure(Measure):
     """One trainable parameter of the plain model."""
 
     shape: tuple[int, ...]
@@ -63,7 +69,7 @@ class ParameterMeasure(Record):
         return math.prod(self.shape)
 
 
-class GroupMeasure(Record):
+class GroupMeasure(Measure):
     """One parameter group of the optimizer as a step used it."""
 
     parameters: tuple[str, ...]
@@ -72,7 +78,7 @@ class GroupMeasure(Record):
     )
 
 
-class StepMeasure(Record):
+class StepMeasure(Measure):
     """What one optimizer step saw."""
 
     loss: float
@@ -90,7 +96,7 @@ class StepMeasure(Record):
     cleared: bool = Field(default=True, description="no gradient was left after the step")
 
 
-class PassMeasure(Record):
+class PassMeasure(Measure):
     """What one forward and backward beside the steps saw."""
 
     loss: float
@@ -99,7 +105,7 @@ class PassMeasure(Record):
     sequence_length: int | None = None
 
 
-class ReplayMeasure(Record):
+class ReplayMeasure(Measure):
     """The parameters after each step, beside those of the workload's own optimizer on the same gradients."""
 
     method: str = Field(description="whole: whole tensors; sampled: sampled elements; norms: not replayed")
@@ -124,7 +130,7 @@ class ReplayMeasure(Record):
     )
 
 
-class ParityMeasurement(Record):
+class ParityMeasurement(Measure):
     """What one run of the check saw."""
 
     steps: tuple[StepMeasure, ...]
@@ -175,7 +181,7 @@ class ParityMeasurement(Record):
         return {parameter.dtype for parameter in self.parameters.values()}
 
 
-class ParityRequest(Record):
+class ParityRequest(Measure):
     """What one run of the check does."""
 
     spec: WorkloadSpec

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from autoplan.planner.parity.differences import finite
 from autoplan.planner.parity.recorder import SAMPLED_ELEMENTS, Recorder, norm_of
 from autoplan.planner.parity.records import ParameterMeasure, ReplayMeasure
 from autoplan.strategies.workloads.workload import Workload
@@ -102,7 +103,7 @@ def _replayed(
                 exact = optimizer.state[parameter][key]
                 rounded = _shaped(sample, parameters[name], device)
                 apart, size = norm_of(rounded.double() - exact.double()), norm_of(exact.double())
-                moments[name] = max(moments.get(name, 0.0), apart / max(size, TINY_MOMENTS))
+                moments[name] = max(moments.get(name, 0.0), finite(apart / max(size, TINY_MOMENTS)))
                 exact.copy_(rounded)
     return states
 
@@ -130,7 +131,7 @@ def rounding_errors(recorder: Recorder) -> tuple[dict[str, float], float]:
             right = (
                 (value.bfloat16().double() - low) / ulp if rounding.parameters == "bf16" else taken.round().clamp(0, 1)
             )
-            off[name] = max(off.get(name, 0.0), float((taken - right).abs().max()))
+            off[name] = max(off.get(name, 0.0), finite(float((taken - right).abs().max())))
             nearer = torch.minimum(place, 1 - place)
             up += float((taken - place).sum())
             far += float((((taken - place).abs() > 0.5).double() - nearer).sum())
@@ -138,7 +139,7 @@ def rounding_errors(recorder: Recorder) -> tuple[dict[str, float], float]:
             variance_far += float((nearer * (1 - nearer)).sum())
     if rounding.parameters == "bf16" or variance_up == 0.0:
         return off, 0.0
-    return off, max(abs(up) / variance_up**0.5, abs(far) / max(variance_far, 1e-30) ** 0.5)
+    return off, max(finite(abs(up) / variance_up**0.5), finite(abs(far) / max(variance_far, 1e-30) ** 0.5))
 
 
 def _over_samples(
@@ -216,7 +217,7 @@ def _differences(
     """The largest distance per parameter over its change, and the parameters whose change rounding hides.
 
     Two right orders of the same operations may round an element differently once or twice per step; a distance within
-    that (`rounding`) does not count.
+    that (`rounding`) does not count. A distance that is no number is as far off as can be.
     """
     worst: dict[str, float] = {}
     unresolved: list[str] = []
@@ -227,9 +228,8 @@ def _differences(
             change = norm_of(theirs[name].double() - start)
             rounding = number * rounding_unit
             distance = norm_of(ours[name].double() - theirs[name].double())
-            excess = max(0.0, distance - rounding)
-            relative = 0.0 if excess == 0.0 else excess / max(change, rounding)
-            worst[name] = max(worst.get(name, 0.0), relative)
+            relative = 0.0 if distance <= rounding else (distance - rounding) / max(change, rounding)
+            worst[name] = max(worst.get(name, 0.0), finite(relative))
             if number == len(states) and rounding > _RESOLVED * change:
                 unresolved.append(name)
     return worst, tuple(unresolved)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoplan.planner.parity.differences import finite
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.techniques.fp8 import replaced_linears
 
@@ -78,7 +79,7 @@ def product_distances(model: nn.Module, recipe: str) -> dict[str, float]:
         of_ours = torch.autograd.grad(ours, (x, weight), gradient.to(ours.dtype))
         of_theirs = torch.autograd.grad(theirs, (x, weight), gradient.float())
         products += zip(of_ours, of_theirs, strict=True)
-        found[clean_name(name)] = max(_distance(a.float(), b.float()) for a, b in products)
+        found[clean_name(name)] = max(finite(_distance(a.float(), b.float())) for a, b in products)
     return found
 
 

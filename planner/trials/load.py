@@ -24,7 +24,7 @@ from statistics import median
 
 import torch
 
-from autoplan.planner.records import Window
+from autoplan.planner.records import RECOMPILED, Window
 from autoplan.planner.trials.device_monitor import CompileMonitor, GpuMonitor
 
 SHORTEST_STRETCH_S = 0.4
@@ -283,7 +283,7 @@ class LoadMonitor:
         self.gpu.end()
         if self.compiler.recompiled():
             self._last = self._read()
-            return "torch.compile compiled again"
+            return RECOMPILED
         self._last = self._read()
         problem = self.gpu.problem(GPU_OTHERS_SHARE)
         load = CpuLoad.between(self._began, self._last, len(self.cores))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoplan.planner.records import RECOMPILED
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.rank_sync import RankSync
 
@@ -66,20 +67,25 @@ class Stretches:
         """Judges the stretch and begins another; returns whether it was clean."""
         seconds = self.load.seconds
         found = self.load.end()
-        disturbed = self.ranks.any(found is not None)
+        recompiled = found == RECOMPILED
+        flags = self.ranks.largest([float(found is not None), float(recompiled), seconds])
+        disturbed, any_recompiled, seconds = flags[0] > 0, flags[1] > 0, flags[2]
         if disturbed:
-            reason = found or "the device of another rank was disturbed"
-            self._set_aside(reason, self.ranks.largest([seconds])[0])
+            elsewhere = (
+                f"{RECOMPILED} on another rank" if any_recompiled else "the device of another rank was disturbed"
+            )
+            self._set_aside(found or elsewhere, seconds, recompiled=any_recompiled)
         else:
             _extend(self.clean, self.current)
         self.begin()
         return not disturbed
 
-    def _set_aside(self, reason: str, seconds: float) -> None:
+    def _set_aside(self, reason: str, seconds: float, *, recompiled: bool) -> None:
+        """Keeps the samples apart. `recompiled` and the seconds are those of all ranks: `extra_s` ends measuring."""
         self.problem = reason
         self.load.discard(reason)
         _extend(self.aside, self.current)
-        if "compile" in reason and self._recompiles < MOST_RECOMPILES:
+        if recompiled and self._recompiles < MOST_RECOMPILES:
             self._recompiles += 1
             self._compiling_s += seconds
         else:

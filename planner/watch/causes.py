@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoplan.errors import AutoplanError
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import Window
+from autoplan.planner.records import RECOMPILED, Window
 from autoplan.planner.surroundings import Difference, find_differences
 from autoplan.planner.verify.verdict import find_causes
 
@@ -16,8 +16,6 @@ DATA_SHARE = 0.05
 
 LARGER = 1.1
 """Batches with so many times the plan's positions are a cause."""
-
-COMPILED = "torch.compile compiled again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +44,8 @@ def describe_causes(plan: Plan, seen: Seen, differences: Sequence[Difference]) -
         differences: Between where the plan was found and here.
     """
     texts = []
-    if seen.problem is not None and seen.problem.startswith(COMPILED):
-        texts.append(f"{COMPILED}: shapes or modes change between steps")
+    if seen.problem is not None and seen.problem.startswith(RECOMPILED):
+        texts.append(f"{RECOMPILED}: shapes or modes change between steps")
     if seen.data_share is not None and seen.data_share > DATA_SHARE:
         texts.append(
             f"the training waited {seen.data_share:.0%} of the time for batches, and the plan's trials load none: more "
@@ -60,7 +58,7 @@ def describe_causes(plan: Plan, seen: Seen, differences: Sequence[Difference]) -
             f"step, {measured:,.0f} then"
         )
     window = seen.window
-    if window is not None and window.disturbed is not None and window.disturbed.startswith(COMPILED):
+    if window is not None and window.disturbed is not None and window.disturbed.startswith(RECOMPILED):
         window = window.model_copy(update={"disturbed": None})
     causes = find_causes(plan, window, differences)
     if not texts or any(cause.kind != "unknown" for cause in causes):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,11 +159,21 @@ def _start_with_labels(labels: torch.Tensor, length: int) -> int | None:
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Puts the buffers of a model back afterwards: a forward may change them, and the loss may read them."""
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    put_back = keep_buffers(model)
     try:
         yield
     finally:
+        put_back()
+
+
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copies the buffers of a model; what it returns puts them back, each time it is called."""
+    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def put_back() -> None:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in kept:
                     buffer.copy_(kept[name])
+
+    return put_back

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autoplan.planner.parity import candidate as candidate_module
+from autoplan.planner.parity.records import CHECK_STEPS
 from autoplan.strategies.analysis.structure import disable_dropout
 from autoplan.strategies.techniques import loss_kernels
 
@@ -112,6 +113,33 @@ def weight_decay_lost_inside_the_step(run: Any) -> None:
 def learning_rate_a_tenth_lower(run: Any) -> None:
     for group in run.optimizer.param_groups:
         group["lr"] *= 0.9
+
+
+def in_the_last_step(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For `around_step`: something done after the last step of the check alone."""
+    taken: list[None] = []
+
+    def after(kept: Any) -> None:
+        taken.append(None)
+        if len(taken) == CHECK_STEPS:
+            with torch.no_grad():
+                change(kept)
+
+    return after
+
+
+def nan_after_the_last_step(run: Any) -> None:
+    """No later forward sees it: only the parameters show it."""
+
+    def spoil(_: Any) -> None:
+        first_parameter(run).view(-1)[0] = float("nan")
+
+    around_step(run, lambda: None, in_the_last_step(spoil))
+
+
+def first_parameter(run: Any) -> torch.Tensor:
+    parameter: torch.Tensor = run.optimizer.param_groups[0]["params"][0]
+    return parameter
 
 
 # The gradient.

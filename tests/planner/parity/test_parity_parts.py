@@ -198,6 +198,29 @@ def test_gradients_that_cancel_raise_no_alarm(precision):
     assert parity.passed, parity.failures
 
 
+def test_steps_that_loss_scaling_skips_leave_running_statistics_alone(monkeypatch):
+    """The forward of a skipped step has moved them; the step is made again on the same batch."""
+    skipped = []
+
+    def scale_high(run):
+        run.scaler._init_scale = 2.0**30
+        honest = run.optimizer_step
+
+        def optimizer_step(*given):
+            result = honest(*given)
+            skipped.append(result.skipped)
+            return result
+
+        run.optimizer_step = optimizer_step
+
+    planted.plant(monkeypatch, scale_high)
+    workload = classifier(norm=True, fixed_micro_batch=4)
+    parity = check_parity(workload, TrainingConfig(micro_batch=4, precision="fp16"))
+    assert skipped[0] and not skipped[-1]
+    assert "buffers" in {check.name for check in parity.checks}
+    assert parity.passed, parity.failures
+
+
 # Time, and older records.
 
 
