@@ -17,7 +17,8 @@ from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.apply.prepare import check_before_use, refuse_other_training, warn_of_other_hardware
 from autoplan.planner.apply.trainer_arguments import loader_values, named_arguments, plan_values
-from autoplan.planner.apply.trainer_build import build_anew, divide_loss, switch_on, with_batch_size
+from autoplan.planner.apply.trainer_build import build_anew, divide_loss, multiply_loss, switch_on, with_batch_size
+from autoplan.planner.apply.trainer_ranks import as_one_process, missing_factor
 from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
 from autoplan.planner.changes import refuse_changed_parts
 from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 NOT_DIVIDED = 0.01
 """Below this share of the loss, none of it is divided by num_items_in_batch."""
 
+COUNTS_ALL_RANKS = "average_tokens_across_devices"
+"""The argument by which num_items_in_batch is that of all ranks."""
+
 
 def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, changed_ok: bool = False) -> Any:
     """What Plan.apply_to calls; its docstring says the parameters and errors."""
@@ -43,6 +47,7 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
             hint="plan.prepare(model, optimizer, loss) gives a training run for a loop of your own.",
         )
     said = [check_before_use(plan, changed_ok=changed_ok)]
+    _refuse_given_optimizer(plan, trainer)
     _refuse_world(plan, trainer)
     workload = read_source(_as_one_process(trainer))
     assert workload is not None, "the class was looked at above"
@@ -66,17 +71,31 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
     if not changed_ok:
         refuse_other_training(plan, optimizer, trainer.model)
     refuse_other_batch_size(with_batch_size(trainer, plan.config.micro_batch))
-    arguments, not_carried = _arguments(plan, trainer)
     share = _divided_share(plan, trainer, workload)
+    divide = share is not None and share < NOT_DIVIDED
+    on_ranks = plan.config.dp == plan.config.world_size > 1
+    times = missing_factor(trainer, workload, divide=divide) if on_ranks else 1.0
+    arguments, not_carried = _arguments(plan, trainer)  # from here on, accelerate has no state for the old Trainer
     not_carried += _prepare_model(plan, trainer, workload)
     switch_on(trainer.model, plan.config, plan.device)
     made = build_anew(trainer, arguments, optimizers=_optimizers(plan, trainer, optimizer))
     made.plan_config = plan.config
-    if share is not None and share < NOT_DIVIDED:
-        divide_loss(made, workload.loss)
+    if divide:
+        divide_loss(made, workload.loss, times=times)
         said.append(
             "the model's loss is a mean that does not divide by num_items_in_batch; the new Trainer divides it, so "
             f"that its {plan.config.accumulation(plan.workload.global_batch)} micro-batches add up to the same loss"
+        )
+    elif times != 1:
+        multiply_loss(made, times)
+    if times != 1:
+        said.append(
+            f"on {plan.config.dp} ranks compute_loss of {type(trainer).__name__} makes gradients {1 / times:.3g} times "
+            f"those of one process; the new Trainer multiplies the loss by {times:.3g}"
+        )
+    if plan.config.dp > 1 and getattr(trainer.args, COUNTS_ALL_RANKS, True) is False:
+        said.append(
+            f"{COUNTS_ALL_RANKS} is on: without it a step is a mean of the ranks' means, not that of one process"
         )
     said += [f"not carried by the Trainer: {text}" for text in not_carried]
     said.append(_steps_note(trainer, made))
@@ -85,6 +104,31 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
         if text is not None:
             warnings.warn(text, stacklevel=3)
     return made
+
+
+def _refuse_given_optimizer(plan: PlanLike, trainer: Any) -> None:
+    """Refuses shards for a Trainer that was given its optimizer or schedule: with FSDP it makes both itself."""
+    if plan.config.dp_shard == 1:
+        return
+    from autoplan.strategies.analysis.training_facts import read_groups
+    from autoplan.strategies.workloads.trainers.transformers import make_optimizer
+
+    given = []
+    if trainer.optimizer is not None:
+        alone = copy.copy(trainer)
+        alone.optimizer = None
+        mine, own = make_optimizer(trainer), make_optimizer(alone)
+        if type(mine) is not type(own) or read_groups(mine, trainer.model) != read_groups(own, trainer.model):
+            given.append(f"the optimizer {type(mine).__name__}")
+    if trainer.lr_scheduler is not None and not getattr(trainer, "_created_lr_scheduler", False):
+        given.append(f"the schedule {type(trainer.lr_scheduler).__name__}")
+    if given:
+        raise PlanError(
+            f"the plan shards the model (dp_shard={plan.config.dp_shard}), and this {type(trainer).__name__} was given "
+            f"{' and '.join(given)}; with FSDP a Trainer takes none, and would train with those of its arguments",
+            hint="Make them in create_optimizer and create_scheduler of a subclass, and search that one without "
+            "optimizers=. Or search with fix={'dp_shard': 1}.",
+        )
 
 
 def _refuse_world(plan: PlanLike, trainer: Any) -> None:
@@ -160,6 +204,8 @@ def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
             if new + suffix in named and old + suffix in fields:
                 named[old + suffix] = named[new + suffix]
     named |= {"auto_find_batch_size": False, "deepspeed": None}
+    if config.dp > 1:
+        named[COUNTS_ALL_RANKS] = True
     if config.dp_shard == 1:
         named["fsdp"] = type(trainer.args.fsdp)() if trainer.args.fsdp else trainer.args.fsdp
     if not named.get("torch_compile"):
@@ -170,7 +216,11 @@ def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
 
 
 def _divided_share(plan: PlanLike, trainer: Any, workload: Workload) -> float | None:
-    """Whether the loss divides by the number of items, where several micro-batches make that matter."""
+    """Whether the loss divides by the number of items, where several micro-batches make that matter.
+
+    Raises:
+        PlanError: a part of it does.
+    """
     if plan.config.accumulation(plan.workload.global_batch) * plan.config.dp == 1:
         return None
     import torch
@@ -182,8 +232,16 @@ def _divided_share(plan: PlanLike, trainer: Any, workload: Workload) -> float | 
 
     assert isinstance(workload.loss, TrainerLoss), "read_trainer makes it"
     device = next((parameter.device for parameter in trainer.model.parameters()), torch.device("cpu"))
-    with seeded(0), buffers_kept(trainer.model):
-        return workload.loss.divided_share(trainer.model, move_batch(workload.make_batch(2, 0), device))
+    with seeded(0), buffers_kept(trainer.model), as_one_process():
+        share = workload.loss.divided_share(trainer.model, move_batch(workload.make_batch(2, 0), device))
+    if share is None or abs(share) < NOT_DIVIDED or abs(share - 1) < NOT_DIVIDED:
+        return share
+    raise PlanError(
+        f"the loss of {type(trainer).__name__} divides only a part ({share:.0%}) by num_items_in_batch, and a step of "
+        "the plan adds the losses of several micro-batches: the other part would grow with them",
+        hint="Divide all of it by num_items_in_batch in compute_loss, or search with the micro-batch of a whole step: "
+        f"fix={{'micro_batch': {plan.workload.global_batch}}}.",
+    )
 
 
 def _prepare_model(plan: PlanLike, trainer: Any, workload: Workload) -> list[str]:

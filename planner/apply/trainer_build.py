@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoplan.planner.apply.trainer_arguments import compiles_in_place
@@ -96,11 +97,17 @@ def with_batch_size(trainer: Any, size: int) -> Any:
 
     New arguments are not made for it: making them takes the accelerator's state from the Trainer that is there.
     """
+    twin = copy_trainer(trainer)
+    twin.args.per_device_train_batch_size = size
+    twin._train_batch_size = twin.args.train_batch_size
+    return twin
+
+
+def copy_trainer(trainer: Any) -> Any:
+    """A copy of a Trainer with a copy of its arguments; what it holds of the old one, it holds of itself."""
     twin = copy.copy(trainer)
     vars(twin).update({name: of_another(value, trainer, twin) for name, value in vars(trainer).items()})
     twin.args = copy.copy(trainer.args)
-    twin.args.per_device_train_batch_size = size
-    twin._train_batch_size = twin.args.train_batch_size
     return twin
 
 
@@ -146,13 +153,30 @@ def switch_on(model: Any, config: TrainingConfig, device: str) -> None:
         model.compile(mode=config.compile_mode, dynamic=False)
 
 
-def divide_loss(trainer: Any, loss: Any) -> None:
+def divide_loss(trainer: Any, loss: Any, *, times: float = 1.0) -> None:
     """Has a Trainer divide its loss by the items of the whole step, where its model gives the micro-batch's mean.
 
     Args:
         trainer: Its compute_loss is replaced, on this one object.
         loss: The TrainerLoss of its workload, which counts the items of a micro-batch.
+        times: The loss is multiplied by it as well.
     """
+    _scale(trainer, lambda inputs, items: times * loss.count(inputs) / items)
+    trainer.divided_by = loss  # so that it can be done again where the Trainer is made again
+
+
+def multiply_loss(trainer: Any, times: float) -> None:
+    """Has a Trainer multiply its loss in training.
+
+    Args:
+        trainer: Its compute_loss is replaced, on this one object.
+        times: The factor.
+    """
+    _scale(trainer, lambda inputs, items: times)
+
+
+def _scale(trainer: Any, factor: Callable[[Any, Any], Any]) -> None:
+    """Replaces compute_loss: in training, the loss times a factor of the inputs and the items of the step."""
     own = trainer.compute_loss
 
     def compute_loss(
@@ -160,8 +184,7 @@ def divide_loss(trainer: Any, loss: Any) -> None:
     ) -> Any:
         if num_items_in_batch is None or return_outputs:  # an evaluation
             return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **options)
-        items = loss.count(inputs)
-        return own(model, inputs, num_items_in_batch=num_items_in_batch, **options) * (items / num_items_in_batch)
+        scale = factor(inputs, num_items_in_batch)  # before compute_loss takes the labels out
+        return own(model, inputs, num_items_in_batch=num_items_in_batch, **options) * scale
 
     trainer.compute_loss = compute_loss
-    trainer.divided_by = loss  # so that it can be done again where the Trainer is made again

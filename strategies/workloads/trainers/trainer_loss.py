@@ -44,7 +44,7 @@ class TrainerLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """The loss of a micro-batch, times its items; and the items."""
-        inputs, samples = _inputs_of(batch)
+        inputs, samples = inputs_of(batch)
         parts = attach(self.parts, model, _device_of(inputs))
         items = parts._get_num_items_in_batch([inputs], parts.accelerator.device)
         if items is None or not is_scaled(parts, items):
@@ -56,7 +56,7 @@ class TrainerLoss:
 
     def count(self, batch: Batch) -> int:
         """The items of a batch on the host, as the loss will count them."""
-        inputs, samples = _inputs_of(batch)
+        inputs, samples = inputs_of(batch)
         items = self.parts._get_num_items_in_batch([inputs], torch.device("cpu"))
         return samples if items is None or not is_scaled(self.parts, items) else int(items)
 
@@ -87,7 +87,7 @@ class TrainerLoss:
             model: In training mode, on its device.
             batch: A few samples, on the same device.
         """
-        inputs, _ = _inputs_of(batch)
+        inputs, _ = inputs_of(batch)
         parts = attach(self.parts, model, _device_of(inputs))
         items = parts._get_num_items_in_batch([inputs], parts.accelerator.device)
         if items is None or not is_scaled(parts, items) or not int(items):
@@ -138,7 +138,7 @@ def is_scaled(parts: Any, items: Any) -> bool:
     return (parts.model_accepts_loss_kwargs and items is not None) or parts.compute_loss_func is not None
 
 
-def _inputs_of(batch: Batch) -> tuple[dict[str, Any], int]:
+def inputs_of(batch: Batch) -> tuple[dict[str, Any], int]:
     """The fields of a batch as a dict that compute_loss may change, and the number of samples."""
     if not isinstance(batch, Mapping):
         raise WorkloadError(
