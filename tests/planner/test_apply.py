@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import types
 import warnings
 
 import pytest
@@ -17,7 +16,6 @@ from autoplan.strategies.analysis.training_facts import optimizer_differences, r
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
-from autoplan.strategies.workloads.trainers.lightning import read_module
 from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_plan
 from tests.strategies.tiny import GPT2, Classifier, classifier, image_batch, image_loss, language, sgd
@@ -351,55 +349,3 @@ def test_prepare_says_that_the_knob_governs_the_models_own_checkpointing():
         run = searched_plan().prepare(Flagged(), sgd, image_loss)
     run.step(image_batch(8, 0))
     assert run.model.gradient_checkpointing
-
-
-class LikeLightning(torch.nn.Module):
-    """What is read of a LightningModule, where Lightning need not be installed; its schedule ends with the training."""
-
-    automatic_optimization = True
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self._trainer = torch.nn.Linear(3, 1), None
-
-    @property
-    def trainer(self):
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer):
-        self._trainer = trainer
-
-    def __getstate__(self):
-        return {**vars(self), "_trainer": None}
-
-    def on_before_batch_transfer(self, batch, index):
-        return batch
-
-    on_after_batch_transfer = on_before_batch_transfer
-
-    def training_step(self, batch, batch_idx):
-        return ((self.layer(batch[0]) - batch[1]) ** 2).mean()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def test_a_module_is_read_with_the_trainer_of_the_search():
-    trainer = types.SimpleNamespace(
-        **{"gradient_clip_val": 0.5, "gradient_clip_algorithm": None, "global_step": 0, "num_devices": 1},
-        **{"num_nodes": 1, "accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1, "callbacks": []},
-    )
-    data = torch.utils.data.DataLoader([(torch.ones(3) * k, torch.ones(1)) for k in range(32)], batch_size=4)
-    base = type("LightningModule", (LikeLightning,), {"__module__": "lightning.pytorch.core.module"})
-    module = type("Mine", (base,), {})()
-    spec = spec_from_objects(read_module(module, data, trainer=trainer).workload)
-    found = make_plan(TrainingConfig(micro_batch=2), workload=spec, training=None)
-    settings = found.apply_to(module, data, trainer=trainer)
-    assert (settings.batch_size, settings.trainer_arguments["accumulate_grad_batches"]) == (2, 4)
-    with pytest.raises(WorkloadError, match="raised by configure_optimizers"):
-        found.apply_to(module, data)

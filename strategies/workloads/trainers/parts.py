@@ -73,8 +73,8 @@ def read_parts(
         data, optimizer = (dataloader, optimizer) if dataloader is not None else (optimizer, None)
         given = {"optimizer": optimizer, "loss": loss, "accelerator": accelerator, "make_batch": make_batch}
         _refuse(given, "a LightningModule says these itself")
-        source = read_module(model, data, trainer=trainer, loss_mean=loss_mean, **settings)
-        return with_notes(source, taken_from="LightningModule")
+        module = read_module(model, data, trainer=trainer, loss_mean=loss_mean, **settings)
+        return with_notes(module, taken_from="LightningModule")
     if is_one_of(optimizer, LOADERS + LIGHTNING_DATA):
         raise WorkloadError(
             f"the second argument is {type(optimizer).__name__}; after a model comes its optimizer",

@@ -114,3 +114,43 @@ def schedule_over(detached: Any, rates: list[tuple[Any, Any]], optimizer: torch.
 def _with_parts(schedule: Any) -> list[Any]:
     """A schedule and those that it is made of, at any depth."""
     return [schedule, *(one for part in vars(schedule).get("_schedulers", ()) for one in _with_parts(part))]
+
+
+class Stepped:
+    """Makes a schedule that is stepped once in so many optimizer steps: at the end of an epoch, or by a frequency.
+
+    Args:
+        make: Makes the schedule from an optimizer.
+        every: Optimizer steps.
+    """
+
+    def __init__(self, make: Callable[[torch.optim.Optimizer], Any], every: int) -> None:
+        self.make = make
+        self.every = every
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The schedule; its state is that of the inner one and a count."""
+        return _EverySteps(self.make(optimizer), self.every)
+
+
+class _EverySteps:
+    def __init__(self, schedule: Any, every: int) -> None:
+        self.schedule = schedule
+        self.every = every
+        self.last_epoch = 0  # optimizer steps, as schedules call it
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        if self.last_epoch % self.every == 0:
+            self.schedule.step()
+
+    def get_last_lr(self) -> list[float]:
+        rates: list[float] = self.schedule.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": copy.copy(self.schedule.state_dict()), "steps": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.last_epoch = state["steps"]
