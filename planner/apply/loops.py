@@ -100,7 +100,7 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
         plan: Of a search with such parts.
         parts: model, optimizer, dataloader, and the loss where the search had one.
         changed_ok: See Plan.prepare.
-        settings: schedule, max_grad_norm, loss_mean, accelerator: as the search had them.
+        settings: schedule, schedule_interval, max_grad_norm, loss_mean, accelerator: as the search had them.
 
     Raises:
         WorkloadError: the parts make no training.
@@ -114,6 +114,8 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
     _refuse_split_loader(dataloader)
     settings["global_batch"] = plan.workload.global_batch
     workload = read_loop(model, optimizer, dataloader, loss, **settings).workload
+    if not changed_ok:
+        _refuse_other_interval(plan, workload.build_schedule)
     run = prepare_plan(
         plan,
         unwrap_model(model),
@@ -127,6 +129,21 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
     )
     order = None if run.mesh is None else _shared_order(run, dataloader, workload.make_batch)
     return AppliedLoop(run, resized(dataloader, run.local_batch, setting_of(plan), order=order))
+
+
+def _refuse_other_interval(plan: PlanLike, schedule: Any) -> None:
+    from autoplan.strategies.workloads.trainers.schedules import Stepped
+
+    then = plan.workload.sources.get("schedule")
+    if not then or schedule is None:
+        return
+    by_epochs = "every of the schedule" in then  # the attribute of Stepped, as fingerprints name it
+    if by_epochs != isinstance(schedule, Stepped):
+        had, now = ("epoch", "step") if by_epochs else ("step", "epoch")
+        raise PlanError(
+            f'the search had schedule_interval="{had}", and here it is "{now}": the schedule would go on otherwise',
+            hint=f'Give schedule_interval="{had}", or search again.',
+        )
 
 
 def _refuse_split_loader(dataloader: Any) -> None:

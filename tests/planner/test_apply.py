@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+import autoplan
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
 from autoplan.planner.apply.prepare import _give_state, prepare_plan
 from autoplan.planner.plan import Plan
@@ -18,6 +19,7 @@ from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_plan
+from tests.strategies.loops import Points, Regressor
 from tests.strategies.tiny import GPT2, Classifier, classifier, image_batch, image_loss, language, sgd
 
 CONFIG = TrainingConfig(micro_batch=2, checkpointing="full", optimizer_step="foreach")
@@ -349,3 +351,17 @@ def test_prepare_says_that_the_knob_governs_the_models_own_checkpointing():
         run = searched_plan().prepare(Flagged(), sgd, image_loss)
     run.step(image_batch(8, 0))
     assert run.model.gradient_checkpointing
+
+
+def test_a_loop_whose_schedule_goes_by_epochs_is_applied_with_the_interval_of_the_search():
+    model, loss = Regressor(), torch.nn.CrossEntropyLoss()
+    data = torch.utils.data.DataLoader(Points(32), batch_size=8)
+    parts = (model, sgd(model.parameters()), data, loss)
+    searched = autoplan.from_loop(*parts, schedule=halving, schedule_interval="epoch")
+    found = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(searched), training=None)
+    with pytest.raises(PlanError, match='search had schedule_interval="epoch", and here it is "step"'):
+        found.apply_to(*parts, schedule=halving)
+    run, loader = found.apply_to(*parts, schedule=halving, schedule_interval="epoch")
+    first = run.optimizer.param_groups[0]["lr"]
+    rates = [run.step(batch) and run.optimizer.param_groups[0]["lr"] for batch in loader]
+    assert rates == [first, first, first, first / 2]

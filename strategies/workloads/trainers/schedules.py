@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autoplan.errors import WorkloadError
+
+ScheduleInterval = Literal["step", "epoch"]
+"""When a loop steps its schedule: at each optimizer step, or once at the end of an epoch."""
+
+MOST_STEPS = 20_000
+"""For a note on its rates, a schedule is stepped so often at most."""
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -68,6 +75,66 @@ def read_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[
             hint="Search without it: hand in an optimizer that has no schedule, and step it yourself in training.",
         )
     return same_schedule(inner)
+
+
+def by_interval(
+    make: Callable[[torch.optim.Optimizer], Any] | None, interval: ScheduleInterval, steps_per_epoch: int
+) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A schedule of a loop, as it goes on by optimizer steps.
+
+    Args:
+        make: Makes the loop's schedule; None: it has none.
+        interval: When the loop steps it.
+        steps_per_epoch: Optimizer steps.
+
+    Raises:
+        WorkloadError: it is no interval, or there is no schedule.
+    """
+    if interval not in ("step", "epoch"):
+        raise WorkloadError(
+            f"schedule_interval is {interval!r}",
+            hint='Give "step" for a schedule that is stepped at each optimizer step, "epoch" for one an epoch.',
+        )
+    if interval == "step":
+        return make
+    if make is None:
+        raise WorkloadError('schedule_interval="epoch" was given, and no schedule', hint="Give schedule= too.")
+    return make if steps_per_epoch == 1 else Stepped(make, steps_per_epoch)
+
+
+def interval_note(
+    make: Callable[[torch.optim.Optimizer], Any],
+    optimizer: torch.optim.Optimizer,
+    interval: ScheduleInterval,
+    steps_per_epoch: int,
+) -> str:
+    """A sentence on when a schedule of a loop is stepped, and what its rate is after an epoch.
+
+    Args:
+        make: Makes the schedule, as the workload has it.
+        optimizer: Over the same groups; its rates are changed.
+        interval: When the loop steps it.
+        steps_per_epoch: Optimizer steps.
+    """
+    if interval == "epoch":
+        return f"the schedule is stepped once an epoch, after each {steps_per_epoch} optimizer steps"
+    rates = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's: that the optimizer took no step
+            schedule = make(optimizer) if steps_per_epoch <= MOST_STEPS else None
+            if schedule is not None:
+                first = float(optimizer.param_groups[0]["lr"])
+                for _ in range(steps_per_epoch):
+                    schedule.step()
+                rates = first, float(optimizer.param_groups[0]["lr"])
+    except Exception:  # one that ends before: the note is without rates
+        rates = None
+    after = "" if rates is None else f", so its rate goes from {rates[0]:.4g} to {rates[1]:.4g} in an epoch"
+    return (
+        f"the schedule is stepped at each optimizer step, {steps_per_epoch} an epoch{after}. A loop that steps it once "
+        'an epoch gives schedule_interval="epoch"'
+    )
 
 
 def same_schedule(schedule: Any) -> Callable[[torch.optim.Optimizer], Any]:
