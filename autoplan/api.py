@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import optuna
 
     from autoplan.strategies.workloads.trainers.mean_loss import LossMean
+    from autoplan.strategies.workloads.trainers.schedules import ScheduleInterval
     from autoplan.strategies.workloads.workload import Workload
 
 ENDINGS: Mapping[str, type[AutoplanError]] = {
@@ -63,6 +64,7 @@ def search(
     model: Any = None,
     make_batch: Callable[[int, int], Any] | None = None,
     schedule: Callable[[Any], Any] | None = None,
+    schedule_interval: ScheduleInterval = "step",
     max_grad_norm: float | None = None,
     loss_mean: LossMean | None = None,
     accelerator: Any = None,
@@ -109,11 +111,10 @@ def search(
             mean, or a torch loss module for batches of (inputs, targets); None: `model(**batch).loss`.
         model: Instead of a workload: a function that builds the model, or a model.
         make_batch: `make_batch(num_samples, index)` gives a batch on the CPU, as large as the worst that comes.
-        schedule: A function that makes the learning-rate schedule from the optimizer; with a dataloader also the
-            loop's own schedule.
+        schedule: Makes the learning-rate schedule from the optimizer; with a dataloader also the loop's own schedule.
+        schedule_interval: With a dataloader, "epoch" where the loop steps its schedule once an epoch.
         max_grad_norm: Clip the gradients' norm to this before each optimizer step.
-        loss_mean: With a dataloader, over what a loss averages that returns a scalar: "samples", "tokens", or
-            "batches" of the dataloader. None: it is measured.
+        loss_mean: With a dataloader, over what a scalar loss averages: "samples", "tokens", "batches". None: measured.
         accelerator: The Accelerator of a loop, for its accumulation. None: it is found in what it prepared.
         trainer: With a LightningModule, the lightning.Trainer whose accumulation, clipping and precision are read.
         step: Instead of all of these: make_step(), which sets a training up and returns step(index) -> loss. Only
@@ -175,6 +176,7 @@ def search(
         training={
             "dataloader": dataloader,
             "loss_mean": loss_mean,
+            "schedule_interval": None if schedule_interval == "step" else schedule_interval,
             "accelerator": accelerator,
             "trainer": trainer,
             "step": step,

@@ -13,6 +13,7 @@ from autoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.trainers.mean_loss import LossMean
+    from autoplan.strategies.workloads.trainers.schedules import ScheduleInterval
     from autoplan.strategies.workloads.workload import Workload
 
 
@@ -80,6 +81,7 @@ def from_loop(
     loss: Callable[..., Any] | None = None,
     *,
     schedule: Any = None,
+    schedule_interval: ScheduleInterval = "step",
     max_grad_norm: float | None = None,
     loss_mean: LossMean | None = None,
     accelerator: Any = None,
@@ -100,8 +102,8 @@ def from_loop(
         dataloader: The loop's torch DataLoader.
         loss: `loss(model, batch)` gives a LossSum or a scalar mean; a torch loss module for batches of
             (inputs, targets); None: `model(**batch).loss`.
-        schedule, max_grad_norm, loss_mean, accelerator, trainer, global_batch, sequence_length, name, seed: See
-            `autoplan.search`.
+        schedule, schedule_interval, max_grad_norm, loss_mean, accelerator, trainer, global_batch, sequence_length,
+            name, seed: See `autoplan.search`.
 
     Raises:
         WorkloadError: a part is missing or of the wrong kind, or the loop trains what no plan can keep.
@@ -117,6 +119,7 @@ def from_loop(
         accelerator=accelerator,
         loss_mean=loss_mean,
         schedule=schedule,
+        schedule_interval=schedule_interval,
         max_grad_norm=max_grad_norm,
         global_batch=global_batch,
         sequence_length=sequence_length,

@@ -373,8 +373,8 @@ class Plan(Record):
             measure: Of a Trainer: run some steps of the new Trainer's own loop in a process of its own, and say, in a
                 warning, how their speed compares with what the search measured.
             changed_ok: Apply it although the model's or the loss's code, or the optimizer, is not that of the search.
-            settings: Of a loop: schedule, max_grad_norm, loss_mean and accelerator, as the search had them; of a
-                LightningModule trainer instead of accelerator.
+            settings: Of a loop: schedule, schedule_interval, max_grad_norm, loss_mean and accelerator, as the search
+                had them; of a LightningModule trainer instead of accelerator, and no schedule_interval.
 
         Returns:
             The new Trainer; `trainer.train()` trains it. Of a loop an `AppliedLoop`: its run, and its DataLoader with

@@ -63,7 +63,8 @@ class LightningSettings:
     """What a lightning.Trainer needs for a plan; the module itself was changed in place where the plan says so.
 
     Attributes:
-        trainer_arguments: For `lightning.Trainer(**settings.trainer_arguments)`.
+        trainer_arguments: For `lightning.Trainer(**settings.trainer_arguments)`. They have limit_train_batches and
+            val_check_interval, where the searched Trainer counts batches by them, and batches have another size now.
         batch_size: Of the DataLoader of a rank.
         not_carried: What of the plan the Trainer does not do, in sentences.
         loader_arguments: For the DataLoader: workers, prefetch factor and pinned memory as they were measured.
@@ -99,7 +100,7 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
         plan: Of a search with such parts.
         parts: model, optimizer, dataloader, and the loss where the search had one.
         changed_ok: See Plan.prepare.
-        settings: schedule, max_grad_norm, loss_mean, accelerator: as the search had them.
+        settings: schedule, schedule_interval, max_grad_norm, loss_mean, accelerator: as the search had them.
 
     Raises:
         WorkloadError: the parts make no training.
@@ -113,6 +114,8 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
     _refuse_split_loader(dataloader)
     settings["global_batch"] = plan.workload.global_batch
     workload = read_loop(model, optimizer, dataloader, loss, **settings).workload
+    if not changed_ok:
+        _refuse_other_interval(plan, workload.build_schedule)
     run = prepare_plan(
         plan,
         unwrap_model(model),
@@ -130,6 +133,21 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
     return AppliedLoop(
         run, resized(dataloader, run.local_batch, setting_of(plan), order=order, micro_batch=micro_batch)
     )
+
+
+def _refuse_other_interval(plan: PlanLike, schedule: Any) -> None:
+    from autoplan.strategies.workloads.trainers.schedules import Stepped
+
+    then = plan.workload.sources.get("schedule")
+    if not then or schedule is None:
+        return
+    by_epochs = "every of the schedule" in then  # the attribute of Stepped, as fingerprints name it
+    if by_epochs != isinstance(schedule, Stepped):
+        had, now = ("epoch", "step") if by_epochs else ("step", "epoch")
+        raise PlanError(
+            f'the search had schedule_interval="{had}", and here it is "{now}": the schedule would go on otherwise',
+            hint=f'Give schedule_interval="{had}", or search again.',
+        )
 
 
 def _refuse_split_loader(dataloader: Any) -> None:
@@ -218,6 +236,7 @@ def apply_to_module(
     """
     import torch
 
+    from autoplan.planner.apply import lightning_batches
     from autoplan.planner.apply.lightning_arguments import lightning_arguments
     from autoplan.strategies.prepare import apply_to_model
     from autoplan.strategies.workloads.optimizers import trainable
@@ -225,21 +244,27 @@ def apply_to_module(
 
     training, config = plan.training, plan.config
     settings["global_batch"] = plan.workload.global_batch
-    workload = read_module(module, data, **settings).workload
+    source = read_module(module, data, **settings)
+    workload = source.workload
     _check(plan, workload, changed_ok=changed_ok, model=module)
     if not changed_ok:
         refuse_other_training(plan, workload.build_optimizer(trainable(module)), module)
     norm = None if training is None else training.max_grad_norm
-    arguments = lightning_arguments(
-        config, device=plan.device, accumulation=config.accumulation(plan.workload.global_batch), max_grad_norm=norm
-    )
+    accumulation = config.accumulation(plan.workload.global_batch)
+    arguments = lightning_arguments(config, device=plan.device, accumulation=accumulation, max_grad_norm=norm)
+    counts, unscaled = lightning_batches.rescaled_counts(source, settings.get("trainer"), config)
+    frequency = lightning_batches.other_frequency(source, accumulation)
+    mean = lightning_batches.mean_of_means(workload, config)
+    said = [*(unscaled if settings.get("trainer") is not None else ()), *frequency]
+    for text in said + (mean if mean and lightning_batches.counts_differ(workload, config) else []):
+        warnings.warn(f"the Trainer does not do this of the plan: {text}", stacklevel=4)
     left = apply_to_model(workload, config, module, device=torch.device(plan.device))
     left = tuple(text for text in left if not text.startswith(("offload=", "kernels=")))  # the arguments say it
     setting = setting_of(plan)
     return LightningSettings(
-        arguments.make(),
+        arguments.make() | counts,
         config.micro_batch,
-        tuple(dict.fromkeys((*arguments.not_carried, *left))),
+        tuple(dict.fromkeys((*unscaled, *frequency, *mean, *arguments.not_carried, *left))),
         {} if setting is None else setting.arguments,
     )
 

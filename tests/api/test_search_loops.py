@@ -96,6 +96,9 @@ def test_parts_that_do_not_go_together_are_named() -> None:
         autoplan.search(model, optimizer, loader, make_batch=lambda count, index: None)
     with pytest.raises(autoplan.UsageError, match="loss_mean was given too"):
         autoplan.search(model=model, optimizer=optimizer, make_batch=lambda count, index: None, loss_mean="tokens")
+    with pytest.raises(autoplan.UsageError, match="schedule_interval was given too"):
+        make = {"make_batch": lambda count, index: None}
+        autoplan.search(model=model, optimizer=optimizer, **make, schedule_interval="epoch")
     with pytest.raises(autoplan.UsageError, match="dataloader was given too"):
         autoplan.search("gpt2", dataloader=loader)
     with pytest.raises(autoplan.UsageError, match="no dataloader"):

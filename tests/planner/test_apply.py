@@ -4,12 +4,12 @@ import copy
 import dataclasses
 import functools
 import inspect
-import types
 import warnings
 
 import pytest
 import torch
 
+import autoplan
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
 from autoplan.planner.apply.prepare import _give_state, prepare_plan
 from autoplan.planner.plan import Plan
@@ -17,9 +17,9 @@ from autoplan.strategies.analysis.training_facts import optimizer_differences, r
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
-from autoplan.strategies.workloads.trainers.lightning import read_module
 from autoplan.strategies.workloads.workload import LossSum
 from tests.recorded import make_plan
+from tests.strategies.loops import Points, Regressor
 from tests.strategies.tiny import GPT2, Classifier, classifier, image_batch, image_loss, language, sgd
 
 CONFIG = TrainingConfig(micro_batch=2, checkpointing="full", optimizer_step="foreach")
@@ -353,53 +353,15 @@ def test_prepare_says_that_the_knob_governs_the_models_own_checkpointing():
     assert run.model.gradient_checkpointing
 
 
-class LikeLightning(torch.nn.Module):
-    """What is read of a LightningModule, where Lightning need not be installed; its schedule ends with the training."""
-
-    automatic_optimization = True
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self._trainer = torch.nn.Linear(3, 1), None
-
-    @property
-    def trainer(self):
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer):
-        self._trainer = trainer
-
-    def __getstate__(self):
-        return {**vars(self), "_trainer": None}
-
-    def on_before_batch_transfer(self, batch, index):
-        return batch
-
-    on_after_batch_transfer = on_before_batch_transfer
-
-    def training_step(self, batch, batch_idx):
-        return ((self.layer(batch[0]) - batch[1]) ** 2).mean()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def test_a_module_is_read_with_the_trainer_of_the_search():
-    trainer = types.SimpleNamespace(
-        **{"gradient_clip_val": 0.5, "gradient_clip_algorithm": None, "global_step": 0, "num_devices": 1},
-        **{"num_nodes": 1, "accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1, "callbacks": []},
-    )
-    data = torch.utils.data.DataLoader([(torch.ones(3) * k, torch.ones(1)) for k in range(32)], batch_size=4)
-    base = type("LightningModule", (LikeLightning,), {"__module__": "lightning.pytorch.core.module"})
-    module = type("Mine", (base,), {})()
-    spec = spec_from_objects(read_module(module, data, trainer=trainer).workload)
-    found = make_plan(TrainingConfig(micro_batch=2), workload=spec, training=None)
-    settings = found.apply_to(module, data, trainer=trainer)
-    assert (settings.batch_size, settings.trainer_arguments["accumulate_grad_batches"]) == (2, 4)
-    with pytest.raises(WorkloadError, match="raised by configure_optimizers"):
-        found.apply_to(module, data)
+def test_a_loop_whose_schedule_goes_by_epochs_is_applied_with_the_interval_of_the_search():
+    model, loss = Regressor(), torch.nn.CrossEntropyLoss()
+    data = torch.utils.data.DataLoader(Points(32), batch_size=8)
+    parts = (model, sgd(model.parameters()), data, loss)
+    searched = autoplan.from_loop(*parts, schedule=halving, schedule_interval="epoch")
+    found = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(searched), training=None)
+    with pytest.raises(PlanError, match='search had schedule_interval="epoch", and here it is "step"'):
+        found.apply_to(*parts, schedule=halving)
+    run, loader = found.apply_to(*parts, schedule=halving, schedule_interval="epoch")
+    first = run.optimizer.param_groups[0]["lr"]
+    rates = [run.step(batch) and run.optimizer.param_groups[0]["lr"] for batch in loader]
+    assert rates == [first, first, first, first / 2]

@@ -34,7 +34,14 @@ from autoplan.strategies.workloads.trainers.mean_loss import (
     read_loss,
     scalar_of,
 )
-from autoplan.strategies.workloads.trainers.schedules import at_the_start, plain_optimizer, read_schedule
+from autoplan.strategies.workloads.trainers.schedules import (
+    ScheduleInterval,
+    at_the_start,
+    by_interval,
+    interval_note,
+    plain_optimizer,
+    read_schedule,
+)
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
 
@@ -66,6 +73,7 @@ def read_loop(
     loss: Any = None,
     *,
     schedule: Any = None,
+    schedule_interval: ScheduleInterval = "step",
     max_grad_norm: float | None = None,
     global_batch: int | None = None,
     sequence_length: int | None = None,
@@ -83,6 +91,7 @@ def read_loop(
         loss: `loss(model, batch)` gives a LossSum, or a scalar mean; a torch loss module for batches of
             (inputs, targets); None: `model(**batch).loss`.
         schedule: A function that makes the learning-rate schedule from an optimizer, or the loop's own schedule.
+        schedule_interval: When the loop steps its schedule: at each optimizer step, or once an epoch.
         max_grad_norm: The norm that the loop clips to.
         global_batch: Samples per optimizer step. None: the loader's batch size times the accumulation.
         sequence_length: Tokens per sample; None: samples are no sequences, or have none in common.
@@ -109,6 +118,7 @@ def read_loop(
     head = None
     if loss is None and _is_causal_loss(parts.model, loss_sum, count, batches):
         loss_sum, head = causal_loss, CausalHead()
+    steps_per_epoch = max(facts.samples // step_samples, 1)
     build_optimizer = rebuild_over(at_the_start(parts.optimizer), trainable(parts.model))
     workload = workload_from_objects(
         model=on_cpu(parts.model),
@@ -116,7 +126,7 @@ def read_loop(
         loss=loss_sum,
         optimizer=build_optimizer,
         global_batch=step_samples,
-        schedule=read_schedule(schedule, parts.optimizer),
+        schedule=by_interval(read_schedule(schedule, parts.optimizer), schedule_interval, steps_per_epoch),
         max_grad_norm=max_grad_norm,
         name=name,
         sequence_length=sequence_length,
@@ -125,6 +135,9 @@ def read_loop(
     )
     workload = dataclasses.replace(workload, count=count, head=head)
     notes = _notes(parts, facts, workload, count, padding, given=global_batch is not None)
+    if workload.build_schedule is not None:
+        over = build_optimizer(trainable(parts.model))
+        notes.append(interval_note(workload.build_schedule, over, schedule_interval, steps_per_epoch))
     return TrainingSource(workload=workload, notes=tuple(notes))
 
 

@@ -123,6 +123,21 @@ class TrainingStepLoss:
         return module.training_step(batch, BATCH_INDEX) if self.takes_index else module.training_step(batch)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleSource(TrainingSource):
+    """What was read of a LightningModule, and what its Trainer counts in batches.
+
+    Attributes:
+        batch_samples: Samples of a batch, of all processes together.
+        accumulation: Batches of an optimizer step.
+        frequency: See `ModuleOptimizer`; 1 where `schedule=` was given.
+    """
+
+    batch_samples: int
+    accumulation: int
+    frequency: int
+
+
 def read_module(
     module: Any,
     data: Any = None,
@@ -135,7 +150,7 @@ def read_module(
     sequence_length: int | None = None,
     name: str | None = None,
     seed: int = 0,
-) -> TrainingSource:
+) -> ModuleSource:
     """The training of a LightningModule.
 
     Args:
@@ -161,9 +176,9 @@ def read_module(
     steps = accumulation * processes
     batches, found = read_loader(loader, global_batch=global_batch or (lambda size: size * steps), seed=seed)
     samples = global_batch or found.batch_size * steps
-    facts = _with_length(facts, trainer, found.samples // (found.batch_size * processes), samples)
+    facts = _with_length(facts, trainer, found.samples // (found.batch_size * processes))
     twin.trainer = facts
-    optimizer, own_schedule, said = read_optimizers(twin, facts.num_training_batches // accumulation or 1)
+    optimizer, own_schedule, said, frequency = read_optimizers(twin, facts.num_training_batches, accumulation)
     index = len(inspect.signature(module.training_step).parameters) > 1
     loss, count = read_loss(TrainingStepLoss(index), twin, batches, seed=seed, mean=loss_mean)
     padding = padding_of(loss, twin, batches, seed=seed)
@@ -191,7 +206,13 @@ def read_module(
         *said,
         *_notes(module, trainer),
     ]
-    return TrainingSource(workload=workload, notes=tuple(notes))
+    return ModuleSource(
+        workload=workload,
+        notes=tuple(notes),
+        batch_samples=found.batch_size * processes,
+        accumulation=accumulation,
+        frequency=frequency if schedule is None else 1,
+    )
 
 
 def copy_model(module: Any, facts: TrainerFacts) -> Any:
@@ -317,8 +338,17 @@ def _set_up(twin: Any) -> Any:
     return twin
 
 
-def _with_length(facts: TrainerFacts, trainer: Any, batches: int, samples: int) -> TrainerFacts:
-    """The facts with how long the training is."""
+def _with_length(facts: TrainerFacts, trainer: Any, batches: int) -> TrainerFacts:
+    """The facts with how long the training is.
+
+    Args:
+        facts: Those without it.
+        trainer: The user's; None: none.
+        batches: Of the loader, on one rank.
+    """
+    limit = getattr(trainer, "limit_train_batches", None)
+    if isinstance(limit, int | float) and limit:  # a whole number counts batches, another is a share of them
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     epochs, most = getattr(trainer, "max_epochs", None), int(getattr(trainer, "max_steps", -1) or -1)
     steps = float("inf")
     if epochs is not None and epochs >= 0:

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.trainers.schedules import read_schedule
+from autoplan.strategies.workloads.trainers.schedules import Stepped, read_schedule
 from autoplan.strategies.workloads.user_errors import user_error
 
 SINGLE = "A plan trains with one optimizer: return it, ([optimizer], [schedule]), or a dict of both."
 
 
-def read_optimizers(
-    module: Any, steps_per_epoch: int
-) -> tuple[torch.optim.Optimizer, Callable[[torch.optim.Optimizer], Any] | None, list[str]]:
-    """The optimizer, a function that makes its schedule (None: a constant rate), and sentences for the user.
+class ModuleOptimizer(NamedTuple):
+    """What configure_optimizers gives.
+
+    Attributes:
+        optimizer: The one optimizer.
+        schedule: Makes its schedule; None: a constant rate.
+        notes: Sentences for the user.
+        frequency: Batches after which a schedule of the interval "step" is due; 1: each, or it goes by epochs.
+    """
+
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[torch.optim.Optimizer], Any] | None
+    notes: list[str]
+    frequency: int = 1
+
+
+def read_optimizers(module: Any, batches_per_epoch: int, accumulation: int) -> ModuleOptimizer:
+    """The optimizer of a module, and its schedule as it goes on by optimizer steps.
 
     Args:
         module: A copy of the user's, with a `trainer`.
-        steps_per_epoch: Optimizer steps of an epoch, after which a schedule of the interval "epoch" is stepped.
+        batches_per_epoch: Of one rank.
+        accumulation: Batches of an optimizer step; a schedule of the interval "epoch" is stepped after their epoch.
 
     Raises:
         WorkloadError: it fails, or gives no optimizer or several.
@@ -43,15 +58,34 @@ def read_optimizers(
             hint="Put them into one: torch.optim.lr_scheduler.SequentialLR or ChainedScheduler.",
         )
     if not schedules:
-        return optimizers[0], None, []
+        return ModuleOptimizer(optimizers[0], None, [])
     options = schedules[0] if isinstance(schedules[0], Mapping) else {"scheduler": schedules[0]}
     schedule = options["scheduler"]
     if type(schedule).__name__ == "ReduceLROnPlateau":
-        return optimizers[0], None, ["ReduceLROnPlateau is stepped by a metric, which trials have not: a constant rate"]
-    every = int(options.get("frequency", 1)) * (1 if options.get("interval", "epoch") == "step" else steps_per_epoch)
+        said = "ReduceLROnPlateau is stepped by a metric, which trials have not: a constant rate"
+        return ModuleOptimizer(optimizers[0], None, [said])
+    frequency, notes = int(options.get("frequency", 1)), []
+    if options.get("interval", "epoch") == "step":
+        every = steps_between(frequency, accumulation)
+        if frequency > 1 and batches_per_epoch % (every * accumulation):
+            notes.append(
+                f"Lightning counts the {frequency} batches of the schedule's frequency anew in each epoch of "
+                f"{batches_per_epoch}; a plan's steps count on"
+            )
+    else:
+        every, frequency = frequency * (batches_per_epoch // accumulation or 1), 1
     make = read_schedule(schedule, optimizers[0])
     assert make is not None, "a schedule was given"
-    return optimizers[0], make if every == 1 else Stepped(make, every), []
+    return ModuleOptimizer(optimizers[0], make if every == 1 else Stepped(make, every), notes, frequency)
+
+
+def steps_between(frequency: int, accumulation: int) -> int:
+    """Optimizer steps from one step of a schedule to the next, under a lightning.Trainer.
+
+    It steps a schedule of the interval "step" at batches that end an optimizer step, where their number is also a
+    multiple of the frequency.
+    """
+    return math.lcm(frequency, accumulation) // accumulation
 
 
 def _parse(given: Any) -> tuple[list[Any], list[Any]]:
@@ -68,43 +102,3 @@ def _parse(given: Any) -> tuple[list[Any], list[Any]]:
         parsed = [_parse(one) for one in given]
         return [one for optimizers, _ in parsed for one in optimizers], [one for _, found in parsed for one in found]
     return [given], []
-
-
-class Stepped:
-    """Makes a schedule that is stepped once in so many optimizer steps: at the end of an epoch, or by a frequency.
-
-    Args:
-        make: Makes the schedule from an optimizer.
-        every: Optimizer steps.
-    """
-
-    def __init__(self, make: Callable[[torch.optim.Optimizer], Any], every: int) -> None:
-        self.make = make
-        self.every = every
-
-    def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule; its state is that of the inner one and a count."""
-        return _EverySteps(self.make(optimizer), self.every)
-
-
-class _EverySteps:
-    def __init__(self, schedule: Any, every: int) -> None:
-        self.schedule = schedule
-        self.every = every
-        self.last_epoch = 0  # optimizer steps, as schedules call it
-
-    def step(self) -> None:
-        self.last_epoch += 1
-        if self.last_epoch % self.every == 0:
-            self.schedule.step()
-
-    def get_last_lr(self) -> list[float]:
-        rates: list[float] = self.schedule.get_last_lr()
-        return rates
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"schedule": copy.copy(self.schedule.state_dict()), "steps": self.last_epoch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])
-        self.last_epoch = state["steps"]

@@ -14,6 +14,7 @@ from autoplan.strategies.workloads.trainers import class_names, with_notes
 from autoplan.strategies.workloads.trainers.accelerate import read_loop
 from autoplan.strategies.workloads.trainers.lightning import read_module
 from autoplan.strategies.workloads.trainers.mean_loss import LossMean
+from autoplan.strategies.workloads.trainers.schedules import ScheduleInterval
 from autoplan.strategies.workloads.trainers.step import read_step
 from autoplan.strategies.workloads.workload import Workload
 
@@ -43,6 +44,7 @@ def read_parts(
     trainer: Any = None,
     accelerator: Any = None,
     loss_mean: LossMean | None = None,
+    schedule_interval: ScheduleInterval | None = None,
     step: Any = None,
     precisions: Sequence[str] = (),
     **settings: Any,
@@ -52,7 +54,7 @@ def read_parts(
     Args:
         model: The first thing that was given, or `model=`.
         optimizer: The second; for a LightningModule this place is its data's.
-        dataloader, loss, make_batch, trainer, accelerator, loss_mean, step: See `autoplan.search`.
+        dataloader, loss, make_batch, trainer, accelerator, loss_mean, schedule_interval, step: See `autoplan.search`.
         precisions: That are allowed around a step.
         settings: schedule, max_grad_norm, global_batch, sequence_length, name, seed.
 
@@ -63,7 +65,8 @@ def read_parts(
         WorkloadError: a part is missing or of the wrong kind, or no plan can keep what is trained.
     """
     parts = {"model": model, "optimizer": optimizer, "dataloader": dataloader, "loss": loss, "make_batch": make_batch}
-    others = {"trainer": trainer, "accelerator": accelerator, "loss_mean": loss_mean}
+    interval = None if schedule_interval == "step" else schedule_interval
+    others = {"trainer": trainer, "accelerator": accelerator, "loss_mean": loss_mean, "schedule_interval": interval}
     if step is not None:
         outside = {name: settings.pop(name, None) for name in ("schedule", "max_grad_norm", "sequence_length")}
         _refuse(parts | others | outside, "a step has them itself")
@@ -72,9 +75,10 @@ def read_parts(
     if is_one_of(model, LIGHTNING_MODULES):
         data, optimizer = (dataloader, optimizer) if dataloader is not None else (optimizer, None)
         given = {"optimizer": optimizer, "loss": loss, "accelerator": accelerator, "make_batch": make_batch}
+        given |= {"schedule_interval": interval}
         _refuse(given, "a LightningModule says these itself")
-        source = read_module(model, data, trainer=trainer, loss_mean=loss_mean, **settings)
-        return with_notes(source, taken_from="LightningModule")
+        module = read_module(model, data, trainer=trainer, loss_mean=loss_mean, **settings)
+        return with_notes(module, taken_from="LightningModule")
     if is_one_of(optimizer, LOADERS + LIGHTNING_DATA):
         raise WorkloadError(
             f"the second argument is {type(optimizer).__name__}; after a model comes its optimizer",
@@ -85,7 +89,8 @@ def read_parts(
         return None
     _refuse({"trainer": trainer}, "it goes with a LightningModule")
     _refuse({"make_batch": make_batch}, "the batches are the dataloader's")
-    source = read_loop(model, optimizer, dataloader, loss, accelerator=accelerator, loss_mean=loss_mean, **settings)
+    settings |= {"schedule_interval": schedule_interval or "step", "loss_mean": loss_mean}
+    source = read_loop(model, optimizer, dataloader, loss, accelerator=accelerator, **settings)
     return with_notes(source, taken_from="training loop")
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autoplan.errors import WorkloadError
+
+ScheduleInterval = Literal["step", "epoch"]
+"""When a loop steps its schedule: at each optimizer step, or once at the end of an epoch."""
+
+MOST_STEPS = 20_000
+"""For a note on its rates, a schedule is stepped so often at most."""
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -70,6 +77,66 @@ def read_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[
     return same_schedule(inner)
 
 
+def by_interval(
+    make: Callable[[torch.optim.Optimizer], Any] | None, interval: ScheduleInterval, steps_per_epoch: int
+) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A schedule of a loop, as it goes on by optimizer steps.
+
+    Args:
+        make: Makes the loop's schedule; None: it has none.
+        interval: When the loop steps it.
+        steps_per_epoch: Optimizer steps.
+
+    Raises:
+        WorkloadError: it is no interval, or there is no schedule.
+    """
+    if interval not in ("step", "epoch"):
+        raise WorkloadError(
+            f"schedule_interval is {interval!r}",
+            hint='Give "step" for a schedule that is stepped at each optimizer step, "epoch" for one an epoch.',
+        )
+    if interval == "step":
+        return make
+    if make is None:
+        raise WorkloadError('schedule_interval="epoch" was given, and no schedule', hint="Give schedule= too.")
+    return make if steps_per_epoch == 1 else Stepped(make, steps_per_epoch)
+
+
+def interval_note(
+    make: Callable[[torch.optim.Optimizer], Any],
+    optimizer: torch.optim.Optimizer,
+    interval: ScheduleInterval,
+    steps_per_epoch: int,
+) -> str:
+    """A sentence on when a schedule of a loop is stepped, and what its rate is after an epoch.
+
+    Args:
+        make: Makes the schedule, as the workload has it.
+        optimizer: Over the same groups; its rates are changed.
+        interval: When the loop steps it.
+        steps_per_epoch: Optimizer steps.
+    """
+    if interval == "epoch":
+        return f"the schedule is stepped once an epoch, after each {steps_per_epoch} optimizer steps"
+    rates = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's: that the optimizer took no step
+            schedule = make(optimizer) if steps_per_epoch <= MOST_STEPS else None
+            if schedule is not None:
+                first = float(optimizer.param_groups[0]["lr"])
+                for _ in range(steps_per_epoch):
+                    schedule.step()
+                rates = first, float(optimizer.param_groups[0]["lr"])
+    except Exception:  # one that ends before: the note is without rates
+        rates = None
+    after = "" if rates is None else f", so its rate goes from {rates[0]:.4g} to {rates[1]:.4g} in an epoch"
+    return (
+        f"the schedule is stepped at each optimizer step, {steps_per_epoch} an epoch{after}. A loop that steps it once "
+        'an epoch gives schedule_interval="epoch"'
+    )
+
+
 def same_schedule(schedule: Any) -> Callable[[torch.optim.Optimizer], Any]:
     """A function that makes a schedule like this one, as far as it has come, over another optimizer.
 
@@ -114,3 +181,43 @@ def schedule_over(detached: Any, rates: list[tuple[Any, Any]], optimizer: torch.
 def _with_parts(schedule: Any) -> list[Any]:
     """A schedule and those that it is made of, at any depth."""
     return [schedule, *(one for part in vars(schedule).get("_schedulers", ()) for one in _with_parts(part))]
+
+
+class Stepped:
+    """Makes a schedule that is stepped once in so many optimizer steps: at the end of an epoch, or by a frequency.
+
+    Args:
+        make: Makes the schedule from an optimizer.
+        every: Optimizer steps.
+    """
+
+    def __init__(self, make: Callable[[torch.optim.Optimizer], Any], every: int) -> None:
+        self.make = make
+        self.every = every
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The schedule; its state is that of the inner one and a count."""
+        return _EverySteps(self.make(optimizer), self.every)
+
+
+class _EverySteps:
+    def __init__(self, schedule: Any, every: int) -> None:
+        self.schedule = schedule
+        self.every = every
+        self.last_epoch = 0  # optimizer steps, as schedules call it
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        if self.last_epoch % self.every == 0:
+            self.schedule.step()
+
+    def get_last_lr(self) -> list[float]:
+        rates: list[float] = self.schedule.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": copy.copy(self.schedule.state_dict()), "steps": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.last_epoch = state["steps"]

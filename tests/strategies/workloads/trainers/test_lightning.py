@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import autoplan
 from autoplan.errors import WorkloadError
+from autoplan.planner.apply.lightning_batches import rescaled_counts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.objects import spec_from_objects, unpack
@@ -62,7 +63,8 @@ class Module(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
         if self.schedule == "epoch":
             return [optimizer], [schedule]
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        options = {"frequency": 2 if self.schedule == "batches" else 1}  # which Lightning counts in batches
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"} | options}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()])))
@@ -113,7 +115,7 @@ def run_plan(workload: Any, micro_batch: int) -> dict[str, torch.Tensor]:
     return parameters_of(run.model)
 
 
-@pytest.mark.parametrize("schedule", ["step", "epoch", "none"])
+@pytest.mark.parametrize("schedule", ["step", "batches", "epoch", "none"])
 def test_a_trainer_with_accumulation_and_clipping_trains_the_same(schedule: str) -> None:
     module = Module(schedule)
     trainer = make_trainer(max_steps=STEPS, max_epochs=9, accumulate_grad_batches=2, gradient_clip_val=CLIP)
@@ -190,6 +192,19 @@ def test_the_length_of_the_training_is_known_where_it_is_configured() -> None:
     optimizer = workload.build_optimizer(workload.build_model().parameters())
     schedule = workload.build_schedule(optimizer)
     assert schedule.total_iters == 24  # 4 epochs of 12 batches, 2 a step
+
+
+def test_an_epoch_of_fewer_batches_is_read_and_is_that_long_under_the_plan() -> None:
+    limits = {"max_epochs": 1, "limit_train_batches": 6, "accumulate_grad_batches": 2}
+    trainer, module, data = make_trainer(**limits), Module(), Data()
+    source = read_module(module, data, trainer=trainer)
+    assert read_module(module, data, trainer=trainer).workload.build_model().trainer.estimated_stepping_batches == 3
+    arguments, said = rescaled_counts(source, trainer, TrainingConfig(micro_batch=4))
+    assert arguments == {"limit_train_batches": 12} and not said
+    planned = make_trainer(**(limits | arguments | {"accumulate_grad_batches": 4}))
+    for one, size in ((trainer, 8), (planned, 4)):
+        one.fit(Module(), loader_of(Points(96), size))
+        assert one.global_step == 3
 
 
 class Manual(Module):

@@ -211,6 +211,58 @@ def test_the_order_is_that_of_the_loaders_own_sampler() -> None:
     assert numbers(shuffled) == got
 
 
+def per_epoch(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+
+def test_a_schedule_that_is_stepped_once_an_epoch_trains_the_same() -> None:
+    model = Regressor()
+    wanted = copy.deepcopy(model)
+    loader = DataLoader(Points(16), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = per_epoch(optimizer)
+    loss = nn.CrossEntropyLoss()
+    source = read_loop(model, optimizer, loader, loss, schedule=schedule, schedule_interval="epoch")
+    assert "the schedule is stepped once an epoch, after each 2 optimizer steps" in source.notes
+    by_step = read_loop(model, optimizer, loader, loss, schedule=schedule)
+    note = "the schedule is stepped at each optimizer step, 2 an epoch, so its rate goes from 0.5 to 0.005 in an epoch"
+    assert any(said.startswith(note) for said in by_step.notes)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and schedule.last_epoch == 0, "the loop's own are left as they are"
+    got, _ = run_plan(source, 4)
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.5)
+    schedule = per_epoch(optimizer)
+    for _ in range(STEPS // 2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(wanted(x), y).backward()
+            optimizer.step()
+        schedule.step()
+    assert worst_difference(got, parameters_of(wanted)) < FP32
+    assert worst_difference(run_plan(by_step, 4)[0], parameters_of(wanted)) > 1e-3
+
+
+def test_a_schedule_that_ends_within_an_epoch_is_said_without_rates() -> None:
+    model = Regressor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=3)
+    source = read_loop(model, optimizer, DataLoader(Points(64), batch_size=8), nn.CrossEntropyLoss(), schedule=schedule)
+    assert any(said.startswith("the schedule is stepped at each optimizer step, 8 an epoch. ") for said in source.notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schedule_interval": "epoch"}, "and no schedule"),
+        ({"schedule_interval": "month"}, "interval is 'month"),
+    ],
+)
+def test_an_interval_without_a_schedule_or_of_another_name_is_refused(settings: dict[str, Any], words: str) -> None:
+    model = Regressor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(WorkloadError, match=words):
+        read_loop(model, optimizer, DataLoader(Points(16), batch_size=8), nn.CrossEntropyLoss(), **settings)
+
+
 def test_what_a_mean_is_over_is_measured() -> None:
     points, model = Points(), Regressor()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
