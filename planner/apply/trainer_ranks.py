@@ -42,6 +42,7 @@ def missing_factor(trainer: Any, workload: Workload, *, divide: bool) -> float:
     from accelerate.utils import gather_object
 
     world = int(trainer.args.world_size)
+    mine: Any
     try:
         mine = _losses(trainer, workload, divide)
     except Exception as error:
