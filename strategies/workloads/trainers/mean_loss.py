@@ -294,6 +294,9 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 
 def _measured_count(probe: _Probe, batch: Batch) -> Count | str:
     """What the mean is over; a text: why that is not known."""
+    criterion: Any = getattr(probe.loss, "criterion", None)
+    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None:
+        return "it is over the weights of the classes in a batch, so the loss depends on the micro-batch"
     if abs(probe.number(batch) - probe.number(batch, seed=1)) > probe.tolerance * abs(probe.number(batch)):
         probe.model.eval()  # dropout that is no module: attention, layers that are dropped; `_quiet` puts it back
         if abs(probe.number(batch) - probe.number(batch, seed=1)) > probe.tolerance * abs(probe.number(batch)):

@@ -128,6 +128,20 @@ def test_a_micro_batch_without_a_label_adds_nothing() -> None:
     assert head.weight.grad is not None and not head.weight.grad.any()
 
 
+def test_a_mean_over_class_weights_is_refused_whatever_the_first_samples_are() -> None:
+    """The first samples are of one class, of which the weights cancel."""
+
+    class OneClass(Points):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((1,), float(index)), torch.tensor(0)
+
+    model = nn.Linear(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    read_loop(model, optimizer, DataLoader(OneClass(), batch_size=8), nn.CrossEntropyLoss())
+    with pytest.raises(WorkloadError, match="over the weights of the classes in a batch"):
+        read_loop(model, optimizer, DataLoader(OneClass(), batch_size=8), nn.CrossEntropyLoss(torch.tensor([1.0, 50])))
+
+
 def test_batches_of_equal_weight_are_what_accumulation_of_means_trains() -> None:
     """accelerator.backward divides by the accumulation, so batches with few tokens weigh as much as others."""
     own = lambda net, batch: net(**batch).loss  # noqa: E731
