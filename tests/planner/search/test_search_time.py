@@ -334,7 +334,9 @@ def test_the_hand_setting_halves_the_micro_batch_until_it_fits(sizes: list[int],
 
 def test_a_hand_setting_that_there_is_no_time_for_is_named():
     notes: list[str] = []
-    baseline = SimpleNamespace(purpose="baseline", config=TrainingConfig(micro_batch=2), outcome=Outcome.OK)
+    baseline = SimpleNamespace(
+        purpose="baseline", config=TrainingConfig(micro_batch=2), outcome=Outcome.OK, budget_ended=False
+    )
     space = SimpleNamespace(values={"micro_batch": [1, 2], "precision": ["fp32", "bf16"]})
     context = SimpleNamespace(space=space, device="cpu", memory_limit_bytes=50, spec=SimpleNamespace(global_batch=2))
     session: Any = SimpleNamespace(
@@ -344,8 +346,45 @@ def test_a_hand_setting_that_there_is_no_time_for_is_named():
         store=SimpleNamespace(trials=[baseline]),
         model=SimpleNamespace(cost_s=lambda config: 90.0),
         search_left_s=60.0,
+        parity_reserve_s=10.0,
+        hard_deadline_s=lambda reserve_s: 60.0 - reserve_s,
         note=notes.append,
     )
     run_manual_setting(session)
     (note,) = notes
     assert "micro_batch=2 precision=bf16 was not measured: it takes about 90 s" in note and "--budget" in note
+
+
+@pytest.mark.parametrize(("spent_s", "measured"), [(40.0, True), (200.0, False)])
+def test_a_hand_setting_that_the_budget_ended_is_measured_again_with_more_time(spent_s: float, measured: bool):
+    made: list[Any] = []
+    config = TrainingConfig(micro_batch=2, precision="bf16")
+    ended = {"budget_ended": True, "outcome": Outcome.TIMEOUT, "seconds_spent": spent_s}
+    good = {"budget_ended": False, "outcome": Outcome.OK, "seconds_spent": 20.0}
+    trials = [
+        SimpleNamespace(purpose="baseline", config=TrainingConfig(micro_batch=2), **good),
+        SimpleNamespace(purpose="reference", config=config, **ended),
+    ]
+
+    def measure(purpose: str, config: TrainingConfig, **facts: Any) -> Any:
+        made.append((purpose, config, facts["deadline_of_budget"]))
+        return SimpleNamespace(purpose=purpose, config=config, **good)
+
+    session: Any = SimpleNamespace(
+        context=SimpleNamespace(
+            space=SimpleNamespace(values={"micro_batch": [2], "precision": ["fp32", "bf16"]}),
+            device="cpu",
+            memory_limit_bytes=50,
+            spec=SimpleNamespace(global_batch=2),
+        ),
+        options=SimpleNamespace(fix={}, max_trials=None),
+        predict=lambda config: SimpleNamespace(peak_memory_bytes=10),
+        store=SimpleNamespace(trials=trials),
+        model=SimpleNamespace(cost_s=lambda config: 90.0),
+        search_left_s=150.0,
+        parity_reserve_s=10.0,
+        hard_deadline_s=lambda reserve_s: 160.0 - reserve_s,
+        measure=measure,
+    )
+    run_manual_setting(session)
+    assert made == ([("reference", config, True)] if measured else [])
