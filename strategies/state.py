@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from autoplan.strategies.techniques.mesh import is_fused, local_tensor, whole_tensor
 from autoplan.strategies.techniques.rounded_steps import MASTER, rounding_of
+from autoplan.strategies.workloads.optimizers import constructor_options
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # How an optimizer's step runs: the plan decides it, not the state.
@@ -66,7 +67,7 @@ def restore_state(
     _set_masters(model, optimizer, model_state, plain_layouts)
     for group, kept in zip(optimizer.param_groups, flags, strict=True):
         group.update(kept)
-    if _is_of_no_step(optimizer_state):
+    if _is_of_no_step(optimizer_state) and not _has_state_at_once(optimizer):
         optimizer.state.clear()
     place_steps(optimizer)
 
@@ -88,6 +89,12 @@ def _is_of_no_step(optimizer_state: Mapping[str, Any]) -> bool:
     tensors = (local_tensor(value) for value in numbers if isinstance(value, torch.Tensor))
     others = (value for value in numbers if isinstance(value, bool | int | float))
     return bool(numbers) and not any(others) and not any(bool(tensor.any()) for tensor in tensors)
+
+
+def _has_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer makes its state when it is made, as Adagrad does, and not in its first step."""
+    kind: Any = type(optimizer)
+    return bool(kind([nn.Parameter(torch.zeros(1))], **constructor_options(optimizer)).state)
 
 
 def place_steps(optimizer: torch.optim.Optimizer) -> None:

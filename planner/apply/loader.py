@@ -56,7 +56,7 @@ def _check_split(sampler: Any, rank: int, ranks: int) -> None:
     The ranks of a model that is split share their samples: a sampler that knows all ranks gives each of them others.
     """
     processes = int(getattr(sampler, "num_replicas", 1) or 1)
-    own = int(getattr(sampler, "rank", rank))
+    own = getattr(sampler, "rank", rank)
     if processes == 1 or (processes, own) == (ranks, rank):
         return
     raise PlanError(

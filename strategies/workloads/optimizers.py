@@ -86,6 +86,8 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_lost_arguments(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        return  # it has stepped, and may count its steps in an attribute
     own, anew = _plain_attributes(optimizer), _plain_attributes(made)
     lost = {name: value for name, value in own.items() if name in anew and value != anew[name]}
     if lost:

@@ -50,6 +50,29 @@ def test_what_cannot_be_told_again_is_refused() -> None:
         rebuild_over(KeepsRounding(own, lr=0.5, stochastic=True), own)
 
 
+class CountsSteps(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+        self.steps_taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps_taken += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = True
+        return super().step(closure)
+
+
+def test_an_optimizer_that_has_stepped_is_made_anew_without_its_counts() -> None:
+    own = parameters()
+    optimizer = CountsSteps(own, lr=0.5)
+    optimizer.step()
+    made: Any = rebuild_over(optimizer, own)(parameters())
+    assert (optimizer.steps_taken, made.steps_taken) == (1, 0)
+
+
 def test_a_hook_on_the_step_is_refused() -> None:
     """A moving average of the weights would be one of weights that no longer train."""
     own = parameters()
