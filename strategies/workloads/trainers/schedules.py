@@ -206,6 +206,12 @@ class _EverySteps:
         self.every = every
         self.last_epoch = 0  # optimizer steps, as schedules call it
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """That of the schedule."""
+        found: torch.optim.Optimizer = self.schedule.optimizer
+        return found
+
     def step(self) -> None:
         self.last_epoch += 1
         if self.last_epoch % self.every == 0:

@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.analysis.training_facts import read_schedule
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.batch import batch_size, split_batch
+from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.trainers.accelerate import read_loop
 from autoplan.strategies.workloads.trainers.loader import resized
 from autoplan.strategies.workloads.trainers.mean_loss import CountLabels, MeanLoss
@@ -349,3 +351,16 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         read_loop(model, optimizer, loader, cross_entropy)
     with pytest.raises(WorkloadError, match="another optimizer"):
         read_loop(other, torch.optim.SGD(other.parameters(), lr=0.1), loader, cross_entropy, schedule=schedule)
+
+
+def test_an_inspection_reads_the_rates_of_a_schedule_that_goes_by_epochs() -> None:
+    """Each search reads them; it ended with an AttributeError."""
+    model = nn.Linear(12, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = DataLoader(Points(8), batch_size=4)
+    source = read_loop(model, optimizer, loader, cross_entropy, schedule=schedule, schedule_interval="epoch")
+    workload = source.workload
+    facts = read_schedule(workload, workload.build_optimizer(trainable(model)))
+    assert facts is not None
+    assert [rates[0] for rates in facts.learning_rates[:5]] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
