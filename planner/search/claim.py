@@ -6,12 +6,13 @@ same answer, and `benchmarks/false_wins.py` calls the same function.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.planner.records import Claim, Interval, Trial
+from autoplan.planner.records import Claim, ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, match_rounds
 from autoplan.planner.trials.measure import Spread, half_width, ratio_interval
+from autoplan.strategies.config import TrainingConfig
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 10
 """Rounds of the claim. With one round a disturbed run could not be told from a slow configuration. The most are for
@@ -25,7 +26,10 @@ ROUNDS_AGAIN = 2
 """So many rounds in which a run was disturbed are made again."""
 
 SLOWER = "it was measured slower"
-"""Why there is no claim where the interval lies below 1."""
+"""Why there is no claim if the interval lies below 1."""
+
+NOT_TOLD_APART = "no win is claimed: the runs do not tell the two apart"
+"""Why there is no claim if the interval contains 1."""
 
 WANTED_HALF_WIDTH = 0.02
 """A claim needs no narrower interval than plus and minus this share."""
@@ -63,13 +67,31 @@ def rounds_needed(spread: Spread, log_gain: float) -> int:
     return MOST_ROUNDS
 
 
+def claim_progress(trials: Iterable[Trial], began: ClaimRounds) -> tuple[int, int]:
+    """(rounds in which nothing was disturbed, rounds) of a claim that have a run of both."""
+    mine, plain = (_runs_by_round(trials, config, began) for config in (began.config, began.reference))
+    both = [(run, plain[number]) for number, run in mine.items() if number in plain]
+    return sum(not (a.disturbed or b.disturbed) for a, b in both), len(both)
+
+
+def is_claim_over(trials: Iterable[Trial], began: ClaimRounds) -> bool:
+    """Whether a claim has its rounds; those in which a run was disturbed are made again, within limits."""
+    quiet, made = claim_progress(trials, began)
+    return quiet >= began.rounds or made - quiet > ROUNDS_AGAIN
+
+
+def _runs_by_round(trials: Iterable[Trial], config: TrainingConfig, began: ClaimRounds) -> dict[int, Trial]:
+    good = (t for t in trials if t.purpose == "claim" and t.config == config and t.outcome is Outcome.OK)
+    return {t.round: t for t in good if t.round is not None and t.round >= began.first_round}
+
+
 def compare(
     candidate: CandidateRuns,
     reference: CandidateRuns,
     spread: Spread,
     *,
     chosen_from: int,
-    chosen_in_rounds: int = 1,
+    claim: ClaimRounds | None = None,
 ) -> Comparison:
     """The speed-up of a candidate over a reference, and whether it may be claimed.
 
@@ -78,20 +100,21 @@ def compare(
         spread: Between runs on this device, `measured_spread`.
         chosen_from: How many configurations were measured. It matters where there are no rounds of the claim's own:
             then the runs of the choice have to do, and the best of many looks faster than it is.
-        chosen_in_rounds: Of how many configurations the rounds of the claim chose the candidate: more than one where
-            another was the winner before them (`stages.fall_back`).
+        claim: The claim whose rounds count; None: there is none. Of a second claim (a search that went on with a larger
+            budget) the level is divided by two, and so on: whoever stops as soon as a claim holds has had several
+            chances.
     """
     if candidate.config == reference.config:
         return _same(candidate, reference, spread)
-    pairs = _rounds(candidate.claim_runs, reference.claim_runs)
-    if pairs:
+    pairs = [] if claim is None else _rounds(candidate.claim_runs, reference.claim_runs, claim.first_round)
+    if pairs and claim is not None:
         quiet = [pair for pair in pairs if not any(run.disturbed for run in pair)]
         enough = len(quiet) >= min(LEAST_ROUNDS, len(pairs))
         used = quiet if enough else pairs
         disturbed = None if enough else next(run.disturbed for pair in pairs for run in pair if run.disturbed)
         candidate = replace(candidate, counted=tuple(pair[0] for pair in used))
         reference = replace(reference, counted=tuple(pair[1] for pair in used))
-        rounds, chosen_from = len(used), chosen_in_rounds
+        rounds, chosen_from = len(used), claim.number
     else:
         candidate, reference = match_rounds(candidate, reference)
         runs = (*candidate.runs, *reference.runs)
@@ -105,35 +128,29 @@ def compare(
     elif speedup.high < 1.0:
         why_not = SLOWER
     elif speedup.low <= 1.0:
-        why_not = "no win is claimed: the runs do not tell the two apart"
-    claim = Claim(
-        claimed=why_not is None,
-        why_not=why_not,
-        rounds=rounds,
-        chosen_from=chosen_from,
-        spread=spread.sd,
-        spread_repeats=spread.freedom,
-        trials=tuple(sorted(run.number for run in (*candidate.runs, *reference.runs))),
+        why_not = NOT_TOLD_APART
+    return Comparison(
+        candidate=candidate,
+        reference=reference,
+        speedup=speedup,
+        claim=Claim(
+            claimed=why_not is None,
+            why_not=why_not,
+            rounds=rounds,
+            chosen_from=chosen_from,
+            spread=spread.sd,
+            spread_repeats=spread.freedom,
+            trials=tuple(sorted(run.number for run in (*candidate.runs, *reference.runs))),
+        ),
     )
-    return Comparison(candidate=candidate, reference=reference, speedup=speedup, claim=claim)
 
 
-def faster_reference(
-    candidate: CandidateRuns, references: Sequence[CandidateRuns], spread: Spread
-) -> CandidateRuns | None:
-    """The fastest of the references that the rounds of the claim show to be faster than the candidate; None: none is.
+def is_no_gain(comparison: Comparison) -> bool:
+    """Whether the rounds of a claim put the candidate below the reference, or within noise of it.
 
-    Args:
-        candidate: The winner of the choice, with its runs.
-        references: What ran beside it: the baseline, the hand setting.
-        spread: Between runs on this device.
+    Rounds that were disturbed say neither; nor do runs of the choice.
     """
-    faster = {}
-    for reference in references:
-        against = compare(candidate, reference, spread, chosen_from=1)
-        if against.candidate.claim_runs and against.claim.why_not == SLOWER:
-            faster[against.speedup.median] = reference
-    return faster[min(faster)] if faster else None
+    return comparison.claim.why_not in (SLOWER, NOT_TOLD_APART) and bool(comparison.candidate.counted)
 
 
 def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) -> Comparison:
@@ -149,7 +166,9 @@ def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) ->
     return Comparison(candidate=candidate, reference=candidate, speedup=one, claim=claim)
 
 
-def _rounds(candidate: Sequence[Trial], reference: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
+def _rounds(
+    candidate: Sequence[Trial], reference: Sequence[Trial], first_round: int
+) -> list[tuple[Trial, Trial]]:
     """The runs that were made side by side, by the number of their round."""
     others = {run.round: run for run in reference}
-    return [(run, others[run.round]) for run in candidate if run.round in others]
+    return [(run, others[run.round]) for run in candidate if run.round in others and (run.round or 0) >= first_round]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.planner.records import Interval, Objective, Outcome, Trial
-from autoplan.planner.search.selection import MAX_FINALISTS, CandidateRuns, pick_finalists, rank
+from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank
+from autoplan.planner.search.selection import contenders as near_leader
 from autoplan.planner.search.surrogate import Posterior, normal_cdf
 from autoplan.planner.trials.measure import Spread
 
@@ -78,21 +79,23 @@ def _scaled(candidate: CandidateRuns, factor: int) -> CandidateRuns:
     )
 
 
-def finalists(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
-    """The candidates that are measured again before one is chosen.
+def contenders(
+    objective: Objective, candidates: Sequence[CandidateRuns], leader: CandidateRuns, spread: Spread
+) -> list[CandidateRuns]:
+    """The candidates that run side by side with the leader before one is chosen.
 
     Where memory is looked for: the fastest, which the floor is a share of, and the smallest that reach it.
     """
     if objective.name == "throughput":
-        return pick_finalists(candidates)
+        return near_leader(candidates, leader, spread)
     best_first = order(objective, candidates, spread)
     if objective.name == "cost":
-        scaled = [_scaled(candidate, devices_of(objective, candidate.config)) for candidate in best_first]
-        near = {candidate.config for candidate in pick_finalists(sorted(scaled, key=lambda c: c.step_time.median))}
+        scaled = {one.config: _scaled(one, devices_of(objective, one.config)) for one in best_first}
+        near = {one.config for one in near_leader(list(scaled.values()), scaled[leader.config], spread)}
         return [candidate for candidate in best_first if candidate.config in near]
-    fastest = min(candidates, key=lambda candidate: candidate.step_time.median, default=None)
-    small = [candidate for candidate in best_first if candidate is not fastest][: MAX_FINALISTS - 1]
-    return [] if fastest is None else [fastest, *small]
+    fastest = min(candidates, key=lambda candidate: candidate.step_time.median)
+    small = [candidate for candidate in best_first if candidate.config not in (fastest.config, leader.config)]
+    return [one for one in (fastest, *small) if one.config != leader.config][:MOST_CONTENDERS]
 
 
 def floor_time_s(objective: Objective, step_times_s: Sequence[float]) -> float:

@@ -19,14 +19,14 @@ TIE = 0.02
 MEMORY_MATTERS = 0.05
 """Of a tie, the configuration with less peak memory wins if the difference is more than this share."""
 
-FINALIST_MARGIN = 0.05
-"""A configuration is measured again if its low bound is at most this share above the high bound of the best one."""
+MOST_CONTENDERS = 2
+"""So many configurations besides the leader are run side by side with it."""
 
-MAX_FINALISTS = 3
+MOST_PAIRS = 2
+"""So often is a configuration run side by side with the leader."""
 
-ENOUGH_ROUNDS = 2
-"""With this many interleaved runs the first trial no longer counts. A single run may have been disturbed: it and the
-first trial count together."""
+ENOUGH_PAIRS = 2
+"""With this many runs side by side the first look no longer counts: it ran at another time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +49,10 @@ class CandidateRuns:
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        """The runs that count: the interleaved ones if there are ENOUGH_ROUNDS, else the first trial too."""
+        """The runs that count: the interleaved ones if there are ENOUGH_PAIRS, else the first trial too."""
         if self.counted:
             return self.counted
-        return self.finalist_runs if len(self.finalist_runs) >= ENOUGH_ROUNDS else (self.first, *self.finalist_runs)
+        return self.finalist_runs if len(self.finalist_runs) >= ENOUGH_PAIRS else (self.first, *self.finalist_runs)
 
     @property
     def step_times(self) -> list[Interval]:
@@ -145,23 +145,30 @@ def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns, spread: Spre
     return ratio_interval(candidate.step_times, reference.step_times, spread)
 
 
-def pick_finalists(candidates: Sequence[CandidateRuns]) -> list[CandidateRuns]:
-    """The candidates that may be the fastest.
+def contenders(
+    candidates: Sequence[CandidateRuns], leader: CandidateRuns, spread: Spread = ASSUMED
+) -> list[CandidateRuns]:
+    """The candidates that may be as fast as the leader, fastest first, without it.
 
-    Args:
-        candidates: Fastest first.
-
-    Returns:
-        The best by median, and those whose interval is near enough to its interval.
+    Left out is who a bound puts behind the leader: its level is divided by the number of candidates (Bonferroni), since
+    each of them is compared, and each may be looked at more than once.
     """
-    if not candidates:
-        return []
-    return [candidate for candidate in candidates if is_near(candidate, candidates[0])][:MAX_FINALISTS]
+    near = [one for one in candidates if one.config != leader.config and not is_behind(one, leader, spread, candidates)]
+    return sorted(near, key=lambda one: one.step_time.median)[:MOST_CONTENDERS]
 
 
-def is_near(candidate: CandidateRuns, best: CandidateRuns) -> bool:
-    """Whether a candidate may be as fast as a faster one, by its interval."""
-    return candidate.step_time.low <= best.step_time.high * (1 + FINALIST_MARGIN)
+def is_behind(
+    candidate: CandidateRuns, leader: CandidateRuns, spread: Spread, among: Sequence[CandidateRuns]
+) -> bool:
+    """Whether the runs show that a candidate is slower than the leader."""
+    one, other = match_rounds(candidate, leader)
+    return ratio_interval(one.step_times, other.step_times, spread, chosen_from=len(among) * MOST_PAIRS).high < 1.0
+
+
+def is_decided(leader: CandidateRuns, other: CandidateRuns, spread: Spread) -> bool:
+    """Whether their runs side by side tell the two apart."""
+    fast, slow = sorted((leader, other), key=lambda runs: runs.step_time.median)
+    return not is_tie(slow, fast, spread)
 
 
 def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[CandidateRuns]:
@@ -171,12 +178,12 @@ def rank(candidates: Sequence[CandidateRuns], spread: Spread = ASSUMED) -> list[
         candidates: In any order.
         spread: Between runs on this device: what is a tie depends on it.
 
-    Candidates with interleaved runs come before the others, because a single trial may have been disturbed. Before
-    them come those that none of them is near to: a longer search found them later.
+    Candidates that ran side by side come before the others, because a single look says less: a leader needs a pair that
+    it won. Before them come those that are ahead of each of them by more than runs differ.
     """
     again = [candidate for candidate in candidates if candidate.finalist_runs]
     once = [candidate for candidate in candidates if not candidate.finalist_runs]
-    ahead = [candidate for candidate in once if not any(is_near(other, candidate) for other in again)]
+    ahead = [one for one in once if all(is_behind(other, one, spread, candidates) for other in again)]
     rest = [candidate for candidate in once if candidate not in ahead]
     ordered = _by_speed(ahead, spread) + _by_speed(again, spread)
     return ordered + sorted(rest, key=lambda candidate: candidate.step_time.median)

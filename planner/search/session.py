@@ -1,25 +1,29 @@
-"""The state of a running search: its clock, its trials, and the objects that the stages share.
+"""The state of a running search: its trials, and the objects that its pieces of work share.
 
-In: what `run.py` opened (options, store, zygote, context, picker, runner). Out: trials in the store.
+In: what `run.py` opened (options, store, zygote, context, sampler, runner). Out: trials in the store. What runs next is
+decided in `next_work.py`; what a piece of work does is in `work.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.records import REPEATS, Objective, Outcome, Prediction, Purpose, Trial
-from autoplan.planner.search import parity_time
+from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Parity, Prediction, Purpose, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.extrapolation import Extrapolation, extrapolate
+from autoplan.planner.search.claim import claim_progress, is_claim_over
 from autoplan.planner.search.learned import NOTHING, TakenOver
+from autoplan.planner.search.next_work import EndedBy, Option, Work
 from autoplan.planner.search.objective import best_trial_for
+from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import CandidateSampler
-from autoplan.planner.search.selection import best_trial, measured_spread
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, contenders, measured_spread
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
@@ -33,28 +37,20 @@ from autoplan.strategies.config import PLAIN, TrainingConfig
 if TYPE_CHECKING:
     import optuna
 
+    from autoplan.planner.search.compile_ahead import CompileAhead
+
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
-FINALIST_SHARE = 0.3
-"""At most this share of the time for trials is kept for the finalists and the claim (`Session.trials_s`)."""
+LASTING_LOAD = 3
+"""After so many disturbed looks in a row the load is lasting: they are compared with each other, and not repeated."""
 
-TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
-"""The time box of a trial: a share of the budget, within these seconds."""
-
-CLAIM_ROUNDS = 2
-"""Rounds of the plan against the baseline and the hand setting that time is kept for."""
-
-
-REMEASURE = 2.0
-"""A trial may take so many further time boxes to measure disturbed stretches again."""
-
-LASTING_LOAD_TRIALS = 2
-"""After so many disturbed trials in a row the load is lasting: time for measuring again would be lost."""
+MOST_LOOKS_DISTURBED = 2
+"""A look that other work disturbed is made again once; a second disturbed one is the last."""
 
 
 class BudgetOver(Exception):
-    """There is no time left for the next stage, which the text names; `needed_s` is a budget that should do."""
+    """There is no time left for the next piece, which the text names; `needed_s` is a budget that should do."""
 
     def __init__(self, stage: str, *, needed_s: float | None = None) -> None:
         super().__init__(stage)
@@ -69,18 +65,19 @@ class Session:
         options, observer, store, zygote, context: As given to the search.
         budget_s: Seconds over all runs.
         model: What is known of the candidates.
-        sampler: Says which candidate is next, and when no further trial is worth making.
+        sampler: Says which candidates can still win, and what each gains.
         study: Optuna's study.
         runner: Runs trials.
+        refine: Measures and traces what a configuration's prediction waits for; see `run.py`.
         notes: Sentences for the plan.
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
-        hand_left_out: The time was too short to measure the hand setting beside the plan.
-        chosen_in_rounds: Of how many configurations the rounds of the claim chose the plan; 1: they had no part in it.
         taken_over: What earlier searches on this device taught.
         loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
-        extrapolation: What short trials are extrapolated by; None: there are none, or they are off.
-        ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
+        ended_by: Why no further look was made: "time", "max_trials", or "nothing_left" that could still win.
+        unchecked: Configurations whose parity check did not come to its end in this run of the search.
+        plain_failed: The plain run does not run here.
+        ended_claims: Numbers of claims whose rounds ended early.
     """
 
     options: SearchOptions
@@ -96,12 +93,18 @@ class Session:
     notes: list[str] = field(default_factory=list)
     did_not_run: list[str] = field(default_factory=list)
     lost_in_a_row: int = 0
-    ended_by: Literal["time", "max_trials", "nothing_left"] = "nothing_left"
-    hand_left_out: bool = False
-    chosen_in_rounds: int = 1
+    ended_by: EndedBy = "nothing_left"
     loading_s: float = 0.0
     taken_over: TakenOver = NOTHING
-    extrapolation: Extrapolation | None = None
+    unchecked: set[TrainingConfig] = field(default_factory=set)
+    plain_failed: bool = False
+    ended_claims: set[int] = field(default_factory=set)
+    ahead: CompileAhead = field(init=False)
+
+    def __post_init__(self) -> None:
+        from autoplan.planner.search.compile_ahead import CompileAhead
+
+        self.ahead = CompileAhead(self)
 
     @property
     def objective(self) -> Objective:
@@ -113,27 +116,17 @@ class Session:
         """Between runs of one configuration on this device, by what is known now."""
         return measured_spread(self.store.trials, self.taken_over.assumed_spread)
 
-    # The clock.
-
     @property
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
         return self.budget_s - self.store.spent_s
 
     @property
-    def time_box_s(self) -> float:
-        """Seconds of warm-up and measuring per trial."""
-        return time_box_s(self.budget_s)
-
-    @property
-    def parity_reserve_s(self) -> float:
-        """Seconds kept for the parity check of the best configuration so far; before there is one, of the plain run."""
-        best = self.best or self.baseline
-        return self.parity_reserve_of(PLAIN if best is None else best.config)
-
-    def parity_reserve_of(self, config: TrainingConfig) -> float:
-        """Seconds that are kept if this configuration is to be checked: what its compilation takes counts."""
-        return parity_time.reserve_s(self.trial_cost, self.parity_cost, config, self.budget_s)
+    def trial_cost(self) -> TrialCost:
+        """What trials cost."""
+        cost = self.model.trial_cost
+        assert cost is not None, "a search always knows what trials cost"
+        return cost
 
     @property
     def parity_cost(self) -> ModelCost:
@@ -153,51 +146,16 @@ class Session:
             fixed_micro_batch=len(self.context.space.values["micro_batch"]) == 1,
         )
 
-    @property
-    def trial_cost(self) -> TrialCost:
-        """What trials cost."""
-        cost = self.model.trial_cost
-        assert cost is not None, "a search always knows what trials cost"
-        return cost
-
-    @property
-    def trials_s(self) -> float:
-        """Seconds of the budget for trials of all purposes: without probes, inspection, trace and parity check."""
-        shorts = (short.trial for short in self.store.short_trials)
-        setup_s = self.store.spent_s - sum(trial.seconds_spent for trial in (*self.store.trials, *shorts))
-        setup_s -= sum(group.seconds for group in self.store.compiled_ahead)
-        return max(0.0, self.budget_s - setup_s - self.parity_reserve_s)
-
-    @property
-    def finalist_reserve_s(self) -> float:
-        """Seconds kept for the rounds after the trials: those of the claim, and one more run of the best."""
-        best = best_trial(self.store.trials)
-        wanted = math.inf if best is None else self.claim_reserve_s + self.trial_cost.repeat_s(best)
-        return min(FINALIST_SHARE * self.trials_s, wanted)
-
-    @property
-    def claim_reserve_s(self) -> float:
-        """Seconds kept for the rounds of the claim, at most a share of the time for trials."""
-        compared = {t.config: t for t in (best_trial(self.store.trials), self.baseline, self.hand) if t is not None}
-        wanted = CLAIM_ROUNDS * sum(map(self.trial_cost.repeat_s, compared.values()))
-        return min(0.8 * FINALIST_SHARE * self.trials_s, wanted)
-
-    @property
-    def search_left_s(self) -> float:
-        """Seconds left for the trials of the search, without those kept for the finalists and the parity check."""
-        return self.left_s - self.parity_reserve_s - self.finalist_reserve_s
-
     def budget(self) -> BudgetState:
         """How much of the budget is used, for the observer."""
         return BudgetState(
             budget_s=self.budget_s,
             spent_s=self.store.spent_s,
-            reserved_s=self.parity_reserve_s + self.finalist_reserve_s,
             trials_done=self.trials_done,
             max_trials=self.options.max_trials,
         )
 
-    # The trials.
+    # What was measured.
 
     @property
     def trials_done(self) -> int:
@@ -207,26 +165,108 @@ class Session:
     @property
     def baseline(self) -> Trial | None:
         """The plain run, if it was measured."""
-        for trial in self.store.trials:
-            if trial.purpose == "baseline" and trial.outcome is Outcome.OK:
-                return trial
-        return None
+        good = (t for t in self.store.trials if t.purpose == "baseline" and t.outcome is Outcome.OK)
+        return next(good, None)
 
     @property
-    def hand(self) -> Trial | None:
-        """The fastest of the hand settings that ran; the plain run is one on CPU."""
-        kinds = ("reference",) if self.context.device == "cuda" else ("reference", "baseline")
-        good = [t for t in self.store.trials if t.purpose in kinds and t.outcome is Outcome.OK and t.step_time_s]
-        return min(good, key=lambda trial: trial.step_time_s.median, default=None)  # type: ignore[union-attr]
+    def plain_config(self) -> TrainingConfig | None:
+        """Of the plain run that was measured."""
+        return None if self.baseline is None else self.baseline.config
 
     @property
     def best(self) -> Trial | None:
         """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
         return best_trial_for(self.objective, [t for t in self.store.trials if self.options.allows(t.config)])
 
+    @property
+    def eligible(self) -> list[CandidateRuns]:
+        """The configurations that may become the plan, fastest first.
+
+        Those that ran, keep what the user fixed, and did not fail a parity check.
+        """
+        return [
+            runs
+            for runs in collect_runs(self.store.trials)
+            if self.options.allows(runs.config) and runs.config not in self.unchecked and not self._failed_check(runs.config)
+        ]
+
+    def _failed_check(self, config: TrainingConfig) -> bool:
+        found = self.store.parity_of(config)
+        return found is not None and not found.passed
+
+    @property
+    def leader(self) -> CandidateRuns | None:
+        """The best so far, by all runs that the choice may rest on; None: nothing that may be the plan has run."""
+        best_first = ordered(self.objective, self.eligible, self.run_spread)
+        return best_first[0] if best_first else None
+
+    @property
+    def contenders(self) -> list[CandidateRuns]:
+        """The configurations that may be as good as the leader, best first, without it."""
+        leader = self.leader
+        return [] if leader is None else contenders(self.objective, self.eligible, leader, self.run_spread)
+
+    def first_run(self, config: TrainingConfig) -> Trial | None:
+        """The first good trial of a configuration."""
+        return next((runs.first for runs in collect_runs(self.store.trials) if runs.config == config), None)
+
+    @property
+    def hand_config(self) -> TrainingConfig | None:
+        """The hand setting that was chosen, looked at or found among the trials; None: none was yet."""
+        lines = [line.config for line in self.store.ledger if line.kind == "hand setting" and line.config is not None]
+        older = [trial.config for trial in self.store.trials if trial.purpose == "reference"]
+        return next(iter((*lines, *older)), None)
+
+    @property
+    def hand(self) -> Trial | None:
+        """The look at the hand setting; one that was stopped early has a bound on its step time."""
+        config = self.hand_config
+        good = [t for t in self.store.trials if t.config == config and t.step_time_s is not None and not t.is_repeat]
+        return good[0] if good else None
+
+    @property
+    def lasting_load(self) -> bool:
+        """Whether other work has disturbed the last looks, all of them."""
+        last = [trial for trial in self.store.trials if trial.window is not None][-LASTING_LOAD:]
+        return len(last) == LASTING_LOAD and all(trial.disturbed for trial in last)
+
+    # The claim.
+
+    def claim_rounds(self, config: TrainingConfig) -> ClaimRounds | None:
+        """The claim of this configuration that was begun with this budget; None: it was not."""
+        begun = self.store.claims
+        return begun[-1] if begun and begun[-1].config == config and begun[-1].budget_s == self.budget_s else None
+
+    def claim_is_over(self, config: TrainingConfig) -> bool:
+        """Whether all its rounds are made, or no more may be."""
+        began = self.claim_rounds(config)
+        return began is not None and (began.number in self.ended_claims or is_claim_over(self.store.trials, began))
+
     def predict(self, config: TrainingConfig) -> Prediction:
         """The cost model's prediction, as it is calibrated now."""
         return self.context.estimator.estimate([config])[0]
+
+    # What is done.
+
+    @contextmanager
+    def entry(self, work: Work) -> Iterator[None]:
+        """Writes a line of the ledger for a piece of work, also if it ends in an error."""
+        began_s = self.store.spent_s
+        try:
+            yield
+        finally:
+            self.store.add_work(
+                WorkLine(
+                    kind=work.kind,
+                    config=work.config,
+                    began_s=began_s,
+                    seconds=self.store.spent_s - began_s,
+                    predicted_s=work.cost_s,
+                    gain=work.gain,
+                    why=work.why,
+                    over=work.over,
+                )
+            )
 
     def measure(
         self,
@@ -235,15 +275,23 @@ class Session:
         *,
         deadline_s: float,
         deadline_of_budget: bool = False,
-        best_high_s: float | None = None,
+        against: Trial | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
         round: int | None = None,
         asked: optuna.trial.Trial | None = None,
     ) -> Trial:
         """Runs one trial and writes it to disk before anything else happens.
 
-        `asked` is the study's own trial, where the study chose the configuration. A Ctrl-C passes through; the trial
-        that it ended is closed in the study and not kept in the record.
+        A Ctrl-C passes through; the trial that it ended is closed in the study and not kept in the record.
+
+        Args:
+            purpose, config: What it is for, and what is measured.
+            deadline_s: Seconds after which it is ended.
+            deadline_of_budget: That is the budget's end, which is no verdict on the configuration.
+            against: The leader's run: a look that a bound puts behind it is stopped. None: it is not stopped.
+            method: As an earlier run of it was timed.
+            round: Of a pair or a round of the claim.
+            asked: The study's own trial, if the study chose the configuration.
         """
         number = self.store.next_number
         prediction = self.predict(config)
@@ -253,13 +301,12 @@ class Session:
             purpose=purpose,
             config=config,
             prediction=prediction,
-            time_box_s=self.time_box_s,
             deadline_s=max(deadline_s, 5.0),
             deadline_of_budget=deadline_of_budget,
-            best_high_s=best_high_s,
+            against=None if against is None else self._rival(against, config),
             method=method,
             round=round,
-            remeasure=self.remeasure,
+            measure_again=not self.lasting_load,
         )
         if asked is None and purpose not in REPEATS:
             asked = self.study.ask(number, config)
@@ -282,31 +329,9 @@ class Session:
         if asked is not None:
             self.model.observe(trial)
             self.study.tell(asked, trial)
-        self.use_short_trials()
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial
-
-    @property
-    def short_trials_agree(self) -> bool:
-        """Whether nothing speaks against what short trials are extrapolated to."""
-        return self.extrapolation is None or self.extrapolation.why_not is None
-
-    def use_short_trials(self) -> None:
-        """Extrapolates the short trials anew, and takes them out of the choice where they do not agree any more."""
-        shorts = self.store.short_trials
-        if self.options.short_trials == "off" or not shorts:
-            return
-        agreed = self.short_trials_agree
-        self.extrapolation = extrapolate(shorts, self.store.trials, self.run_spread)
-        self.model.use_short_trials(shorts, self.extrapolation if self.short_trials_agree else None)
-        if agreed and not self.short_trials_agree:
-            self.note(f"short trials have no further part in the choice: {self.extrapolation.why_not}")
-
-    @property
-    def remeasure(self) -> float:
-        """Time boxes for measuring disturbed stretches again."""
-        return remeasure_boxes(self.store.trials)
 
     def add_attempt(
         self, part: str, report: ProcessReport, *, number: int | None = None, config: TrainingConfig | None = None
@@ -342,26 +367,6 @@ class Session:
         self.notes.append(text)
         self.observer.on_note(text)
 
-    def hard_deadline_s(self, reserve_s: float) -> float:
-        """Seconds after which a trial that starts now is ended, so that the budget is kept with the reserve."""
-        return self.left_s - reserve_s + OVERRUN * self.budget_s
-
-    def trial_deadlines(self) -> Callable[[TrainingConfig], float]:
-        """Gives the seconds after which a trial of the search that starts now is ended, by its configuration.
-
-        What it leaves is for the rounds, and for the parity check of this configuration or of the best so far.
-        """
-        trials, cost, budget_s = self.trial_cost, self.parity_cost, self.budget_s
-        left_s, best_s = self.hard_deadline_s(0.5 * self.finalist_reserve_s), self.parity_reserve_s
-        return lambda config: left_s - max(best_s, parity_time.reserve_s(trials, cost, config, budget_s))
-
-
-def remeasure_boxes(trials: Sequence[Trial]) -> float:
-    """Time boxes for measuring disturbed stretches again; none where the load has stayed for some trials now."""
-    last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD_TRIALS:]
-    return 0.0 if len(last) == LASTING_LOAD_TRIALS and all(trial.disturbed for trial in last) else REMEASURE
-
-
-def time_box_s(budget_s: float) -> float:
-    """Seconds of warm-up and measuring per trial: a share of the budget, so that a search makes a few dozen."""
-    return min(max(TIME_BOX_SHARE * budget_s, TIME_BOX_LEAST_S), TIME_BOX_MOST_S)
+    def hard_deadline_s(self, needs_s: float) -> float:
+        """Seconds after which a trial that starts now is ended, so that the budget holds what is needed after it."""
+        return self.left_s - needs_s + OVERRUN * self.budget_s

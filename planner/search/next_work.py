@@ -1,0 +1,260 @@
+"""What runs next: one pure function for the live search and for the replays.
+
+    work = next_work(state, left_s)
+
+In: a `State`, what is known now, and the seconds that are left. Out: a `Work`, the next piece: what it is, what it is
+expected to cost and to gain, and what it was preferred to. Nothing else in a search decides about time.
+
+The unit of gain is the expected natural logarithm of the speed-up of the plan that is handed over. A look (the first
+trial of a configuration) gains its expected improvement times the chances to fit and to run; a pair (two configurations
+side by side) gains by the chance that the choice between them is wrong now; a parity check by the chance that the
+leader fails it and the time spent around it was lost; a probe or a trace by the looks that it spares.
+
+No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
+leader still needs, and what the configuration needs that the piece may make the leader: its parity check and two rounds
+of the claim. The plain run needs nothing: it is the plan where nothing faster is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autoplan.strategies.config import TrainingConfig
+
+Kind = Literal["baseline", "probe", "trace", "look", "compile ahead", "hand setting", "pair", "parity", "claim", "end"]
+EndedBy = Literal["time", "max_trials", "nothing_left"]
+
+CLAIM_ROUNDS = 2
+"""Rounds of the claim that every leader needs: with one, a disturbed run could not be told from a slow plan."""
+
+LEAST_PAIR_GAIN = 0.001
+"""A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""
+
+HAND_GAIN = 0.01
+"""What the hand setting counts as gaining, where its own chance to win is less: the plan is then compared with what a
+careful person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
+
+UNCHECKED_RISK, CHECKED_RISK = 0.15, 0.02
+"""The chance that a leader fails its parity check: where no configuration of its kind has passed one, and where one
+has. Assumed: in recorded searches of some hundred workloads about one leader in ten failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A piece of work that could be next.
+
+    Attributes:
+        kind: What it is.
+        config: Whose; None: it is not of one configuration, or the sampler draws it.
+        gain: Expected gain in the logarithm of the plan's speed.
+        cost_s: Expected seconds.
+        needs_s: Seconds that its configuration needs afterwards if it leads then.
+        why: A clause for people, after "because".
+        devices: How many it takes.
+    """
+
+    kind: Kind
+    config: TrainingConfig | None = None
+    gain: float = 0.0
+    cost_s: float = 0.0
+    needs_s: float = 0.0
+    why: str = ""
+    devices: int = 1
+
+    @property
+    def score(self) -> float:
+        """Gain per square root of the seconds: what is expensive waits, and does not starve.
+
+        Per second, a search never came to what is dear and good; of the powers that were tried in replays over
+        recorded tables the square root had the least regret (benchmarks/search_replay.py).
+        """
+        return self.gain / math.sqrt(max(self.cost_s, 1.0))
+
+    def describe(self) -> str:
+        """`look micro_batch=2 (gain 4.1 %, 23 s)`."""
+        whose = "" if self.config is None else f" {self.config.describe()}"
+        return f"{self.kind}{whose} (gain {self.gain:.1%}, {self.cost_s:.3g} s)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work(Option):
+    """The next piece of work.
+
+    Attributes:
+        over: What it was preferred to; empty: there was nothing else.
+        ended_by: Of the kind "end": why no further look is made.
+        needed_s: Of an end before the baseline: a budget that would do.
+    """
+
+    over: str = ""
+    ended_by: EndedBy = "nothing_left"
+    needed_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """What is known when the next piece is chosen.
+
+    Attributes:
+        baseline: The plain run as a piece of work; None: it has run, or does not run here.
+        looks: Untried configurations that can still win, the best score first.
+        sharpen: Probes and traces that the first of them waits for.
+        ahead: Compiling the next ones side by side, where the first of them would compile and it saves time.
+        hand: The look at the hand setting; None: it was made, or there is no leader to compare with it yet.
+        check: The parity check of the leader; None: it passed, or the leader is the plain run.
+        pairs: The leader beside each configuration that the bound does not put behind it.
+        leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
+        claim: The claim of the leader, to be made or to be gone on with; None: it is made, or there is nothing to claim.
+        claim_began: Its first round was made: nothing else comes between its rounds.
+        out_of_looks: --max-trials is reached.
+        hopeful: Whether any untried configuration could still win, had it the time.
+    """
+
+    baseline: Option | None = None
+    looks: Sequence[Option] = ()
+    sharpen: Sequence[Option] = ()
+    ahead: Option | None = None
+    hand: Option | None = None
+    check: Option | None = None
+    pairs: Sequence[Option] = ()
+    leader_needs_s: float = 0.0
+    claim: Option | None = None
+    claim_began: bool = False
+    out_of_looks: bool = False
+    hopeful: bool = False
+
+
+def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
+    """The next piece of work.
+
+    Args:
+        state: What is known.
+        left_s: Seconds of the budget that are left.
+        free_devices: How many devices have nothing to do: a piece that takes more is not chosen.
+
+    Returns:
+        A piece of the kind "end" where nothing is left to do, or nothing of it fits in the time.
+    """
+    if state.baseline is not None:
+        return _first(state.baseline, left_s)
+    if state.claim is not None and state.claim_began:
+        return _chosen(state.claim, ())
+    options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
+    options.sort(key=lambda one: -one.score)
+    if options:
+        best, rest = options[0], options[1:]
+        if best.kind == "look":
+            best, rest = _before(best, rest, state, left_s)
+        return _chosen(best, rest)
+    return _proof(state, left_s)
+
+
+def _first(baseline: Option, left_s: float) -> Work:
+    """The plain run; or the end, where the time does not even hold it and its check by the best that is predicted."""
+    needed_s = baseline.cost_s + baseline.needs_s
+    if needed_s <= left_s:
+        return _chosen(baseline, ())
+    why = (
+        f"the plain run and a parity check take {needed_s:.0f} s at the least, as predicted; {max(left_s, 0):.0f} s are "
+        "left"
+    )
+    return Work(kind="end", why=why, ended_by="time", needed_s=needed_s)
+
+
+def _finding(state: State) -> Iterator[Option]:
+    """What may better the plan, in any order."""
+    if not state.out_of_looks:
+        yield from state.looks
+        if state.hand is not None:
+            yield state.hand
+    if state.check is not None and state.check.gain > 0:
+        yield state.check
+    yield from (pair for pair in state.pairs if pair.gain >= LEAST_PAIR_GAIN)
+
+
+def _fits(option: Option, state: State, left_s: float, free_devices: int) -> bool:
+    """The one constraint: what is left afterwards holds what the leader then needs, whichever it is."""
+    needs_s = max(option.needs_s, state.leader_needs_s)
+    if option.kind == "parity":  # is part of what the leader needs
+        needs_s = 0.0
+    return option.devices <= free_devices and option.cost_s + needs_s <= left_s
+
+
+def _before(
+    look: Option, rest: Sequence[Option], state: State, left_s: float
+) -> tuple[Option, Sequence[Option]]:
+    """What comes before a look: the trace or probe that its prediction waits for, or compiling it beside others."""
+    for option in state.sharpen:
+        if option.cost_s + look.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:
+            return option, (look, *rest)
+    ahead = state.ahead
+    if ahead is not None and ahead.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:
+        return ahead, (look, *rest)
+    return look, rest
+
+
+def _proof(state: State, left_s: float) -> Work:
+    """Nothing that may better the plan fits any more: what the leader needs, and the end."""
+    ended_by: EndedBy = "max_trials" if state.out_of_looks else "time" if state.hopeful else "nothing_left"
+    if state.check is not None:
+        return _chosen(state.check, (), ended_by)
+    if state.claim is not None and state.claim.cost_s <= left_s:
+        return _chosen(state.claim, (), ended_by)
+    return Work(kind="end", ended_by=ended_by, why=ENDS[ended_by])
+
+
+ENDS = {
+    "time": "no candidate that could win fits in the time left, with what its proof would need",
+    "max_trials": "--max-trials is reached",
+    "nothing_left": "no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
+    "than the best",
+}
+
+
+def _chosen(option: Option, rest: Sequence[Option], ended_by: EndedBy = "nothing_left") -> Work:
+    return Work(
+        kind=option.kind,
+        config=option.config,
+        gain=option.gain,
+        cost_s=option.cost_s,
+        needs_s=option.needs_s,
+        why=option.why,
+        devices=option.devices,
+        over=rest[0].describe() if rest else "",
+        ended_by=ended_by,
+    )
+
+
+# What a piece gains.
+
+
+def pair_gain(difference: float, sd: float) -> float:
+    """What is expected to be gained by running a configuration side by side with the leader.
+
+    It takes the lead only if it wins: sd x L(difference / sd), with L the unit normal linear loss (Raiffa and Schlaifer
+    1961, chapter 5), as if the pair told the truth.
+
+    Args:
+        difference: How far its log step time is above the leader's; below 0: it looks faster.
+        sd: Standard deviation of that difference, of the runs so far.
+    """
+    if sd <= 0:
+        return max(0.0, -difference)
+    z = difference / sd
+    density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    return sd * (density - z * 0.5 * math.erfc(z / math.sqrt(2)))
+
+
+def check_gain(leader_gain: float, safe_gain: float, *, kind_has_passed: bool) -> float:
+    """What is expected to be lost if the leader fails its check at the end and not now.
+
+    Args:
+        leader_gain: Logarithm of its speed-up over the plain run.
+        safe_gain: The same of the fastest configuration that passed a check; 0: the plain run.
+        kind_has_passed: A configuration with the same numerics has passed.
+    """
+    risk = CHECKED_RISK if kind_has_passed else UNCHECKED_RISK
+    return risk * max(0.0, leader_gain - safe_gain)

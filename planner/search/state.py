@@ -1,0 +1,270 @@
+"""What `next_work` is told: the state of a running search, as pieces of work with what they cost and gain.
+
+In: a `Session`. Out: a `State`. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoplan.planner.records import WorkLine
+from autoplan.planner.search import parity_time
+from autoplan.planner.search.claim import claim_progress, rounds_needed
+from autoplan.planner.search.next_work import (
+    CLAIM_ROUNDS,
+    HAND_GAIN,
+    LEAST_PAIR_GAIN,
+    Option,
+    State,
+    check_gain,
+    pair_gain,
+)
+from autoplan.planner.search.references import hand_setting, plain_configs
+from autoplan.planner.search.sampler import AutoplanSampler, score
+from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, collect_runs, is_decided, shared_rounds
+from autoplan.strategies.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from autoplan.planner.search.candidate_model import CandidateModel
+    from autoplan.planner.search.session import Session
+
+MOST_LOOKS = 200
+"""So many of the best-scored candidates are priced one by one; of thousands, the rest is never next."""
+
+CHECK_MARGIN = 1.25
+"""A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
+
+
+def read_state(session: Session) -> State:
+    """The state now."""
+    if session.baseline is None and not session.plain_failed:
+        return State(baseline=_plain_run(session))
+    leader = session.leader
+    needs_s = 0.0 if leader is None else leader_needs_s(session, leader)
+    claim = None if leader is None else _claim(session, leader)
+    most = session.options.max_trials
+    out_of_looks = most is not None and session.trials_done >= most
+    looks = [] if out_of_looks else list(_looks(session))
+    return State(
+        looks=looks,
+        sharpen=session.sharpening(looks[0].config) if looks and looks[0].config is not None else (),
+        ahead=session.ahead.option() if looks else None,
+        hand=None if leader is None else _hand(session, leader),
+        check=None if leader is None else _check(session, leader),
+        pairs=[] if leader is None else list(_pairs(session, leader)),
+        leader_needs_s=needs_s,
+        claim=claim,
+        claim_began=claim is not None and session.claim_rounds(leader.config) is not None,  # type: ignore[union-attr]
+        out_of_looks=out_of_looks,
+        hopeful=session.sampler.is_hopeful(),
+    )
+
+
+def _plain_run(session: Session) -> Option | None:
+    """The plain run, at the low ends of what is predicted: a budget is refused only if it is sure to be too small."""
+    config = plain_configs(session)[0]
+    prediction = session.predict(config)
+    optimism = prediction.step_time_low_s / prediction.step_time_s
+    return Option(
+        kind="baseline",
+        config=config,
+        cost_s=session.trial_cost.fixed_s + optimism * max(0.0, session.model.cost_s(config) - session.trial_cost.fixed_s),
+        needs_s=optimism * parity_time.check_s(session.trial_cost, session.parity_cost, config),
+        why="all others are compared with it",
+    )
+
+
+# Finding.
+
+
+def looks_of(
+    model: CandidateModel, sampler: AutoplanSampler, left_s: float, needs_s: Callable[[TrainingConfig], float]
+) -> Iterator[Option]:
+    """The untried candidates that can still win and whose look fits in the time, the best score first.
+
+    Args:
+        model: What is known of the candidates.
+        sampler: Says which of them can win, and what each gains.
+        left_s: Seconds that are left.
+        needs_s: What a candidate needs afterwards if it leads then.
+    """
+    now = model.assess()
+    gain, hopeful = sampler.prospects(now)
+    wanted = hopeful & (now.cost_s <= left_s)
+    order = np.argsort(-score(now, gain, wanted), kind="stable")[: min(int(wanted.sum()), MOST_LOOKS)]
+    for index in order:
+        config = model.candidates[index]
+        yield Option(
+            kind="look",
+            config=config,
+            gain=float(gain[index]),
+            cost_s=float(now.cost_s[index]),
+            needs_s=needs_s(config),
+            why="it has the largest expected gain for its cost",
+            devices=config.world_size,
+        )
+
+
+def _looks(session: Session) -> Iterator[Option]:
+    """Our sampler's candidates; of another sampler one that it is going to draw."""
+    model, sampler = session.model, session.sampler
+    if isinstance(sampler, AutoplanSampler):
+        yield from looks_of(model, sampler, session.left_s, lambda config: needs_s(session, config))
+        return
+    now = model.assess()
+    plain_s = 0.0 if session.baseline is None else needs_s(session, model.candidates[0])
+    wanted = now.untried & (now.cost_s <= session.left_s - plain_s)
+    if wanted.any():
+        cost_s = float(np.median(now.cost_s[wanted]))
+        yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=plain_s, why=f"--sampler {session.options.sampler} draws it")
+
+
+def _hand(session: Session, leader: CandidateRuns) -> Option | None:
+    """The look at the hand setting, once there is a leader to compare with it."""
+    if session.hand_config is not None or leader.config == session.plain_config:
+        return None
+    config = hand_setting(session)
+    if config is None:
+        return None
+    tried = any(trial.config == config for trial in session.store.trials)
+    return Option(
+        kind="hand setting",
+        config=config,
+        gain=max(HAND_GAIN, session.model.gain_of(config)),
+        cost_s=0.0 if tried else session.model.cost_s(config),
+        needs_s=needs_s(session, config),
+        why="the plan is compared with what a careful person would set",
+        devices=config.world_size,
+    )
+
+
+def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
+    """The leader beside each configuration that may be as fast: two runs in fresh processes, in an order that is drawn."""
+    spread, cost = session.run_spread, session.trial_cost
+    for other in session.contenders:
+        made = len(shared_rounds((leader, other)))
+        if made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
+            continue
+        runs = 1 + made
+        difference = math.log(other.step_time.median / leader.step_time.median)
+        gain = pair_gain(difference, spread.sd * math.sqrt(2 / runs))
+        if gain < LEAST_PAIR_GAIN:
+            continue
+        yield Option(
+            kind="pair",
+            config=other.config,
+            gain=gain,
+            cost_s=cost.repeat_s(leader.first) + cost.repeat_s(other.first),
+            needs_s=needs_s(session, other.config),
+            why="single runs do not tell it from the leader",
+            devices=max(leader.config.world_size, other.config.world_size),
+        )
+
+
+# Proving.
+
+
+def needs_s(session: Session, config: TrainingConfig) -> float:
+    """Seconds that a configuration needs if it leads: its parity check and the rounds of the claim."""
+    plain = session.baseline
+    if plain is None or config == plain.config:
+        return 0.0
+    return check_s(session, config) + CLAIM_ROUNDS * round_s(session, config)
+
+
+def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
+    """The same of the leader, with what is made of it already."""
+    plain = session.baseline
+    if plain is None or leader.config == plain.config:
+        return 0.0
+    claim = _claim(session, leader)
+    return check_s(session, leader.config) + (0.0 if claim is None else claim.cost_s)
+
+
+def check_s(session: Session, config: TrainingConfig) -> float:
+    """Expected seconds of its parity check; 0 where it has passed one."""
+    if session.store.parity_of(config) is not None:
+        return 0.0
+    predicted_s = parity_time.least_check_s(session.trial_cost, session.parity_cost, config)
+    return predicted_s * _check_factor(session.store.ledger)
+
+
+def _check_factor(ledger: tuple[WorkLine, ...]) -> float:
+    """How many times what was predicted the checks of this search took; CHECK_MARGIN before there is one."""
+    made = [line.seconds / line.predicted_s for line in ledger if line.kind == "parity" and line.predicted_s > 0]
+    return min(max(float(np.median(made)), 0.3), 3.0) if made else CHECK_MARGIN
+
+
+def round_s(session: Session, config: TrainingConfig) -> float:
+    """Expected seconds of one round of the claim: a run of the configuration and one of the plain run."""
+    assert session.baseline is not None
+    cost = session.trial_cost
+    first = session.first_run(config)
+    own_s = cost.warm_s(config, session.model.cost_s(config)) if first is None else cost.repeat_s(first)
+    return own_s + cost.repeat_s(session.baseline)
+
+
+def _check(session: Session, leader: CandidateRuns) -> Option | None:
+    if leader.config == session.plain_config or session.store.parity_of(leader.config) is not None:
+        return None
+    passed = [c for c in session.eligible if (found := session.store.parity_of(c.config)) is not None and found.passed]
+    known = {numerics_of(candidate.config) for candidate in passed}
+    plain = session.baseline
+    gain = 0.0
+    if plain is not None and plain.step_time_s is not None:
+        base_s = plain.step_time_s.median
+        safe_s = min((candidate.step_time.median for candidate in passed), default=base_s)
+        gain = check_gain(
+            math.log(base_s / leader.step_time.median),
+            max(0.0, math.log(base_s / safe_s)),
+            kind_has_passed=numerics_of(leader.config) in known,
+        )
+    return Option(
+        kind="parity",
+        config=leader.config,
+        gain=gain,
+        cost_s=check_s(session, leader.config),
+        why="it leads, and is the plan only if it trains the same",
+    )
+
+
+def numerics_of(config: TrainingConfig) -> tuple[object, ...]:
+    """The knobs that change what is computed: configurations that share them pass or fail a check together, mostly."""
+    return tuple(
+        getattr(config, knob)
+        for knob in ("precision", "fp8", "compile", "attention", "loss", "kernels", "optimizer_state", "parameters", "pp", "tp")
+    )
+
+
+def _claim(session: Session, leader: CandidateRuns) -> Option | None:
+    """The rounds of the claim that are still to be made; None where there is nothing to claim, or they are made."""
+    plain = session.baseline
+    if plain is None or leader.config == plain.config or session.claim_is_over(leader.config):
+        return None
+    left = CLAIM_ROUNDS
+    began = session.claim_rounds(leader.config)
+    if began is not None:
+        quiet, made = claim_progress(session.store.trials, began)
+        left = max(1, began.rounds - quiet)
+    return Option(
+        kind="claim",
+        config=leader.config,
+        cost_s=(left if began is None else 1) * round_s(session, leader.config),
+        why="the speed-up rests on runs that had no part in the choice",
+    )
+
+
+def claim_size(session: Session, leader: CandidateRuns) -> int:
+    """How many rounds the claim has, fixed before the first: what shows the gain, as far as the time goes."""
+    plain = session.baseline
+    assert plain is not None and plain.step_time_s is not None
+    gain = math.log(plain.step_time_s.median / leader.step_time.median)
+    affordable = int(session.left_s / max(round_s(session, leader.config), 1e-9))
+    return max(CLAIM_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))
+
+
+__all__ = ["claim_size", "collect_runs", "looks_of", "read_state"]

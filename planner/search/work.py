@@ -1,0 +1,278 @@
+"""Does the pieces of work that `next_work` names, one function for each kind.
+
+In: a `Session` and a `Work`. Out: trials, pairs, rounds and verdicts in its store.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from autoplan.errors import DidNotRunError, WorkloadError
+from autoplan.planner.records import ClaimRounds, Outcome, Parity, Purpose, Trial
+from autoplan.planner.search import parity_time
+from autoplan.planner.search.next_work import Work
+from autoplan.planner.search.references import needed_offload, plain_configs
+from autoplan.planner.search.selection import is_late
+from autoplan.planner.search.session import BudgetOver, Session
+from autoplan.planner.search.state import claim_size, leader_needs_s, needs_s
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
+from autoplan.planner.trials.failures import WORKLOAD
+from autoplan.processes import TaskFailedError
+from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
+
+MOST_LOST_IN_A_ROW = 2
+"""After this many trials, one after the other, that something outside ended each time, the search ends."""
+
+DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
+"""A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
+
+
+def do(session: Session, work: Work) -> None:
+    """Does one piece of work; its line in the ledger is written whatever happens."""
+    with session.entry(work):
+        _BY_KIND[work.kind](session, work)
+
+
+# The plain run.
+
+
+def run_baseline(session: Session, work: Work) -> None:
+    """Measures the plain fp32 run, with smaller micro-batches if it runs out of memory.
+
+    Raises:
+        WorkloadError: the workload itself cannot be used.
+        DidNotRunError: something outside ended it each time.
+        BudgetOver: the budget ended before it was measured.
+    """
+    moved = needed_offload(session)
+    plain = "the plain fp32 run" + ("" if moved == "none" else f" with offload={moved}, without which nothing fits")
+    session.observer.on_phase("baseline", plain)
+    for config in plain_configs(session):
+        deadline_s = session.hard_deadline_s(0.0)
+        if _has_verdict(session, "baseline", config, deadline_s):
+            continue
+        trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
+        if trial.outcome is Outcome.OK:
+            return
+        if trial.did_not_run:
+            raise DidNotRunError(f"the plain fp32 run, with which all others are compared: {trial.reason}")
+        if trial.outcome is Outcome.CRASHED and trial.detail == WORKLOAD:
+            raise WorkloadError(
+                trial.reason or "the workload cannot be used", hint="Repair the workload, then search again."
+            )
+        if trial.outcome not in (Outcome.OUT_OF_MEMORY, Outcome.TIMEOUT):
+            break
+    last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
+    if last.budget_ended:
+        raise BudgetOver("the baseline", needed_s=2 * (session.store.spent_s + session.model.cost_s(last.config)))
+    session.note(f"the plain baseline does not run here ({last.outcome.value}: {last.reason})")
+    session.plain_failed = True
+
+
+def _has_verdict(session: Session, purpose: Purpose, config: TrainingConfig, deadline_s: float) -> bool:
+    """Whether such a trial was made, which would not end otherwise now: the budget ended it, and there is more time."""
+    made = [trial for trial in session.store.trials if trial.purpose == purpose and trial.config == config]
+    return any(not trial.budget_ended or trial.seconds_spent >= deadline_s for trial in made)
+
+
+# Looks.
+
+
+def run_look(session: Session, work: Work) -> None:
+    """The first trial of a configuration: does it fit, and may it be faster than the leader?"""
+    if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
+        raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {session.did_not_run[-1]}")
+    session.sampler.time_left_s = session.left_s - needs_s(session, work.config or session.model.candidates[0])
+    asked = session.study.ask(session.store.next_number, work.config)
+    config = TrainingConfig.model_validate(asked.params)
+    _look(session, "search", config, asked)
+
+
+def run_hand_setting(session: Session, work: Work) -> None:
+    """A look at the hand setting like any other: stopped once a bound puts it behind the leader."""
+    assert work.config is not None
+    if any(trial.config == work.config for trial in session.store.trials):
+        return  # the search has tried it
+    session.observer.on_phase("hand setting", work.config.describe())
+    _look(session, "reference", work.config, None)
+
+
+def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any) -> None:
+    expected_s = session.model.cost_s(config)
+    leader = session.leader
+    after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
+    budget_s, own_s = session.hard_deadline_s(after_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)
+    if config.compile_mode in SLOW_COMPILE_MODES:
+        own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)
+    session.measure(
+        purpose,
+        config,
+        deadline_s=min(budget_s, own_s),
+        deadline_of_budget=budget_s < own_s,
+        against=session.best,
+        asked=asked,
+    )
+
+
+# Runs side by side.
+
+
+def run_pair(session: Session, work: Work) -> None:
+    """The leader and a configuration that may be as fast, once each in fresh processes, in an order that is drawn."""
+    leader = session.leader
+    other = next((runs for runs in session.contenders if runs.config == work.config), None)
+    if leader is None or other is None:
+        return
+    session.observer.on_phase("pair", f"{other.config.describe()} beside the leader")
+    _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader))
+
+
+def run_claim_round(session: Session, work: Work) -> None:
+    """One round of the plan's claim: the leader and the plain run. How many there are is fixed before the first."""
+    leader, plain = session.leader, session.baseline
+    assert leader is not None and plain is not None
+    began = session.claim_rounds(leader.config)
+    if began is None:
+        began = ClaimRounds(
+            number=1 + len(session.store.claims),
+            config=leader.config,
+            first_round=_next_round(session, "claim"),
+            rounds=claim_size(session, leader),
+            budget_s=session.budget_s,
+        )
+        session.store.add_claim(began)
+    session.observer.on_phase("claim", f"round {_next_round(session, 'claim') - began.first_round + 1} of {began.rounds}")
+    if not _run_round(session, "claim", [leader.first, plain], 0.0):
+        session.ended_claims.add(began.number)
+
+
+def _next_round(session: Session, purpose: Purpose) -> int:
+    """A number that no such round has yet, over all runs of the search."""
+    return 1 + max((t.round or 0 for t in session.store.trials if t.purpose == purpose), default=-1)
+
+
+def _run_round(
+    session: Session, purpose: Literal["finalist", "claim"], firsts: Sequence[Trial], after_s: float
+) -> bool:
+    """One run of each; returns False if one was ended from outside: no more is run.
+
+    A round that was cut short is not completed later: its runs would not be side by side. A run that the budget ended,
+    and one of the claim that is out of time, is ended from outside too: the configuration ran before.
+    """
+    order, number = list(firsts), _next_round(session, purpose)
+    random.Random(f"{session.options.seed}/{purpose}/{number}").shuffle(order)
+    for first in order:
+        good = [t for t in session.store.trials if t.config == first.config and t.outcome is Outcome.OK]
+        longest_s = max((trial.seconds_spent for trial in good), default=first.seconds_spent)
+        own_s, budget_s = max(DEADLINE_FACTOR * longest_s, DEADLINE_LEAST_S), session.hard_deadline_s(after_s)
+        trial = session.measure(
+            purpose,
+            first.config,
+            deadline_s=min(budget_s, own_s),
+            deadline_of_budget=budget_s < own_s,
+            method=first.method,
+            round=number,
+        )
+        if trial.outcome is Outcome.INTERRUPTED or is_late(trial):
+            session.note(f"the runs side by side ended early: {trial.reason}")
+            return False
+    return True
+
+
+# Parity.
+
+
+def run_check(session: Session, work: Work) -> None:
+    """The parity check of the leader. What does not come to its end says nothing, and leads no further in this run."""
+    assert work.config is not None
+    session.observer.on_phase("parity", work.config.describe())
+    try:
+        parity = check(session, work.config)
+    except BudgetOver as over:
+        session.unchecked.add(work.config)
+        session.note(f"{over} did not end in its time; there is no verdict on it")
+        return
+    if parity is None:
+        session.unchecked.add(work.config)
+    elif not parity.passed:
+        what = "fails parity" if parity.finished else "its parity check did not come to its end"
+        why = "; ".join(parity.failures) or parity.note
+        session.note(f"{work.config.describe()} was the fastest so far, but {what}: {why}")
+
+
+def check(session: Session, config: TrainingConfig) -> Parity | None:
+    """The verdict on a configuration, put on disk; None if something outside ended the check each time.
+
+    Raises:
+        BudgetOver: the check did not end in its time, which says nothing about the configuration.
+        DidNotRunError: the plain reference did not run, without which nothing can be checked.
+    """
+    from autoplan.planner.parity.compare import CandidateDidNotRunError, run_parity, where_ended
+    from autoplan.planner.parity.step_losses import run_step_parity
+
+    trials, cost = session.trial_cost, session.parity_cost
+    deadline_s = session.hard_deadline_s(0.0)
+    if deadline_s <= 1.0:
+        raise BudgetOver("the parity check")
+    number = len(list((session.store.folder / "trials").glob("parity*")))
+    directory: Path = session.store.folder / "trials" / f"parity{number:02d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    opaque = session.context.facts.step_s is not None
+    kept = session.store.folder / "parity"
+    others: dict[str, Any] = {}
+    if not opaque:
+        own_shapes = trials.is_warm(config) and parity_time.takes_own_shapes(trials, cost, config)
+        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes}
+    run: Callable[..., Parity] = run_step_parity if opaque else run_parity
+    try:
+        parity = run(
+            session.zygote,
+            session.context.spec,
+            config,
+            device=session.context.device,
+            directory=directory,
+            deadline_s=deadline_s,
+            memory_limit_bytes=session.context.host_limit_bytes,
+            on_attempt=lambda report: session.add_attempt("parity", report, config=config),
+            **others,
+        )
+    except TaskFailedError as error:  # out of time, which says nothing about the configuration
+        raise BudgetOver(f"the parity check of {config.describe()} ({where_ended(error.report)})") from error
+    except CandidateDidNotRunError as error:
+        session.did_not_run.append(f"parity check of {config.describe()}: {error.message}")
+        session.note(
+            f"{config.describe()} was the fastest left; it was not checked and is not the plan: {error.message}. "
+            "The same search, called again, checks it"
+        )
+        return None
+    finally:
+        if session.left_s < 0:
+            session.note(f"the parity check of {config.describe()} ended {-session.left_s:.1f} s past the budget")
+    session.store.add_parity(config, parity)
+    return parity
+
+
+def compile_next(session: Session, work: Work) -> None:
+    """Compiles the next candidates side by side; nothing is measured meanwhile."""
+    session.ahead.run()
+
+
+def sharpen(session: Session, work: Work) -> None:
+    """Probes the machine or traces variants, for what the next candidates' predictions wait for."""
+    session.sharpen(work)
+
+
+_BY_KIND: dict[str, Callable[[Session, Work], None]] = {
+    "baseline": run_baseline,
+    "probe": sharpen,
+    "trace": sharpen,
+    "look": run_look,
+    "hand setting": run_hand_setting,
+    "pair": run_pair,
+    "parity": run_check,
+    "claim": run_claim_round,
+    "compile ahead": compile_next,
+}
