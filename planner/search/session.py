@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoplan.planner.records import REPEATS, Objective, Outcome, Prediction, Purpose, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.extrapolation import Extrapolation, extrapolate
 from autoplan.planner.search.learned import NOTHING, TakenOver
 from autoplan.planner.search.objective import best_trial_for
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
@@ -79,7 +78,6 @@ class Session:
         chosen_in_rounds: Of how many configurations the rounds of the claim chose the plan; 1: they had no part in it.
         taken_over: What earlier searches on this device taught.
         loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
-        extrapolation: What short trials are extrapolated by; None: there are none, or they are off.
         ended_by: Why no further trial was made: "time", "max_trials", or "nothing_left" that could still win.
     """
 
@@ -101,7 +99,6 @@ class Session:
     chosen_in_rounds: int = 1
     loading_s: float = 0.0
     taken_over: TakenOver = NOTHING
-    extrapolation: Extrapolation | None = None
 
     @property
     def objective(self) -> Objective:
@@ -163,8 +160,7 @@ class Session:
     @property
     def trials_s(self) -> float:
         """Seconds of the budget for trials of all purposes: without probes, inspection, trace and parity check."""
-        shorts = (short.trial for short in self.store.short_trials)
-        setup_s = self.store.spent_s - sum(trial.seconds_spent for trial in (*self.store.trials, *shorts))
+        setup_s = self.store.spent_s - sum(trial.seconds_spent for trial in self.store.trials)
         setup_s -= sum(group.seconds for group in self.store.compiled_ahead)
         return max(0.0, self.budget_s - setup_s - self.parity_reserve_s)
 
@@ -282,26 +278,9 @@ class Session:
         if asked is not None:
             self.model.observe(trial)
             self.study.tell(asked, trial)
-        self.use_short_trials()
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial
-
-    @property
-    def short_trials_agree(self) -> bool:
-        """Whether nothing speaks against what short trials are extrapolated to."""
-        return self.extrapolation is None or self.extrapolation.why_not is None
-
-    def use_short_trials(self) -> None:
-        """Extrapolates the short trials anew, and takes them out of the choice where they do not agree any more."""
-        shorts = self.store.short_trials
-        if self.options.short_trials == "off" or not shorts:
-            return
-        agreed = self.short_trials_agree
-        self.extrapolation = extrapolate(shorts, self.store.trials, self.run_spread)
-        self.model.use_short_trials(shorts, self.extrapolation if self.short_trials_agree else None)
-        if agreed and not self.short_trials_agree:
-            self.note(f"short trials have no further part in the choice: {self.extrapolation.why_not}")
 
     @property
     def remeasure(self) -> float:
