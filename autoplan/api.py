@@ -33,7 +33,7 @@ from autoplan.errors import (
 )
 from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.option_checks import DeviceName, Numerics, SamplerName, ShortTrialsChoice
+from autoplan.planner.search.option_checks import DeviceName, Numerics, SamplerName, refuse_short_trials
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
@@ -86,7 +86,7 @@ def search(
     min_throughput: float | None = None,
     price_per_hour: float | None = None,
     numerics: Numerics = "kept",
-    short_trials: ShortTrialsChoice = "off",
+    short_trials: None = None,
     sampler: SamplerName | optuna.samplers.BaseSampler = "autoplan",
     out: str | Path | None = None,
     store: str | Path | None = None,
@@ -140,8 +140,7 @@ def search(
         price_per_hour: Of one device; the plan then says what a million tokens cost.
         numerics: "lossy" also tries parameters, optimizer states and products of linear layers in fewer bits
             (docs/techniques.md); the plan names the risk. "kept" leaves them out.
-        short_trials: "auto": on CPU, where it pays, configurations run on the model cut to 2 blocks before the best
-            of them run whole (docs/search.md). "off": they do not.
+        short_trials: Of earlier versions; it is refused.
         sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
             Optuna, whose illegal points are drawn again at no trial's cost.
         out: A file to write the plan to, too.
@@ -162,6 +161,7 @@ def search(
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
     """
+    refuse_short_trials(short_trials)
     spec = _make_spec(
         workload,
         parts={
@@ -196,7 +196,6 @@ def search(
         memory_limit=memory_limit,
         nproc=nproc,
         numerics=numerics,
-        short_trials=short_trials,
         sampler=sampler,
         out=out,
         store=store,

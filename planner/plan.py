@@ -35,7 +35,6 @@ from autoplan.planner.records import (
     Objective,
     Parity,
     Prediction,
-    ShortTrials,
     Trial,
 )
 from autoplan.planner.trust import with_named_workload
@@ -141,7 +140,6 @@ class Plan(Record):
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
     evidence: tuple[Trial, ...]
-    short_trials: ShortTrials | None = Field(default=None, description="of the model cut; no figure here is theirs")
     attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     notes: tuple[str, ...] = ()
     environment: Environment
@@ -167,6 +165,14 @@ class Plan(Record):
         if isinstance(workload, dict) and "payload" in workload:
             raise ValueError("workload.payload: a plan from a file carries no objects, since loading them runs code")
         return document
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_short_trials_out(cls, document: Any) -> Any:
+        """Plans of earlier versions name trials of a model cut to a few blocks. No figure of a plan is theirs."""
+        if not isinstance(document, dict):
+            return document
+        return {name: value for name, value in document.items() if name != "short_trials"}
 
     @property
     def edited(self) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from statistics import median
 from typing import Literal
 
 from pydantic import Field
@@ -96,7 +95,7 @@ class Window(Record):
     )
 
 
-Purpose = Literal["baseline", "reference", "search", "repeat", "finalist", "claim", "short"]
+Purpose = Literal["baseline", "reference", "search", "repeat", "finalist", "claim"]
 
 REPEATS = ("repeat", "finalist", "claim")
 """Purposes of trials that measure a configuration again."""
@@ -108,8 +107,7 @@ class Trial(Record):
     number: int
     purpose: Purpose = Field(
         description="reference: the careful hand setting; repeat: of a configuration, for the spread between runs; "
-        "finalist: a run that the choice is made by; claim: a run that the speed-up is calculated from; short: of a "
-        "model cut to a few blocks, only ever within a ShortTrial"
+        "finalist: a run that the choice is made by; claim: a run that the speed-up is calculated from"
     )
     round: int | None = Field(default=None, description="of finalists and claims: runs of one round were side by side")
     config: TrainingConfig
@@ -178,50 +176,6 @@ class Trial(Record):
     def did_not_run(self) -> bool:
         """Whether something outside ended every run of it: nothing is known of the configuration."""
         return self.outcome is Outcome.INTERRUPTED
-
-
-class ShortTrial(Record):
-    """A trial of the model with each stack of blocks cut to a few: it serves the choice of what is run whole."""
-
-    trial: Trial = Field(description="purpose short; its figures are those of the cut model")
-    depth: int = Field(description="blocks that each stack was cut to")
-    blocks: int = Field(description="blocks of each stack of the whole model")
-    micro_ratio: float = Field(
-        description="of the micro-steps: the whole model's time over the cut one's, as predicted"
-    )
-    optimizer_ratio: float = Field(description="the same of the optimizer step")
-
-    @property
-    def whole_s(self) -> float | None:
-        """The step time of the whole model in seconds, by the predicted ratios alone; None: it was not timed."""
-        step = self.trial.step_time_s
-        if step is None:
-            return None
-        optimizer_s = min(self.trial.parts_s.get("optimizer_step", 0.0), step.median)
-        return (step.median - optimizer_s) * self.micro_ratio + optimizer_s * self.optimizer_ratio
-
-
-class ShortTrials(Record):
-    """The short trials of a search, and how their extrapolations agree with whole runs. No figure of a plan is theirs.
-
-    A check is a configuration that was run both ways, after the first: its extrapolated step time, by what was known
-    before, over the measured one.
-    """
-
-    trials: tuple[ShortTrial, ...]
-    checks: tuple[float, ...] = Field(default=(), description="extrapolated over whole step time, in order")
-    allowed: float = Field(description="root mean square of the checks' logarithms that passes: two deviations of runs")
-    why_not: str | None = Field(default=None, description="why they are not used, a sentence; None: they are")
-
-    def describe(self) -> str:
-        """`12 short trials at 2 of 12 blocks; extrapolated/whole 0.99 (0.97 to 1.02) over 3`."""
-        first = self.trials[0]
-        count = len(self.trials)
-        text = f"{count} short trial{'s' if count > 1 else ''} at {first.depth} of {first.blocks} blocks"
-        if self.checks:
-            low, middle, high = min(self.checks), median(self.checks), max(self.checks)
-            text += f"; extrapolated/whole {middle:.2f} ({low:.2f} to {high:.2f}) over {len(self.checks)}"
-        return text if self.why_not is None else f"{text}; not used: {self.why_not}"
 
 
 class Attempt(Record):

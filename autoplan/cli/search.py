@@ -188,15 +188,8 @@ def search_command(
         ),
     ] = "autoplan",
     short_trials: Annotated[
-        str,
-        typer.Option(
-            "--short-trials",
-            metavar="WHEN",
-            help="off, or auto: on CPU, where it pays, configurations run on the model cut to 2 blocks before the best "
-            "of them run whole. The plan rests on whole runs.",
-            rich_help_panel=SEARCH,
-        ),
-    ] = "off",
+        str | None, typer.Option("--short-trials", help="Of earlier versions; it is refused.", hidden=True)
+    ] = None,
     objective: Annotated[
         str,
         typer.Option(
@@ -279,8 +272,10 @@ def search_command(
     """
     from autoplan import api
     from autoplan.cli.search_result import search_document, show_result
+    from autoplan.planner.search.option_checks import refuse_short_trials
     from autoplan.planner.search.options import SearchOptions
 
+    refuse_short_trials(short_trials)
     spec = make_spec(
         named_workload(model, trainer),
         sequence_length,
@@ -310,7 +305,6 @@ def search_command(
         min_throughput=min_throughput,
         price_per_hour=price_per_hour,
         numerics=numerics,  # type: ignore[arg-type]
-        short_trials=short_trials,  # type: ignore[arg-type]
         dry_run=dry_run,
         seed=seed or 0,
         loader=None if loader is None else loader_of(loader, spec, arguments or ()),

@@ -69,7 +69,6 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "plan_path": result.plan_path,
         "best": None if result.best is None else trial_document(result.best),
         "trials": [trial_document(trial) for trial in result.trials],
-        "short_trials": None if result.short_trials is None else result.short_trials.model_dump(mode="json"),
         "attempts": [attempt.model_dump(mode="json") for attempt in result.attempts],
         "left_out": [left_out_document(family) for family in result.left_out],
         "candidates": [candidate_document(candidate) for candidate in result.candidates],

@@ -299,12 +299,6 @@ def loading_words(plan: Plan) -> str | None:
     return found.describe() + rate + beside
 
 
-def short_trials_words(plan: Plan) -> str | None:
-    """How many configurations were measured on a cut model, and how that agrees with whole runs; None: none were."""
-    found = plan.short_trials
-    return None if found is None else f"{found.describe()}; for the choice of whole trials alone"
-
-
 def untried_words(plan: Plan) -> str | None:
     """What a longer search tries next, and what that may bring; None: all were tried, or it is not known."""
     return None if plan.untried is None else plan.untried.describe("the plan's")

@@ -146,8 +146,6 @@ def _notes(plan: Plan) -> str:
     lines += [] if objective is None else [f"objective: {objective}"]
     loading = facts.loading_words(plan)
     lines += [] if loading is None else [f"loader: {loading}"]
-    short = facts.short_trials_words(plan)
-    lines += [] if short is None else [f"short trials: {short}"]
     untried = facts.untried_words(plan)
     lines += [] if untried is None else [f"untried: {untried}"]
     if plan.measurement.mfu_peak_source:

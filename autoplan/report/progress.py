@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.planner.records import LeftOutFamily, Outcome, Prediction, ShortTrial, Trial
+from autoplan.planner.records import LeftOutFamily, Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver
 from autoplan.probes.profile import HardwareProfile
 from autoplan.report import facts
@@ -27,7 +27,6 @@ PHASES = {
     "space": "listing the legal configurations",
     "baseline": "measuring the plain baseline",
     "search": "searching",
-    "short": "measuring configurations on the model cut to a few blocks",
     "compile ahead": "compiling ahead of the trials",
     "finalists": "measuring the fastest few again, interleaved",
     "parity": "checking that the plan trains the same thing",
@@ -121,22 +120,6 @@ class PlainProgress(SearchObserver):
             text += ", the best so far"
         return text + (" (from the record)" if trial.resumed else f", took {format_seconds(trial.seconds_spent)}")
 
-    def on_short_trial(self, short: ShortTrial, step_time_s: float | None, budget: BudgetState) -> None:
-        self._trial = ""
-        self.say(f"trial {short.trial.number} {short_ending(short, step_time_s)}")
-
-
-def short_ending(short: ShortTrial, step_time_s: float | None) -> str:
-    """How a short trial ended, in a line."""
-    trial = short.trial
-    cut = f"at {short.depth} of {short.blocks} blocks"
-    if step_time_s is None:
-        return f"{cut}: {trial.outcome.value}: {trial.reason or 'in ' + trial.phase}"
-    early = ", stopped early" if trial.outcome is Outcome.PRUNED else ""
-    return (
-        f"{cut}: {format_seconds(step_time_s)} a step, extrapolated{early}, took {format_seconds(trial.seconds_spent)}"
-    )
-
 
 class LiveProgress(PlainProgress):
     """A live line under the finished trials: the phase, the budget as a bar, the best so far."""
@@ -220,9 +203,3 @@ class LiveProgress(PlainProgress):
                 (trial.config.describe(), "dim" if good else "yellow"),
             )
         )
-
-    def on_short_trial(self, short: ShortTrial, step_time_s: float | None, budget: BudgetState) -> None:
-        self.remember(budget)
-        self.running = ""
-        text = Text.assemble((f"{short.trial.number:3d} ", "dim"), printable(short_ending(short, step_time_s)), "  ")
-        self.console.print(text.append(short.trial.config.describe(), "dim"))

@@ -107,9 +107,6 @@ def show_plan(console: Console, plan: Plan) -> None:
     loading = facts.loading_words(plan)
     if loading is not None:
         say(console, "loader", loading)
-    short = facts.short_trials_words(plan)
-    if short is not None:
-        say(console, "short trials", short)
     untried = facts.untried_words(plan)
     if untried is not None:
         say(console, "untried", untried)

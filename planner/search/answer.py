@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,9 @@ import numpy as np
 from autoplan.errors import PlanError
 from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Plan
-from autoplan.planner.records import Outcome, ShortTrials, Trial
-from autoplan.planner.search.extrapolation import summary
+from autoplan.planner.records import Outcome
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
-from autoplan.planner.search.selection import best_trial, is_late, measured_spread
+from autoplan.planner.search.selection import best_trial, is_late
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.untried import find_untried
@@ -80,7 +78,6 @@ class SearchRun:
             baseline=next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None),
             best=best,
             trials=trials,
-            short_trials=self._short_trials(trials),
             attempts=self.store.attempts,
             resumed_trials=sum(trial.resumed for trial in trials),
             budget_s=self.budget_s,
@@ -89,11 +86,6 @@ class SearchRun:
             store=str(self.store.folder),
             **(known | facts),
         )
-
-    def _short_trials(self, trials: Sequence[Trial]) -> ShortTrials | None:
-        """The short trials of the store, and how they agree with its whole ones."""
-        spread = measured_spread(trials) if self.session is None else self.session.run_spread
-        return summary(self.store.short_trials, trials, spread)
 
     def add_attempt(self, part: str, report: ProcessReport) -> None:
         """Keeps a run of the inspection or the trace that something outside ended."""

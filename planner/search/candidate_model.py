@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.records import Objective, Outcome, ShortTrial, Trial
-from autoplan.planner.search.extrapolation import Extrapolation
+from autoplan.planner.records import Objective, Outcome, Trial
 from autoplan.planner.search.objective import THROUGHPUT, view
-from autoplan.planner.search.surrogate import Z_90, Array, CutRuns, Posterior, Prior, Surrogate, expected_improvement
+from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate, expected_improvement
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 
@@ -96,8 +95,6 @@ class CandidateModel:
         self.estimator = estimator
         self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
-        self._shorts: tuple[ShortTrial, ...] = ()
-        self._extrapolation: Extrapolation | None = None
         self._set_aside: set[TrainingConfig] = set()
         self._cost = cost
         self._allows = allows
@@ -123,31 +120,6 @@ class CandidateModel:
         self._set_aside.add(config)
         self._assessment = None
 
-    def use_short_trials(self, shorts: Sequence[ShortTrial], extrapolation: Extrapolation | None) -> None:
-        """Takes in all short trials, as they are extrapolated now; None: they have no part in the choice."""
-        self._shorts = tuple(shorts) if extrapolation is not None else ()
-        self._extrapolation = extrapolation
-        self._assessment = None
-
-    def _cut_runs(self) -> CutRuns | None:
-        """What short trials say of configurations without a whole trial."""
-        if self._extrapolation is None or not self._shorts:
-            return None
-        ran_whole = {trial.config for trial in self.trials}
-        judged = [short for short in self._shorts if not short.trial.budget_ended]
-        shorts = [short for short in judged if short.trial.config not in ran_whole]
-        times = {short.trial.config: self._extrapolation.log_time(short) for short in shorts}
-        timed = {config: time for config, time in times.items() if time is not None}
-        large = {short.trial.config for short in shorts if short.trial.outcome is Outcome.OUT_OF_MEMORY}
-        return CutRuns(
-            configs=tuple(timed),
-            log_time=np.array(list(timed.values())),
-            sd=self._extrapolation.sds(list(timed)),
-            prior=self._prior(list(timed)),
-            failed=tuple(config for config in times if config not in timed and config not in large),
-            too_large=frozenset(large),
-        )
-
     def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
         """Takes in that a configuration was compiled ahead of its trial (`TrialCost.observe_ahead`)."""
         if self._cost is not None:
@@ -162,7 +134,7 @@ class CandidateModel:
             tried |= self._set_aside
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
-            posterior = self._surrogate.posterior(prior, self.trials, trial_prior, self._cut_runs())
+            posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
             self._assessment = Assessment(
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),

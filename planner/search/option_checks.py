@@ -18,13 +18,18 @@ from autoplan.units import parse_duration_s, parse_memory_bytes
 
 DeviceName = Literal["cuda", "cpu"]
 Numerics = Literal["kept", "lossy"]
-ShortTrialsChoice = Literal["auto", "off"]
 SamplerName = Literal["autoplan", "tpe", "random", "ours"]
 
 
 def flag(name: str) -> str:
     """An option as the command line has it."""
     return "--" + name.replace("_", "-")
+
+
+def refuse_short_trials(value: object) -> None:
+    """UsageError where the option of earlier versions is given, whatever its value."""
+    if value is not None:
+        raise UsageError("--short-trials was taken away: leave it out, and every trial runs the whole model")
 
 
 def _check_budget(name: str, value: Any) -> Any:
@@ -90,12 +95,6 @@ def _check_loader(name: str, value: Any) -> Any:
 def _check_numerics(name: str, value: Any) -> Any:
     if value not in get_args(Numerics):
         raise UsageError(f"{flag(name)} is {value!r}", hint="It is kept or lossy.")
-    return value
-
-
-def _check_short_trials(name: str, value: Any) -> Any:
-    if value not in get_args(ShortTrialsChoice):
-        raise UsageError(f"{flag(name)} is {value!r}", hint="It is auto or off.")
     return value
 
 
@@ -185,7 +184,6 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "min_throughput": _check_positive,
     "price_per_hour": _check_positive,
     "numerics": _check_numerics,
-    "short_trials": _check_short_trials,
     "loader": _check_loader,
     "dry_run": _check_switch,
     "seed": _check_seed,

@@ -18,8 +18,6 @@ from autoplan.planner.records import (
     Prediction,
     Purpose,
     Recheck,
-    ShortTrial,
-    ShortTrials,
     Trial,
 )
 from autoplan.planner.search.option_checks import (
@@ -27,7 +25,6 @@ from autoplan.planner.search.option_checks import (
     DeviceName,
     Numerics,
     SamplerName,
-    ShortTrialsChoice,
     refuse_lossy,
 )
 from autoplan.probes.profile import HardwareProfile
@@ -78,8 +75,6 @@ class SearchOptions:
         fresh: Start over; what the store has of this search is moved aside.
         wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
         numerics: "kept", or "lossy": parameters, optimizer states and products in fewer bits are in the space too.
-        short_trials: "auto": on CPU, where it lets a search measure more configurations in its time, they run with the
-            model cut to a few blocks first; "off".
         dry_run: The space with predicted memory and time; nothing is run.
         seed: Of the sampler and the bootstrap.
         objective: "throughput"; "memory": the least of it at a floor of throughput; "cost": the least time of all ranks
@@ -108,7 +103,6 @@ class SearchOptions:
     fresh: bool = False
     wait: bool = False
     numerics: Numerics = "kept"
-    short_trials: ShortTrialsChoice = "off"
     dry_run: bool = False
     seed: int = 0
     loader: LoaderSpec | None = None
@@ -201,8 +195,7 @@ class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, search, short (trials), finalists, parity, claim,
-        loader, plan.
+        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, loader, plan.
 
         Within search, "compile ahead" may begin several times, and search goes on after it.
         """
@@ -235,9 +228,6 @@ class SearchObserver:
     def on_trial_finished(self, trial: Trial, best: Trial | None, budget: BudgetState) -> None:
         """A trial has ended and is on disk; also called for each trial taken from the record of an earlier run."""
 
-    def on_short_trial(self, short: ShortTrial, step_time_s: float | None, budget: BudgetState) -> None:
-        """A short trial has ended and is on disk; `step_time_s` is extrapolated to the whole model, None without."""
-
 
 class SearchResult(Record):
     """How a search ended."""
@@ -251,9 +241,6 @@ class SearchResult(Record):
     baseline: Trial | None = None
     best: Trial | None = Field(default=None, description="fastest so far, verified or not")
     trials: tuple[Trial, ...] = ()
-    short_trials: ShortTrials | None = Field(
-        default=None, description="trials of the model cut to a few blocks; None: none"
-    )
     attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     left_out: tuple[LeftOutFamily, ...] = ()
     candidates: tuple[Candidate, ...] = Field(default=(), description="dry run: the space, fastest prediction first")

@@ -13,7 +13,6 @@ from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Alternative, HandSetting, Measurement, Plan
 from autoplan.planner.records import Objective, Parity, Trial
 from autoplan.planner.search.claim import Comparison, compare
-from autoplan.planner.search.extrapolation import summary
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.reasons import explain_choices, tie_reason
 from autoplan.planner.search.selection import (
@@ -69,7 +68,6 @@ def make_plan(
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
-        short_trials=summary(session.store.short_trials, session.store.trials, spread),
         attempts=session.store.attempts,
         notes=(
             *context.spec.notes,

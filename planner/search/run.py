@@ -261,7 +261,6 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
         if not trial.is_repeat:
             model.observe(trial)
         run.observer.on_trial_finished(trial, session.best, session.budget())
-    session.use_short_trials()
     if store.trials:
         session.note(f"resumed: {len(store.trials)} finished trial(s) of an earlier run are not repeated")
     return session

@@ -20,7 +20,6 @@ from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.rounds import compared_with, eligible, repeat_if_due
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session
-from autoplan.planner.search.short_trials import run_short_trials
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -194,7 +193,6 @@ def run_trials(session: Session) -> str:
     """Runs trials until no candidate can win, or the time or the number of trials is used up; returns which of them."""
     ahead = CompileAhead(session)
     session.observer.on_phase("search", f"{len(session.context.candidates)} candidates")
-    run_short_trials(session, lambda: _run_next(session, ahead) is None)
     while True:
         ended_by = _run_next(session, ahead)
         if ended_by is not None:

@@ -81,32 +81,6 @@ class Prior:
         return cls(log_time=time, log_time_sd=time_sd, log_memory=memory, log_memory_sd=memory_sd)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutRuns:
-    """What short trials say of configurations that have no whole trial yet (planner/search/extrapolation.py).
-
-    Attributes:
-        configs: Those that ran, with
-        log_time: the logarithms of their extrapolated step times in seconds;
-        sd: the standard deviations of these.
-        prior: The cost model's predictions of the whole models.
-        failed: Those that did not run: as far as the chance to run goes, trials like others.
-        too_large: Those that ran out of memory even cut.
-    """
-
-    configs: tuple[TrainingConfig, ...]
-    log_time: Array
-    sd: Array
-    prior: Prior
-    failed: tuple[TrainingConfig, ...] = ()
-    too_large: frozenset[TrainingConfig] = frozenset()
-
-
-CUT_AND_TOO_LARGE = 0.1
-"""The chance to fit of a configuration that ran out of memory even cut is multiplied by this. It is no verdict: the
-whole model's memory is what the cost model predicts. Assumed."""
-
-
 class Surrogate:
     """The Gaussian process over a fixed list of candidates.
 
@@ -124,42 +98,33 @@ class Surrogate:
         self._log_shares = np.log(np.maximum(np.array(shares), 1.0))
         self._codes = encode(self.candidates)
 
-    def posterior(
-        self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior, cut: CutRuns | None = None
-    ) -> Posterior:
+    def posterior(self, prior: Prior, trials: Sequence[Trial], trial_prior: Prior) -> Posterior:
         """The posterior of all candidates.
 
         Args:
             prior: The cost model's predictions of the candidates, as it is calibrated now.
             trials: The finished trials.
             trial_prior: The same model's predictions of the configurations of the trials.
-            cut: What short trials say; None: there are none that count.
         """
         timed = [i for i, trial in enumerate(trials) if trial.step_time_s is not None]
         with_peak = [i for i, trial in enumerate(trials) if self._observed_peak_bytes(trial) is not None]
         codes = encode([trial.config for trial in trials])
         times = np.array([math.log(trials[i].step_time_s.median) for i in timed])  # type: ignore[union-attr]
-        rows, expected, expected_sd = codes[timed], trial_prior.log_time[timed], trial_prior.log_time_sd[timed]
-        noise = np.full(len(timed), NOISE)
-        if cut is not None and cut.configs:
-            rows, times = np.concatenate([rows, encode(cut.configs)]), np.concatenate([times, cut.log_time])
-            expected = np.concatenate([expected, cut.prior.log_time])
-            expected_sd = np.concatenate([expected_sd, cut.prior.log_time_sd])
-            noise = np.concatenate([noise, cut.sd])
         log_time, log_time_sd = self._condition(
-            prior.log_time, prior.log_time_sd, rows, times, expected, expected_sd, noise
-        )
+            prior.log_time, prior.log_time_sd, codes[timed], times, trial_prior.log_time[timed],
+            trial_prior.log_time_sd[timed],
+        )  # fmt: skip
         peaks = np.array([math.log(self._observed_peak_bytes(trials[i]) or 1.0) for i in with_peak])
         log_memory, log_memory_sd = self._condition(
             prior.log_memory, prior.log_memory_sd, codes[with_peak], peaks, trial_prior.log_memory[with_peak],
-            trial_prior.log_memory_sd[with_peak], np.full(len(with_peak), NOISE),
+            trial_prior.log_memory_sd[with_peak],
         )  # fmt: skip
         margin = (self._log_shares - log_memory) / log_memory_sd
         return Posterior(
             log_time=log_time,
             log_time_sd=log_time_sd,
-            fits=normal_cdf(margin) * self._seen_too_large(cut),
-            works=self._works(trials, codes, () if cut is None else cut.failed),
+            fits=normal_cdf(margin),
+            works=self._works(trials, codes),
             log_memory=log_memory,
             log_memory_sd=log_memory_sd,
         )
@@ -174,34 +139,20 @@ class Surrogate:
         return None
 
     def _condition(
-        self,
-        mean: Array,
-        sd: Array,
-        codes: Array,
-        observed: Array,
-        observed_mean: Array,
-        observed_sd: Array,
-        noise: Array,
+        self, mean: Array, sd: Array, codes: Array, observed: Array, observed_mean: Array, observed_sd: Array
     ) -> tuple[Array, Array]:
-        """The posterior mean and standard deviation of each candidate, given observations at some configurations.
-
-        `noise` is the standard deviation of each observation.
-        """
+        """The posterior mean and standard deviation of each candidate, given observations at some configurations."""
         if not len(codes):
             return mean, sd
         covariance = similarity(codes, codes) * np.outer(observed_sd, observed_sd)
-        covariance[np.diag_indices_from(covariance)] += noise**2
+        covariance[np.diag_indices_from(covariance)] += NOISE**2
         cross = similarity(self._codes, codes) * np.outer(sd, observed_sd)
         gain = np.linalg.solve(covariance, cross.T)
         new_mean = mean + gain.T @ (observed - observed_mean)
         variance = sd**2 - np.einsum("ij,ji->i", cross, gain)
         return new_mean, np.sqrt(np.maximum(variance, (0.5 * NOISE) ** 2))
 
-    def _seen_too_large(self, cut: CutRuns | None) -> Array:
-        large = frozenset[TrainingConfig]() if cut is None else cut.too_large
-        return np.array([CUT_AND_TOO_LARGE if config in large else 1.0 for config in self.candidates])
-
-    def _works(self, trials: Sequence[Trial], codes: Array, cut_failed: Sequence[TrainingConfig] = ()) -> Array:
+    def _works(self, trials: Sequence[Trial], codes: Array) -> Array:
         """The probability that each candidate runs: the weighted share of similar trials that did, plus one success.
 
         A failure counts as three. Trials that ran out of memory do not count, since `fits` is about them, nor do those
@@ -210,10 +161,10 @@ class Surrogate:
         failed = (Outcome.CRASHED, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.TIMEOUT)
         known = (Outcome.OK, Outcome.PRUNED, *failed)
         judged = [i for i, trial in enumerate(trials) if trial.outcome in known and not trial.budget_ended]
-        if not judged and not cut_failed:
+        if not judged:
             return np.ones(len(self.candidates))
-        near = similarity(self._codes, np.concatenate([codes[judged], encode(cut_failed)])) ** 3
-        bad = np.array([float(trials[i].outcome in failed) for i in judged] + [1.0] * len(cut_failed))
+        near = similarity(self._codes, codes[judged]) ** 3
+        bad = np.array([float(trials[i].outcome in failed) for i in judged])
         good_weight = 1.0 + near @ (1 - bad)
         return good_weight / (good_weight + 3.0 * (near @ bad))
 

@@ -98,7 +98,6 @@ class TrialCost:
         self.global_batch = global_batch
         block, more = COMPILE_S[device]
         self._by_table_s = {"block": block, "model": block + more * num_blocks}
-        self._num_blocks, self._model_s = num_blocks, (block, more)
         self._assumed_s = {scope: self._kept.cold.get(scope, 1.0) * s for scope, s in self._by_table_s.items()}
         # seconds by (scope, mode), with and without the kernels in the cache
         self._cold: dict[tuple[str, str], list[float]] = {}
@@ -216,21 +215,6 @@ class TrialCost:
             ]
         )
         return self._total(step_time_s, self._accumulation, compiling)
-
-    def short_s(self, step_time_s: Array, share: Array, depth: int) -> Array:
-        """Expected seconds of each candidate's trial with the model cut: as much of its time box as of its step time.
-
-        Args:
-            step_time_s: Of the whole model.
-            share: The cut model's step time over it.
-            depth: Blocks that are left.
-        """
-        whole_s = self.all_s(step_time_s)
-        compiling = np.array([self._kind_s(kind, False) for kind in self._kinds])
-        block_s, more_s = self._model_s
-        left = (block_s + more_s * depth) / (block_s + more_s * self._num_blocks)
-        cut = compiling * np.where([kind[0] == "model" for kind in self._kinds], left, 1.0)
-        return np.asarray(self.fixed_s + cut + share * np.maximum(whole_s - self.fixed_s - compiling, 0.0))
 
     def one_s(self, config: TrainingConfig, step_time_s: float) -> float:
         """Expected seconds of one trial."""

@@ -2,8 +2,8 @@
 
 A store has many studies, one folder each, named by the study's identity (planner/store/folders.py).
 
-FOLDER/record.jsonl   the record: study, budget, trials, short trials, attempts, what was compiled ahead, parity checks,
-                      the end; append-only, the truth
+FOLDER/record.jsonl   the record: study, budget, trials, attempts, what was compiled ahead, parity checks, the end;
+                      append-only, the truth
        study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
        clock.json     seconds spent, between two lines of the record
        lock           the lock;  owner.json: the process that holds it
@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import PRIVATE_FILE, make_private_folder
-from autoplan.planner.records import Attempt, CompiledAhead, Parity, ShortTrial, Trial
+from autoplan.planner.records import Attempt, CompiledAhead, Parity, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
 from autoplan.planner.store.folders import RECORD, move_aside
@@ -96,7 +96,6 @@ class Store:
         self.folder = folder
         self.identity = identity
         self._trials: list[Trial] = []
-        self._short_trials: list[ShortTrial] = []
         self._attempts: list[Attempt] = []
         self._compiled: list[CompiledAhead] = []
         self._parities: dict[TrainingConfig, Parity] = {}
@@ -152,14 +151,9 @@ class Store:
     @property
     def next_number(self) -> int:
         """The number of the next trial; one that did not run keeps its number."""
-        numbers = [trial.number for trial in (*self._trials, *(short.trial for short in self._short_trials))]
+        numbers = [trial.number for trial in self._trials]
         numbers += [attempt.number for attempt in self._attempts if attempt.number is not None]
         return 1 + max(numbers, default=-1)
-
-    @property
-    def short_trials(self) -> tuple[ShortTrial, ...]:
-        """The trials of cut models, in order. They are none of `trials`: no speed of a configuration is theirs."""
-        return tuple(self._short_trials)
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -201,13 +195,6 @@ class Store:
         """Puts a finished trial on disk."""
         self._append({"kind": "trial", "trial": trial.model_dump(mode="json", exclude={"resumed"})})
         self._trials.append(trial)
-
-    def add_short_trial(self, short: ShortTrial) -> None:
-        """Puts a finished short trial on disk, under a kind of its own."""
-        self._append(
-            {"kind": "short_trial", "short_trial": short.model_dump(mode="json", exclude={"trial": {"resumed"}})}
-        )
-        self._short_trials.append(short)
 
     def add_attempt(self, attempt: Attempt) -> None:
         """Puts a run that does not count on disk."""
@@ -314,10 +301,7 @@ class Store:
                 else:
                     self._trials.append(trial)
             case "short_trial":
-                short = ShortTrial.model_validate(document["short_trial"])
-                self._short_trials.append(
-                    short.model_copy(update={"trial": short.trial.model_copy(update={"resumed": True})})
-                )
+                pass  # of a model cut to a few blocks, which earlier versions ran: it says nothing of a whole one
             case "parity":
                 parity = Parity.model_validate(document["parity"])
                 if check_did_not_run(parity):

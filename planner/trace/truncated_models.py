@@ -1,14 +1,11 @@
-"""Models with each stack of blocks cut to a depth: those that are traced, and those that short trials run.
+"""The models that are traced: copies of the workload's model, whole or with each stack of blocks cut to a depth.
 
-In: a workload. Out: modules on the device, or under fake tensors; or the same workload of a cut model.
+In: a workload. Out: modules on the device, or under fake tensors.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,44 +69,18 @@ def uniform_depth(structure: Structure) -> int | None:
     return lengths.pop() if len(lengths) == 1 and all(len(kinds) == 1 for kinds in classes) else None
 
 
-def cut_workload(workload: Workload, depth: int) -> Workload:
-    """The same workload with a model of `depth` blocks in each stack: embeddings, head, loss, batches are the same.
-
-    Weights that are filled in after the build (`load_weights`) are not, so it is for one rank, whose model is built
-    with its values.
-    """
-    return replace(workload, build_model=functools.partial(_build_cut, workload.build_model, depth), load_weights=None)
-
-
-def _build_cut(build_model: Callable[[], nn.Module], depth: int) -> nn.Module:
-    model = build_model()
-    _cut_stacks(model, depth)
-    model = copy.deepcopy(model)  # with its own config: the user's may belong to every model that build_model makes
-    _note_depth(model, depth)
-    return model
-
-
 def truncate_model(model: nn.Module, depth: int) -> None:
     """Keeps the first `depth` blocks of each stack, in place.
 
     Raises:
         TypeError: the blocks are in no list that can be cut.
     """
-    _cut_stacks(model, depth)
-    _note_depth(model, depth)
-
-
-def _cut_stacks(model: nn.Module, depth: int) -> None:
     for stack in find_structure(model).stacks:
         name = stack[0][0].rpartition(".")[0]
         parent = model.get_submodule(name)
         if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
             raise TypeError(f"{name} is a {type(parent).__name__}, which cannot be cut: it is no list of modules")
         del parent[depth:]
-
-
-def _note_depth(model: nn.Module, depth: int) -> None:
-    """The model's own config says the depth too."""
     config = getattr(model, "config", None)
     for attribute in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
         if isinstance(getattr(config, attribute, None), int):

@@ -28,7 +28,6 @@ class TrialRequest(Record):
 
     spec: WorkloadSpec
     config: TrainingConfig
-    depth: int | None = Field(default=None, description="blocks that each stack is cut to; None: the whole model")
     device: Literal["cuda", "cpu"]
     time_box_s: float = Field(description="seconds for warm-up and measuring together, including the two short steps")
     best_high_s: float | None = Field(default=None, description="high bound of the best step time so far")

@@ -67,7 +67,6 @@ class TrialOrder:
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
         round: Of finalists and claims.
         remeasure: Time boxes that may be spent on measuring disturbed stretches again.
-        depth: Blocks that each stack of the model is cut to; None: the whole model.
     """
 
     number: int
@@ -81,7 +80,6 @@ class TrialOrder:
     method: Literal["whole_steps", "parts"] | None = None
     round: int | None = None
     remeasure: float = 2.0
-    depth: int | None = None
 
 
 class TrialRunner:
@@ -140,7 +138,6 @@ class TrialRunner:
         request = TrialRequest(
             spec=self.spec,
             config=order.config,
-            depth=order.depth,
             device=self.device,
             time_box_s=order.time_box_s,
             best_high_s=order.best_high_s,

@@ -51,10 +51,6 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     join_ranks(context, request.device)
     ranks = RankSync(context.world_size, device)
     workload = load_workload(request.spec)
-    if request.depth is not None:
-        from autoplan.planner.trace.truncated_models import cut_workload
-
-        workload = cut_workload(workload, request.depth)
 
     context.phase("build")
     memory = MemoryMonitor(device, request.memory_limit_bytes)

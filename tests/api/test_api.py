@@ -139,7 +139,6 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "fresh": ("yes", UsageError),
     "wait": ("yes", UsageError),
     "numerics": ("rough", UsageError),
-    "short_trials": (True, UsageError),
     "recheck": ("yes", UsageError),
     "objective": ("speed", UsageError),
     "min_throughput": (1.5, UsageError),
@@ -182,6 +181,15 @@ def test_wrong_options_are_refused(given: dict, kind: type[Exception]) -> None:
     with pytest.raises(kind) as error:
         SearchOptions(spec=make_spec(model="gpt2"), **given)
     assert error.value.hint  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", ["auto", "off"])
+def test_short_trials_are_refused_in_one_sentence(value: Any) -> None:
+    with pytest.raises(UsageError) as error:
+        autoplan.search("gpt2", short_trials=value)
+    said = "was taken away: leave it out, and every trial runs the whole model"
+    assert str(error.value) == f"short_trials {said}" and error.value.exit_code == 2
+    assert error.value.flag_message == f"--short-trials {said}"
 
 
 def test_search_takes_every_option_under_its_one_name() -> None:

@@ -161,6 +161,7 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
         (("search", "--model", "gpt2", "--sampler", "grid"), "tpe or random"),
         (("search", "--model", "gpt2", "--max-trials", "0"), "at least 1"),
         (("search", "--model", "missing.py:make"), "missing.py"),
+        (("search", "--model", "missing.py:make", "--short-trials", "off"), "--short-trials was taken away: leave it"),
         (("show", "nowhere.json"), "cannot be read"),
         (("explain", "--knob", "x", "nowhere.json"), "cannot be read"),
         (("run", "--steps", "0"), "at least 1"),

@@ -245,3 +245,10 @@ def test_a_plan_of_an_earlier_version_loads_with_a_note(tmp_path: Path) -> None:
     plan = Plan.load(saved(tmp_path, lambda document: document.pop("seal")))
     assert plan.edited == () and "earlier version" in plan.load_notes[0]
     assert Plan.load(plan.save(tmp_path / "again.json")).load_notes == ()
+
+
+@pytest.mark.parametrize("short", [None, {"trials": [{"trial": {}, "depth": 2}], "checks": [1.01], "allowed": 0.07}])
+def test_a_plan_that_names_short_trials_loads_without_them(short: dict[str, Any] | None, tmp_path: Path) -> None:
+    plan = Plan.load(saved(tmp_path, lambda document: document.update(short_trials=short)))
+    assert plan == make_plan().sealed() and plan.edited == ()
+    assert "short_trials" not in json.loads(plan.file_text())

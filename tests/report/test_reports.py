@@ -12,7 +12,7 @@ from rich.console import Console
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Choice, HandSetting
-from autoplan.planner.records import Claim, LeftOutFamily, Outcome, ShortTrial, ShortTrials, Trial
+from autoplan.planner.records import Claim, LeftOutFamily, Outcome
 from autoplan.planner.search.options import BudgetState
 from autoplan.report import facts, terminal
 from autoplan.report.html import render_page
@@ -121,22 +121,6 @@ def test_no_color_and_pipes_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == "word\n"
 
 
-def make_short(trial: Trial) -> ShortTrial:
-    return ShortTrial(trial=trial, depth=2, blocks=12, micro_ratio=4.0, optimizer_ratio=4.0)
-
-
-def test_a_plan_says_how_many_configurations_ran_on_a_cut_model() -> None:
-    cut = make_trial(7, TrainingConfig(micro_batch=8), 1.5, purpose="short")
-    shorts = ShortTrials(trials=(make_short(cut),), checks=(1.01,), allowed=0.07)
-    plan = make_plan().model_copy(update={"short_trials": shorts})
-    text = "short trials: 1 short trial at 2 of 12 blocks; extrapolated/whole 1.01 (1.01 to 1.01) over 1"
-    stream = io.StringIO()
-    terminal.show_plan(make_console(stream), plan)
-    assert text in stream.getvalue() and text in render_page(plan)
-    assert "short trial" not in render_page(make_plan())
-    assert f"{len(plan.evidence)} trials" in stream.getvalue(), "it is none of the trials"
-
-
 def drive(progress: PlainProgress) -> None:
     """The events of a short search."""
     plan = make_plan()
@@ -150,11 +134,6 @@ def drive(progress: PlainProgress) -> None:
     lost = make_trial(1, TrainingConfig(micro_batch=16), None, outcome=Outcome.CRASHED, reason="SIGSEGV in build")
     progress.on_trial_started(1, "search", lost.config, None, budget)
     progress.on_trial_finished(lost, plan.baseline, budget)
-    for number, seconds in ((2, 1.5), (3, None)):
-        cut = make_trial(number, TrainingConfig(micro_batch=8), seconds, purpose="short")
-        cut = cut.model_copy(update={} if seconds else {"outcome": Outcome.TIMEOUT, "reason": "it took too long"})
-        progress.on_trial_started(number, "short", cut.config, None, budget)
-        progress.on_short_trial(make_short(cut), seconds and 4 * seconds, budget)
     progress.on_note("[not markup]")
 
 
@@ -169,8 +148,6 @@ def test_progress_as_plain_lines() -> None:
         "128 tokens/s",
         "the best so far",
         "SIGSEGV",
-        "trial 2 at 2 of 12 blocks: 6.00 s a step, extrapolated",
-        "trial 3 at 2 of 12 blocks: timeout: it took too long",
     ):
         assert words in text, words
     assert "note: [not markup]" in text and "\x1b" not in text

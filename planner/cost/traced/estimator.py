@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -108,16 +107,6 @@ class Estimator:
             if calibration.memory_base_bytes > 0:
                 self.memory_fit = MemoryFit(calibration.memory_base_bytes, calibration.memory_slack)
 
-    def at_depth(self, depth: int) -> Estimator:
-        """The same for the model with `depth` blocks in each stack; what trials teach the one, the other knows too.
-
-        Its times are right, its peaks of memory are not: the trace has those of the whole model.
-        """
-        cut = copy.copy(self)
-        cut.profile = cut_profile(self.profile, depth)
-        cut.machine = replace(self.machine, profile=cut.profile)
-        return cut
-
     # Predictions.
 
     def estimate(self, configs: Sequence[TrainingConfig]) -> list[Prediction]:
@@ -145,13 +134,6 @@ class Estimator:
             host[here] = traced_offload(plain, full, self.profile, some).host_bytes
         kept = MemoryParts(**dict(zip(MEMORY_PARTS, memory, strict=True)))
         return self._calibrated(candidates, parts, bubble, flops, kept, host)
-
-    def micro_steps_and_optimizer(self, configs: Sequence[TrainingConfig]) -> tuple[Floats, Floats]:
-        """Predicted seconds of all micro-steps of a step, and of its optimizer step."""
-        table = self.table(configs)
-        optimizer = FACTORS.index("optimizer")
-        optimizer_s = table.parts_s[optimizer] * np.exp(self.time_fit.theta[optimizer])
-        return table.step_time_s - optimizer_s, np.asarray(optimizer_s)
 
     def launch_over_work(self, configs: Sequence[TrainingConfig]) -> Floats:
         """Seconds in which the host launches a micro-step over those in which the device works at it."""
@@ -311,26 +293,6 @@ class Estimator:
             memory_sd=self.memory_fit.sd,
             trials=self.trials_seen,
         )
-
-
-def cut_profile(profile: ModelProfile, depth: int) -> ModelProfile:
-    """The profile of a model of which `depth` blocks of each stack are left: its operations and its parameters.
-
-    The operations of a block and those outside the blocks are apart in it, and so the rest is arithmetic. Parameters of
-    blocks are taken to train as large a share as all do, and to have as many tensors as all do by their number of
-    blocks; the peaks stay those of the whole model.
-    """
-    dropped = (profile.num_blocks - depth) * profile.block_parameters
-    left = 1 - dropped / max(profile.parameters, 1)
-    return profile.model_copy(
-        update={
-            "num_blocks": depth,
-            "parameters": round(profile.parameters * left),
-            "trainable": round(profile.trainable * left),
-            "parameter_bytes": round(profile.parameter_bytes * left),
-            "parameter_tensors": round(profile.parameter_tensors * depth / profile.num_blocks),
-        }
-    )
 
 
 def _between(eager: VariantProfile, selective: VariantProfile, share: float) -> VariantProfile:

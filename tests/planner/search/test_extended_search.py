@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.records import Interval, Outcome, ShortTrial, Trial
+from autoplan.planner.records import Interval, Outcome, Trial
 from autoplan.planner.search import stages
-from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.extrapolation import Extrapolation
 from autoplan.planner.search.objective import THROUGHPUT
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.rounds import run_claim, run_finalists
@@ -166,13 +164,3 @@ def test_a_baseline_that_the_budget_ended_runs_again_with_a_larger_one(monkeypat
     longer: Any = WithBaseline(left_s=600.0, trials=short.store.trials)
     found = stages.run_baseline(longer)
     assert found is not None and found.outcome is Outcome.OK
-
-
-def test_a_short_trial_that_the_budget_ended_says_nothing_against_its_configuration():
-    late = a_trial(0, "short", FIRST, 1.0, outcome=Outcome.TIMEOUT, step_time_s=None, budget_ended=True)
-    stuck = a_trial(1, "short", SECOND, 1.0, outcome=Outcome.TIMEOUT, step_time_s=None)
-    shorts = [ShortTrial(trial=t, depth=2, blocks=12, micro_ratio=6.0, optimizer_ratio=6.0) for t in (late, stuck)]
-    model = CandidateModel([FIRST, SECOND, LATER])
-    model.use_short_trials(shorts, Extrapolation(configs=(), errors=(), run_sd=0.01, checks=()))
-    found = model._cut_runs()
-    assert found is not None and found.failed == (SECOND,)

@@ -205,9 +205,7 @@ def test_a_check_may_run_past_the_budget_and_leaves_time_for_the_eager_one():
 def test_what_is_kept_for_the_claim_is_a_share_of_the_time_for_trials():
     """Probes, inspection and trace had 25 of 40 s: 30 % of all would leave no time for a trial."""
     parts = SimpleNamespace(
-        store=SimpleNamespace(
-            trials=(trial_of(PLAIN, seconds_spent=3.0),), short_trials=(), spent_s=28.0, compiled_ahead=()
-        ),
+        store=SimpleNamespace(trials=(trial_of(PLAIN, seconds_spent=3.0),), spent_s=28.0, compiled_ahead=()),
         budget_s=40.0,
         parity_reserve_s=5.0,
     )

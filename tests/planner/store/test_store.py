@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.planner.records import Interval, Outcome, Parity, ShortTrial, Trial
+from autoplan.planner.records import Interval, Outcome, Parity, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store import journal as journal_module
 from autoplan.planner.store.folders import study_folder
@@ -375,22 +375,18 @@ def test_identities_are_those_of_the_first_stores():
     assert given == "07ee12e42f32165c"
 
 
-def test_short_trials_have_lines_of_their_own(tmp_path: Path):
-    short = ShortTrial(
-        trial=make_trial(1).model_copy(update={"purpose": "short"}),
-        depth=2,
-        blocks=12,
-        micro_ratio=4.0,
-        optimizer_ratio=3.0,
-    )
+def test_short_trials_of_an_earlier_version_are_no_trials(tmp_path: Path):
+    """A record as that version wrote it: a trial of the whole model, and one of the model cut to 2 of 12 blocks."""
     with open_store(tmp_path / "s") as store:
         store.add_trial(make_trial(0))
-        store.add_short_trial(short)
-        assert store.next_number == 2
+    cut = make_trial(1, micro_batch=2).model_dump(mode="json", exclude={"resumed"}) | {"purpose": "short"}
+    short = {"trial": cut, "depth": 2, "blocks": 12, "micro_ratio": 4.0, "optimizer_ratio": 3.0}
+    record = tmp_path / "s" / "record.jsonl"
+    with record.open("a") as file:
+        file.write(json.dumps({"kind": "short_trial", "short_trial": short, "spent_s": 500.0}) + "\n")
     with open_store(tmp_path / "s") as store:
-        assert [trial.number for trial in store.trials] == [0], "a short trial is none of the trials"
-        (found,) = store.short_trials
-        assert found.trial.resumed and found.trial.number == 1 and found.whole_s == short.whole_s
-        assert store.next_number == 2
-    lines = (tmp_path / "s" / "record.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == ["study", "trial", "short_trial"]
+        assert [trial.number for trial in store.trials] == [0]
+        assert store.spent_s >= 500.0, "the time that it took is spent"
+        store.add_trial(make_trial(store.next_number, micro_batch=2))
+    with open_store(tmp_path / "s") as store:
+        assert [trial.config.micro_batch for trial in store.trials] == [1, 2]
