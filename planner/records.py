@@ -220,6 +220,30 @@ class CompiledAhead(Record):
         return frozenset(one.config for one in self.compiled if one.compile_s is not None)
 
 
+class WorkLine(Record):
+    """A line of the ledger: a piece of work of a search, and where its seconds went."""
+
+    kind: str = Field(description="setup, baseline, probe, trace, look, compile ahead, hand setting, pair, parity, claim")
+    config: TrainingConfig | None = None
+    began_s: float = Field(description="of the budget, spent before it")
+    seconds: float
+    predicted_s: float = 0.0
+    gain: float = Field(default=0.0, description="expected, in the natural logarithm of the plan's speed")
+    why: str = Field(default="", description="a clause for people")
+    over: str = Field(default="", description="what it was preferred to")
+
+
+class ClaimRounds(Record):
+    """The rounds that a claim rests on, as they were fixed before the first."""
+
+    number: int = Field(description="1 for the first claim of a search; a search that goes on may make another")
+    config: TrainingConfig
+    reference: TrainingConfig = Field(description="the plain run")
+    first_round: int
+    rounds: int
+    budget_s: float = Field(description="of the search when it began: with more, a new claim is made")
+
+
 class Claim(Record):
     """What may be said of a plan's speed-up, and what it rests on."""
 

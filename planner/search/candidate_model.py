@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,12 @@ LEAST_LEAD = 0.01
 """How far below the best log step time a candidate's optimistic end must be, for it to be able to win."""
 
 OPTIMISM_Z = 1.645
+
+MOST_LOOKS = 2
+"""So often is a configuration looked at, if other work disturbed the looks before."""
+
+LASTING_LOAD = 3
+"""After so many disturbed trials in a row the load is taken to last."""
 
 FLAT_FACTOR = 3.0
 """Without a cost model: half the width of a 90 % interval, as a factor (benchmarks/trials_saved.py tried others)."""
@@ -129,9 +136,7 @@ class CandidateModel:
     def assess(self) -> Assessment:
         """What is known after the trials so far."""
         if self._assessment is None:
-            ended = [t for t in self.trials if t.outcome is not Outcome.INTERRUPTED and not t.budget_ended]
-            tried = {trial.config for trial in ended}
-            tried |= self._set_aside
+            tried = tried_configs(self.trials) | self._set_aside
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
@@ -189,6 +194,13 @@ class CandidateModel:
             return 1.0
         return self._cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
 
+    def gain_of(self, config: TrainingConfig) -> float:
+        """The expected improvement by one candidate; 0 for what is none, or was tried."""
+        if config not in self.legal:
+            return 0.0
+        now, index = self.assess(), self.candidates.index(config)
+        return float(prospects(now)[0][index]) if now.untried[index] else 0.0
+
     def best_trial(self) -> Trial | None:
         """The fastest measured trial that may be the plan."""
         good = [
@@ -220,6 +232,24 @@ class CandidateModel:
             log_memory=ones * float(np.mean(peaks or [math.log(FLAT_MEMORY_BYTES)])),
             log_memory_sd=ones * width,
         )
+
+
+def tried_configs(trials: Sequence[Trial]) -> set[TrainingConfig]:
+    """The configurations that are not looked at again.
+
+    A look that other work disturbed is made again, MOST_LOOKS times in all: it is void, and no lost race. Under a load
+    that lasts each look is disturbed, and they are compared with each other.
+    """
+    ended = [t for t in trials if t.outcome is not Outcome.INTERRUPTED and not t.budget_ended]
+    lasting = has_lasting_load(ended)
+    looks = Counter(trial.config for trial in ended)
+    return {t.config for t in ended if lasting or not t.disturbed or looks[t.config] >= MOST_LOOKS}
+
+
+def has_lasting_load(trials: Sequence[Trial]) -> bool:
+    """Whether other work has disturbed the last LASTING_LOAD trials that were measured, all of them."""
+    last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD:]
+    return len(last) == LASTING_LOAD and all(trial.disturbed for trial in last)
 
 
 def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:

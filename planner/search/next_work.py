@@ -22,7 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoplan.strategies.config import TrainingConfig
+
+Array = NDArray[np.float64] | np.float64
 
 Kind = Literal["baseline", "probe", "trace", "look", "compile ahead", "hand setting", "pair", "parity", "claim", "end"]
 EndedBy = Literal["time", "max_trials", "nothing_left"]
@@ -66,12 +71,8 @@ class Option:
 
     @property
     def score(self) -> float:
-        """Gain per square root of the seconds: what is expensive waits, and does not starve.
-
-        Per second, a search never came to what is dear and good; of the powers that were tried in replays over
-        recorded tables the square root had the least regret (benchmarks/search_replay.py).
-        """
-        return self.gain / math.sqrt(max(self.cost_s, 1.0))
+        """What the pieces are compared by."""
+        return float(score(np.float64(self.gain), np.float64(self.cost_s)))
 
     def describe(self) -> str:
         """`look micro_batch=2 (gain 4.1 %, 23 s)`."""
@@ -108,7 +109,7 @@ class State:
         pairs: The leader beside each configuration that the bound does not put behind it.
         leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
         claim: The claim of the leader, to be made or to be gone on with; None: it is made, or there is nothing to claim.
-        claim_began: Its first round was made: nothing else comes between its rounds.
+        claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
         hopeful: Whether any untried configuration could still win, had it the time.
     """
@@ -140,15 +141,15 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     """
     if state.baseline is not None:
         return _first(state.baseline, left_s)
-    if state.claim is not None and state.claim_began:
-        return _chosen(state.claim, ())
+    if state.claim_began:
+        return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
     options.sort(key=lambda one: -one.score)
     if options:
         best, rest = options[0], options[1:]
         if best.kind == "look":
             best, rest = _before(best, rest, state, left_s)
-        return _chosen(best, rest)
+        return _chosen(best, rest, state)
     return _proof(state, left_s)
 
 
@@ -156,7 +157,7 @@ def _first(baseline: Option, left_s: float) -> Work:
     """The plain run; or the end, where the time does not even hold it and its check by the best that is predicted."""
     needed_s = baseline.cost_s + baseline.needs_s
     if needed_s <= left_s:
-        return _chosen(baseline, ())
+        return _chosen(baseline, (), State())
     why = (
         f"the plain run and a parity check take {needed_s:.0f} s at the least, as predicted; {max(left_s, 0):.0f} s are "
         "left"
@@ -198,12 +199,16 @@ def _before(
 
 def _proof(state: State, left_s: float) -> Work:
     """Nothing that may better the plan fits any more: what the leader needs, and the end."""
-    ended_by: EndedBy = "max_trials" if state.out_of_looks else "time" if state.hopeful else "nothing_left"
     if state.check is not None:
-        return _chosen(state.check, (), ended_by)
+        return _chosen(state.check, (), state)
     if state.claim is not None and state.claim.cost_s <= left_s:
-        return _chosen(state.claim, (), ended_by)
+        return _chosen(state.claim, (), state)
+    ended_by = _ended_by(state)
     return Work(kind="end", ended_by=ended_by, why=ENDS[ended_by])
+
+
+def _ended_by(state: State) -> EndedBy:
+    return "max_trials" if state.out_of_looks else "time" if state.hopeful else "nothing_left"
 
 
 ENDS = {
@@ -214,21 +219,22 @@ ENDS = {
 }
 
 
-def _chosen(option: Option, rest: Sequence[Option], ended_by: EndedBy = "nothing_left") -> Work:
-    return Work(
-        kind=option.kind,
-        config=option.config,
-        gain=option.gain,
-        cost_s=option.cost_s,
-        needs_s=option.needs_s,
-        why=option.why,
-        devices=option.devices,
-        over=rest[0].describe() if rest else "",
-        ended_by=ended_by,
-    )
+def _chosen(option: Option, rest: Sequence[Option], state: State) -> Work:
+    over = rest[0].describe() if rest else ""
+    known = {name: getattr(option, name) for name in Option.__slots__}
+    return Work(**known, over=over, ended_by=_ended_by(state))
 
 
 # What a piece gains.
+
+
+def score(gain: Array, cost_s: Array) -> Array:
+    """Gain per square root of the seconds: what is expensive waits, and does not starve.
+
+    With the gain per second a search came late to what is dear and good (a compilation), with the gain alone to all
+    that is cheap (benchmarks/search_replay.py replays both).
+    """
+    return np.asarray(gain / np.sqrt(np.maximum(cost_s, 1.0)))
 
 
 def pair_gain(difference: float, sd: float) -> float:

@@ -11,6 +11,8 @@ from autoplan.planner.records import Objective
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.claim import is_no_gain
+from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import longest_inspection_s
 from autoplan.planner.search.learned import TakenOver, keep_learned, learned_path, learnt, starting_point
 from autoplan.planner.search.loading import loading_s, measure_loading
@@ -22,14 +24,15 @@ from autoplan.planner.search.options import (
     SearchOptions,
     SearchResult,
 )
-from autoplan.planner.search.plan_maker import make_plan
+from autoplan.planner.search.next_work import next_work
+from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
-from autoplan.planner.search.session import BudgetOver, Session, time_box_s
+from autoplan.planner.search.session import BudgetOver, Session, failed_parity
 from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
-from autoplan.planner.search.stages import fall_back, find_verified, run_baseline, run_manual_setting, run_trials
+from autoplan.planner.search.state import read_state
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
+from autoplan.planner.search.work import do
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.store.folders import study_folder
@@ -183,7 +186,7 @@ def _search(run: SearchRun) -> SearchResult:
                 return answer.nothing_fits(run, context)
             run.session = _open_session(run, context, zygote, taken_over)
             try:
-                return _run_stages(run, run.session)
+                return _find(run, run.session)
             finally:
                 _keep_learned(run.session, path)
     except BudgetOver as over:
@@ -227,7 +230,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
     """Takes in what earlier runs left: their trials calibrate the cost model and are not repeated."""
     options, store = run.options, run.store
     kept_s = loading_s(options.loader, run.budget_s)
-    model = _make_model(options, context, run.budget_s - kept_s, taken_over.costs)
+    model = _make_model(options, context, store, run.budget_s - kept_s, taken_over.costs)
     values = dict(context.space.values) | {"micro_batch": tuple(micro_batches(context.spec.global_batch))}
     distributions = make_distributions(values)
     sampler = make_sampler(options.sampler, model, distributions, seed=options.seed)
@@ -254,6 +257,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
         sampler=sampler,
         study=SearchStudy(store.folder / "study.sqlite3", distributions, store.trials, sampler),
         runner=runner,
+        devices=find_target(options, context.hardware).nproc,
     )
     for note in session.study.notes:
         session.note(note)
@@ -267,7 +271,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
 
 
 def _make_model(
-    options: SearchOptions, context: SearchContext, budget_s: float, kept: KeptCosts | None
+    options: SearchOptions, context: SearchContext, store: Store, budget_s: float, kept: KeptCosts | None
 ) -> CandidateModel:
     """What is known of the candidates before the first trial: the cost model's predictions, and what trials cost."""
     cost = TrialCost(
@@ -275,7 +279,6 @@ def _make_model(
         global_batch=context.spec.global_batch,
         num_blocks=context.facts.num_blocks,
         device=context.device,
-        time_box_s=time_box_s(budget_s),
         kept=kept,
     )
     return CandidateModel(
@@ -284,28 +287,50 @@ def _make_model(
         cost,
         memory_limit_bytes=context.memory_limit_bytes,
         device=context.device,
-        allows=options.allows,
+        allows=lambda config: options.allows(config) and not failed_parity(store, config),
         slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
         objective=options.wanted,
     )
 
 
-def _run_stages(run: SearchRun, session: Session) -> SearchResult:
-    """The stages in their order, and the end that they come to."""
-    baseline = run_baseline(session)
-    run_manual_setting(session)
-    ended_by = run_trials(session)
+def _find(run: SearchRun, session: Session) -> SearchResult:
+    """Piece after piece, as `next_work` names them, and the end that they come to."""
+    ahead = CompileAhead(session)
+    while True:
+        work = next_work(read_state(session, ahead), session.left_s, session.devices)
+        session.ended_by = work.ended_by
+        if work.kind == "end":
+            break
+        session.observer.on_work(work, session.best, session.budget())
+        do(session, work, ahead)
+    ahead.say()
+    if session.baseline is None and not session.plain_failed:
+        return answer.budget_ended(run, f"the budget is too small: {work.why}", needed_s=work.needed_s)
+    return _conclude(run, session)
+
+
+def _conclude(run: SearchRun, session: Session) -> SearchResult:
+    """From what was measured to the plan: the leader if it is proved, else the plain run."""
+    leader, plain = session.leader, session.baseline
     if session.best is None:
-        return answer.nothing_ran(run, ended_by)
-    run_finalists(session)
-    verified = find_verified(session)
-    while verified is not None and not run_claim(session, verified[0].config):
-        verified = find_verified(session)  # it failed in a fresh process
-    if verified is None:
-        return answer.nothing_verified(run, ended_by)
-    if baseline is None:
-        return answer.no_baseline(run, ended_by)
-    verified = fall_back(session, verified)
-    loading = measure_loading(session, verified[0])
-    session.observer.on_phase("plan", verified[0].config.describe())
-    return answer.plan_found(run, make_plan(session, *verified, baseline, loading), ended_by)
+        return answer.nothing_ran(run, session.ended_by)
+    if leader is None:
+        return answer.nothing_verified(run, session.ended_by)
+    if plain is None:
+        return answer.no_baseline(run, session.ended_by)
+    against = session.comparison(leader)
+    assert against is not None
+    fallback = next((runs for runs in session.eligible if runs.config == plain.config), None)
+    if is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
+        ratio = against.speedup
+        session.note(
+            f"{leader.config.describe()} was the fastest in the choice; side by side with the plain run it ran at "
+            f"{ratio.median:.3g} times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
+        )
+        leader = fallback
+    parity = PLAIN_PARITY if leader.config == plain.config else session.store.parity_of(leader.config)
+    if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
+        return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
+    loading = measure_loading(session, leader)
+    session.observer.on_phase("plan", leader.config.describe())
+    return answer.plan_found(run, make_plan(session, leader, parity, plain, loading), session.ended_by)

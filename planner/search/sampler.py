@@ -18,7 +18,7 @@ import copy
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 from autoplan.errors import UsageError
 from autoplan.planner.search.candidate_model import Assessment, CandidateModel, prospects
+from autoplan.planner.search.next_work import score
 from autoplan.planner.search.surrogate import Array
 from autoplan.planner.store.optuna_study import choices_of, make_distributions, read_trial, to_params
 from autoplan.strategies.config import TrainingConfig
@@ -59,8 +60,7 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
         seed: Of what is drawn.
 
-    A search sets two more before it asks. `time_left_s`: how long the next trial may take, by its expected cost.
-    `deadline_s`: gives the seconds after which a trial of a configuration would be ended; None: it never is.
+    A search sets `time_left_s` before it asks: how long the next trial may take, by its expected cost.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class CandidateSampler(optuna.samplers.BaseSampler):
             make_distributions(choices_of(self.model.candidates)) if distributions is None else distributions
         )
         self.time_left_s = math.inf
-        self.deadline_s: Callable[[TrainingConfig], float] | None = None
         self._other_parameters = optuna.samplers.RandomSampler(seed)
 
     @abstractmethod
@@ -87,12 +86,16 @@ class CandidateSampler(optuna.samplers.BaseSampler):
     def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
         """The untried candidates in the order in which they would be next if no trial taught anything new.
 
-        Only those that can win and whose trial would end in the time that is left; none where the next one is drawn.
+        Only those that can win, and whose trial fits in `time_left_s`; none if the next one is drawn.
 
         Args:
             in_time: False: as if there was all the time.
         """
         return []
+
+    def is_hopeful(self) -> bool:
+        """Whether any untried candidate could still win, had it the time."""
+        return bool(self.model.assess().untried.any())
 
     @abstractmethod
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
@@ -165,44 +168,21 @@ class AutoplanSampler(CandidateSampler):
         """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
         now = self.model.assess()
         gain, hopeful = prospects(now)
-        for found in self._ordered(now, gain, free & hopeful):
-            return found
-        for wanted in (free & hopeful, free):
-            best = self.best_of(now, wanted)
-            if best is not None:
-                return best
+        for wanted in (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free):
+            for found in ordered(now, gain, wanted):
+                return self.model.candidates[found]
         raise AssertionError("choose() was called with no free candidate")
 
-    def gain(self, now: Assessment) -> Array:
-        """The expected improvement of each candidate."""
-        return prospects(now)[0]
-
-    def hopeful(self, now: Assessment) -> NDArray[np.bool_]:
-        """Which of the untried candidates can still win."""
-        return prospects(now)[1]
-
-    def best_of(self, now: Assessment, wanted: NDArray[np.bool_]) -> TrainingConfig | None:
-        """The one with the highest score among some candidates; None: there are none."""
-        if not wanted.any():
-            return None
-        return self.model.candidates[int(np.argmax(_score(now, prospects(now)[0], wanted)))]
+    def is_hopeful(self) -> bool:
+        """Whether any untried candidate could still win, had it the time."""
+        return bool(prospects(self.model.assess())[1].any())
 
     def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
         """As `choose` would take them, one after the other."""
         now = self.model.assess()
-        return list(self._ordered(now, *prospects(now), in_time=in_time))
-
-    def _ordered(
-        self, now: Assessment, gain: Array, wanted: NDArray[np.bool_], *, in_time: bool = True
-    ) -> Iterator[TrainingConfig]:
-        """Some candidates, the highest score first; `in_time`: those whose trial would end in the time that is left."""
-        if in_time:
-            wanted = wanted & (now.cost_s <= self.time_left_s)
-        order = np.argsort(-_score(now, gain, wanted), kind="stable")
-        for index in order[: int(wanted.sum())]:
-            config = self.model.candidates[index]
-            if not in_time or self.deadline_s is None or now.cost_s[index] <= self.deadline_s(config):
-                yield config
+        gain, hopeful = prospects(now)
+        wanted = hopeful & (now.cost_s <= self.time_left_s) if in_time else hopeful
+        return [self.model.candidates[index] for index in ordered(now, gain, wanted)]
 
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
         """Nothing untried could still win, or what could does not fit in the time left."""
@@ -211,13 +191,13 @@ class AutoplanSampler(CandidateSampler):
         now = self.model.assess()
         if not now.untried.any():
             return Stop(text="every candidate was tried")
-        gain, hopeful = prospects(now)
+        _, hopeful = prospects(now)
         if not hopeful.any():
             return Stop(
                 text="no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
                 "than the best"
             )
-        if next(self._ordered(now, gain, hopeful), None) is None:
+        if not (hopeful & (now.cost_s <= self.time_left_s)).any():
             return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
         return None
 
@@ -233,9 +213,10 @@ class AutoplanSampler(CandidateSampler):
                 study.stop()
 
 
-def _score(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> Array:
-    """The expected improvement per square root of a trial's cost; -1 for what is not wanted."""
-    return np.where(wanted, gain / np.sqrt(np.maximum(now.cost_s, 1.0)), -1.0)
+def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int]:
+    """The indices of the wanted candidates, the highest score first (`next_work.score`)."""
+    places = np.flatnonzero(wanted)
+    return [int(places[i]) for i in np.argsort(-score(gain[places], now.cost_s[places]), kind="stable")]
 
 
 class RedrawingSampler(CandidateSampler):

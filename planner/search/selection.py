@@ -85,7 +85,9 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
             elif trial.outcome is not Outcome.INTERRUPTED and not is_late(trial):
                 failed.add(trial.config)
         elif trial.outcome is Outcome.OK and trial.step_time_s is not None:
-            firsts.setdefault(trial.config, trial)
+            before = firsts.get(trial.config)
+            if before is None or (before.disturbed and not trial.disturbed):
+                firsts[trial.config] = trial
     candidates = [
         CandidateRuns(
             config=config,

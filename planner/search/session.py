@@ -6,24 +6,22 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Parity, Prediction, Purpose, Trial, WorkLine
-from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.claim import claim_progress, is_claim_over
+from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Prediction, Purpose, Trial, WorkLine
+from autoplan.planner.search.candidate_model import CandidateModel, has_lasting_load
+from autoplan.planner.search.claim import Comparison, compare, is_claim_over
 from autoplan.planner.search.learned import NOTHING, TakenOver
-from autoplan.planner.search.next_work import EndedBy, Option, Work
-from autoplan.planner.search.objective import best_trial_for
+from autoplan.planner.search.next_work import EndedBy, Work
+from autoplan.planner.search.objective import best_trial_for, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import CandidateSampler
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, contenders, measured_spread
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, measured_spread
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
@@ -37,16 +35,8 @@ from autoplan.strategies.config import PLAIN, TrainingConfig
 if TYPE_CHECKING:
     import optuna
 
-    from autoplan.planner.search.compile_ahead import CompileAhead
-
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
-
-LASTING_LOAD = 3
-"""After so many disturbed looks in a row the load is lasting: they are compared with each other, and not repeated."""
-
-MOST_LOOKS_DISTURBED = 2
-"""A look that other work disturbed is made again once; a second disturbed one is the last."""
 
 
 class BudgetOver(Exception):
@@ -68,7 +58,7 @@ class Session:
         sampler: Says which candidates can still win, and what each gains.
         study: Optuna's study.
         runner: Runs trials.
-        refine: Measures and traces what a configuration's prediction waits for; see `run.py`.
+        devices: How many there are: of a CPU, how many ranks may run.
         notes: Sentences for the plan.
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
@@ -90,6 +80,7 @@ class Session:
     sampler: CandidateSampler
     study: SearchStudy
     runner: TrialRunner
+    devices: int = 1
     notes: list[str] = field(default_factory=list)
     did_not_run: list[str] = field(default_factory=list)
     lost_in_a_row: int = 0
@@ -99,12 +90,6 @@ class Session:
     unchecked: set[TrainingConfig] = field(default_factory=set)
     plain_failed: bool = False
     ended_claims: set[int] = field(default_factory=set)
-    ahead: CompileAhead = field(init=False)
-
-    def __post_init__(self) -> None:
-        from autoplan.planner.search.compile_ahead import CompileAhead
-
-        self.ahead = CompileAhead(self)
 
     @property
     def objective(self) -> Objective:
@@ -187,12 +172,10 @@ class Session:
         return [
             runs
             for runs in collect_runs(self.store.trials)
-            if self.options.allows(runs.config) and runs.config not in self.unchecked and not self._failed_check(runs.config)
+            if self.options.allows(runs.config)
+            and runs.config not in self.unchecked
+            and not failed_parity(self.store, runs.config)
         ]
-
-    def _failed_check(self, config: TrainingConfig) -> bool:
-        found = self.store.parity_of(config)
-        return found is not None and not found.passed
 
     @property
     def leader(self) -> CandidateRuns | None:
@@ -224,12 +207,6 @@ class Session:
         good = [t for t in self.store.trials if t.config == config and t.step_time_s is not None and not t.is_repeat]
         return good[0] if good else None
 
-    @property
-    def lasting_load(self) -> bool:
-        """Whether other work has disturbed the last looks, all of them."""
-        last = [trial for trial in self.store.trials if trial.window is not None][-LASTING_LOAD:]
-        return len(last) == LASTING_LOAD and all(trial.disturbed for trial in last)
-
     # The claim.
 
     def claim_rounds(self, config: TrainingConfig) -> ClaimRounds | None:
@@ -245,6 +222,15 @@ class Session:
     def predict(self, config: TrainingConfig) -> Prediction:
         """The cost model's prediction, as it is calibrated now."""
         return self.context.estimator.estimate([config])[0]
+
+    def comparison(self, runs: CandidateRuns) -> Comparison | None:
+        """A configuration against the plain run: by the rounds of its claim, else by the runs of the choice."""
+        candidates = collect_runs(self.store.trials)
+        plain = next((one for one in candidates if one.config == self.plain_config), None)
+        if plain is None:
+            return None
+        claim = self.claim_rounds(runs.config)
+        return compare(runs, plain, self.run_spread, chosen_from=len(candidates), claim=claim)
 
     # What is done.
 
@@ -306,7 +292,7 @@ class Session:
             against=None if against is None else self._rival(against, config),
             method=method,
             round=round,
-            measure_again=not self.lasting_load,
+            measure_again=not has_lasting_load(self.store.trials),
         )
         if asked is None and purpose not in REPEATS:
             asked = self.study.ask(number, config)
@@ -370,3 +356,9 @@ class Session:
     def hard_deadline_s(self, needs_s: float) -> float:
         """Seconds after which a trial that starts now is ended, so that the budget holds what is needed after it."""
         return self.left_s - needs_s + OVERRUN * self.budget_s
+
+
+def failed_parity(store: Store, config: TrainingConfig) -> bool:
+    """Whether a configuration was checked and did not pass: it is never the plan."""
+    found = store.parity_of(config)
+    return found is not None and not found.passed

@@ -24,12 +24,14 @@ from autoplan.planner.search.next_work import (
     pair_gain,
 )
 from autoplan.planner.search.references import hand_setting, plain_configs
-from autoplan.planner.search.sampler import AutoplanSampler, score
-from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, collect_runs, is_decided, shared_rounds
+from autoplan.planner.search.candidate_model import prospects
+from autoplan.planner.search.sampler import AutoplanSampler, ordered
+from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.search.candidate_model import CandidateModel
+    from autoplan.planner.search.compile_ahead import CompileAhead
     from autoplan.planner.search.session import Session
 
 MOST_LOOKS = 200
@@ -39,8 +41,13 @@ CHECK_MARGIN = 1.25
 """A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
 
 
-def read_state(session: Session) -> State:
-    """The state now."""
+def read_state(session: Session, ahead: CompileAhead) -> State:
+    """The state now.
+
+    Args:
+        session: The search.
+        ahead: What could be compiled ahead in it.
+    """
     if session.baseline is None and not session.plain_failed:
         return State(baseline=_plain_run(session))
     leader = session.leader
@@ -51,8 +58,8 @@ def read_state(session: Session) -> State:
     looks = [] if out_of_looks else list(_looks(session))
     return State(
         looks=looks,
-        sharpen=session.sharpening(looks[0].config) if looks and looks[0].config is not None else (),
-        ahead=session.ahead.option() if looks else None,
+        sharpen=list(_sharpening(session, looks[0].config)) if looks and looks[0].config is not None else (),
+        ahead=ahead.option() if looks else None,
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
         pairs=[] if leader is None else list(_pairs(session, leader)),
@@ -82,21 +89,18 @@ def _plain_run(session: Session) -> Option | None:
 
 
 def looks_of(
-    model: CandidateModel, sampler: AutoplanSampler, left_s: float, needs_s: Callable[[TrainingConfig], float]
+    model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig], float]
 ) -> Iterator[Option]:
     """The untried candidates that can still win and whose look fits in the time, the best score first.
 
     Args:
         model: What is known of the candidates.
-        sampler: Says which of them can win, and what each gains.
         left_s: Seconds that are left.
         needs_s: What a candidate needs afterwards if it leads then.
     """
     now = model.assess()
-    gain, hopeful = sampler.prospects(now)
-    wanted = hopeful & (now.cost_s <= left_s)
-    order = np.argsort(-score(now, gain, wanted), kind="stable")[: min(int(wanted.sum()), MOST_LOOKS)]
-    for index in order:
+    gain, hopeful = prospects(now)
+    for index in ordered(now, gain, hopeful & (now.cost_s <= left_s))[:MOST_LOOKS]:
         config = model.candidates[index]
         yield Option(
             kind="look",
@@ -113,7 +117,7 @@ def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
     model, sampler = session.model, session.sampler
     if isinstance(sampler, AutoplanSampler):
-        yield from looks_of(model, sampler, session.left_s, lambda config: needs_s(session, config))
+        yield from looks_of(model, session.left_s, lambda config: needs_s(session, config))
         return
     now = model.assess()
     plain_s = 0.0 if session.baseline is None else needs_s(session, model.candidates[0])
@@ -121,6 +125,11 @@ def _looks(session: Session) -> Iterator[Option]:
     if wanted.any():
         cost_s = float(np.median(now.cost_s[wanted]))
         yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=plain_s, why=f"--sampler {session.options.sampler} draws it")
+
+
+def _sharpening(session: Session, config: TrainingConfig) -> Iterator[Option]:
+    """The probe and the trace that the prediction of the next candidate waits for."""
+    yield from ()
 
 
 def _hand(session: Session, leader: CandidateRuns) -> Option | None:
@@ -266,5 +275,3 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
     affordable = int(session.left_s / max(round_s(session, leader.config), 1e-9))
     return max(CLAIM_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))
 
-
-__all__ = ["claim_size", "collect_runs", "looks_of", "read_state"]

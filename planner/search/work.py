@@ -13,6 +13,7 @@ from typing import Any, Literal
 from autoplan.errors import DidNotRunError, WorkloadError
 from autoplan.planner.records import ClaimRounds, Outcome, Parity, Purpose, Trial
 from autoplan.planner.search import parity_time
+from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.references import needed_offload, plain_configs
 from autoplan.planner.search.selection import is_late
@@ -30,10 +31,20 @@ DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
 
 
-def do(session: Session, work: Work) -> None:
-    """Does one piece of work; its line in the ledger is written whatever happens."""
+def do(session: Session, work: Work, ahead: CompileAhead) -> None:
+    """Does one piece of work; its line in the ledger is written whatever happens.
+
+    Args:
+        session: The search.
+        work: What `next_work` named.
+        ahead: What could be compiled ahead in it.
+    """
     with session.entry(work):
-        _BY_KIND[work.kind](session, work)
+        if work.kind == "compile ahead":
+            session.observer.on_phase("compile ahead", work.why)
+            ahead.run()
+        else:
+            _BY_KIND[work.kind](session, work)
 
 
 # The plain run.
@@ -139,6 +150,7 @@ def run_claim_round(session: Session, work: Work) -> None:
         began = ClaimRounds(
             number=1 + len(session.store.claims),
             config=leader.config,
+            reference=plain.config,
             first_round=_next_round(session, "claim"),
             rounds=claim_size(session, leader),
             budget_s=session.budget_s,
@@ -255,14 +267,9 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
     return parity
 
 
-def compile_next(session: Session, work: Work) -> None:
-    """Compiles the next candidates side by side; nothing is measured meanwhile."""
-    session.ahead.run()
-
-
 def sharpen(session: Session, work: Work) -> None:
     """Probes the machine or traces variants, for what the next candidates' predictions wait for."""
-    session.sharpen(work)
+    raise AssertionError(work.kind)
 
 
 _BY_KIND: dict[str, Callable[[Session, Work], None]] = {
@@ -274,5 +281,4 @@ _BY_KIND: dict[str, Callable[[Session, Work], None]] = {
     "pair": run_pair,
     "parity": run_check,
     "claim": run_claim_round,
-    "compile ahead": compile_next,
 }

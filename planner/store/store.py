@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import PRIVATE_FILE, make_private_folder
-from autoplan.planner.records import Attempt, CompiledAhead, Parity, Trial
+from autoplan.planner.records import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
 from autoplan.planner.store.folders import RECORD, move_aside
@@ -99,6 +99,8 @@ class Store:
         self._attempts: list[Attempt] = []
         self._compiled: list[CompiledAhead] = []
         self._parities: dict[TrainingConfig, Parity] = {}
+        self._ledger: list[WorkLine] = []
+        self._claims: list[ClaimRounds] = []
         self._budget_s: float | None = None
         self._finished: dict[str, Any] | None = None
         self._finished_budget_s = 0.0  # what it finished with: only more opens it again
@@ -165,6 +167,16 @@ class Store:
         """What was compiled side by side before its trials, in order."""
         return tuple(self._compiled)
 
+    @property
+    def ledger(self) -> tuple[WorkLine, ...]:
+        """The pieces of work that were done, in order: where the time went."""
+        return tuple(self._ledger)
+
+    @property
+    def claims(self) -> tuple[ClaimRounds, ...]:
+        """The claims that were begun, in order."""
+        return tuple(self._claims)
+
     def parity_of(self, config: TrainingConfig) -> Parity | None:
         """The parity verdict of a configuration, if it was checked."""
         return self._parities.get(config)
@@ -205,6 +217,16 @@ class Store:
         """Puts on disk what was compiled ahead."""
         self._append({"kind": "compiled_ahead", "compiled_ahead": compiled.model_dump(mode="json")})
         self._compiled.append(compiled)
+
+    def add_work(self, line: WorkLine) -> None:
+        """Puts a line of the ledger on disk."""
+        self._append({"kind": "work", "work": line.model_dump(mode="json")})
+        self._ledger.append(line)
+
+    def add_claim(self, claim: ClaimRounds) -> None:
+        """Puts on disk how many rounds a claim has, before the first."""
+        self._append({"kind": "claim", "claim": claim.model_dump(mode="json")})
+        self._claims.append(claim)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
         """Puts a parity verdict on disk."""
@@ -312,6 +334,10 @@ class Store:
                 self._attempts.append(Attempt.model_validate(document["attempt"]))
             case "compiled_ahead":
                 self._compiled.append(CompiledAhead.model_validate(document["compiled_ahead"]))
+            case "work":
+                self._ledger.append(WorkLine.model_validate(document["work"]))
+            case "claim":
+                self._claims.append(ClaimRounds.model_validate(document["claim"]))
             case "budget":
                 self._take_budget(float(document["budget_s"]))
             case "finished" if not self._reopened:
