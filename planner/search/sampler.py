@@ -165,27 +165,10 @@ class AutoplanSampler(CandidateSampler):
         """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
         now = self.model.assess()
         gain, hopeful = prospects(now)
-        for found in self._ordered(now, gain, free & hopeful):
-            return found
-        for wanted in (free & hopeful, free):
-            best = self.best_of(now, wanted)
-            if best is not None:
-                return best
+        for wanted, in_time in ((free & hopeful, True), (free & hopeful, False), (free, False)):
+            for found in self._ordered(now, gain, wanted, in_time=in_time):
+                return found
         raise AssertionError("choose() was called with no free candidate")
-
-    def gain(self, now: Assessment) -> Array:
-        """The expected improvement of each candidate."""
-        return prospects(now)[0]
-
-    def hopeful(self, now: Assessment) -> NDArray[np.bool_]:
-        """Which of the untried candidates can still win."""
-        return prospects(now)[1]
-
-    def best_of(self, now: Assessment, wanted: NDArray[np.bool_]) -> TrainingConfig | None:
-        """The one with the highest score among some candidates; None: there are none."""
-        if not wanted.any():
-            return None
-        return self.model.candidates[int(np.argmax(_score(now, prospects(now)[0], wanted)))]
 
     def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
         """As `choose` would take them, one after the other."""

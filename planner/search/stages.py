@@ -193,16 +193,16 @@ def run_trials(session: Session) -> str:
     """Runs trials until no candidate can win, or the time or the number of trials is used up; returns which of them."""
     ahead = CompileAhead(session)
     session.observer.on_phase("search", f"{len(session.context.candidates)} candidates")
-    while True:
+    ended_by = None
+    while ended_by is None:
         ended_by = _run_next(session, ahead)
-        if ended_by is not None:
-            session.ended_by = ended_by
-            ahead.say()
-            return ended_by
+    session.ended_by = ended_by
+    ahead.say()
+    return ended_by
 
 
 def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_trials", "nothing_left"] | None:
-    """Runs the next trial of the search; where there is none to run, returns why."""
+    """Compiles ahead or runs the next trial of the search; where there is none to run, returns why."""
     most = session.options.max_trials
     if most is not None and session.trials_done >= most:
         return "max_trials"
@@ -215,7 +215,7 @@ def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_tri
         session.note(stop.text)
         return "time" if stop.out_of_time else "nothing_left"
     if ahead.run_if_due():
-        return _run_next(session, ahead)
+        return None
     asked = session.study.ask(session.store.next_number)
     config = TrainingConfig.model_validate(asked.params)
     expected_s, budget_s = session.model.cost_s(config), session.trial_deadlines()(config)
