@@ -317,7 +317,6 @@ def _facts(
         parameter_bytes_by_dtype=by_dtype,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         num_blocks=len(blocks),
-        num_stacks=len(structure.stacks),
         block_class=type(blocks[0][1]).__name__ if blocks else None,
         block_names=tuple(name for name, _ in blocks),
         hidden_size=_whole_number(text, "hidden_size"),

@@ -103,7 +103,6 @@ class WorkloadFacts(Record):
     parameter_bytes_by_dtype: dict[str, int]
     buffer_bytes: int
     num_blocks: int
-    num_stacks: int
     block_class: str | None
     block_names: tuple[str, ...]
     hidden_size: int | None = None
