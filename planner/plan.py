@@ -36,6 +36,7 @@ from autoplan.planner.records import (
     Parity,
     Prediction,
     Trial,
+    WorkLine,
 )
 from autoplan.planner.trust import with_named_workload
 from autoplan.planner.untried import Untried
@@ -140,6 +141,7 @@ class Plan(Record):
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
     evidence: tuple[Trial, ...]
+    ledger: tuple[WorkLine, ...] = Field(default=(), description="where the time of the search went, piece by piece")
     attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     notes: tuple[str, ...] = ()
     environment: Environment

@@ -78,6 +78,7 @@ class SearchRun:
             baseline=next((t for t in trials if t.purpose == "baseline" and t.outcome.value == "ok"), None),
             best=best,
             trials=trials,
+            ledger=self.store.ledger,
             attempts=self.store.attempts,
             resumed_trials=sum(trial.resumed for trial in trials),
             budget_s=self.budget_s,
@@ -129,7 +130,6 @@ def finished_before(run: SearchRun) -> SearchResult | None:
     budget = BudgetState(
         budget_s=run.budget_s,
         spent_s=run.store.spent_s,
-        reserved_s=0.0,
         trials_done=run.trials_done,
         max_trials=most,
     )

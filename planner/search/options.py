@@ -19,6 +19,7 @@ from autoplan.planner.records import (
     Purpose,
     Recheck,
     Trial,
+    WorkLine,
 )
 from autoplan.planner.search.option_checks import (
     CHECKS,
@@ -36,6 +37,8 @@ from autoplan.units import parse_duration_s, parse_memory_bytes
 
 if TYPE_CHECKING:
     import optuna
+
+    from autoplan.planner.search.next_work import Work
 
 DEFAULT_BUDGET_S = 600.0
 
@@ -174,7 +177,6 @@ class BudgetState(Record):
 
     budget_s: float
     spent_s: float = Field(description="over all runs of this search")
-    reserved_s: float = Field(description="kept for the finalists and the parity check")
     trials_done: int
     max_trials: int | None
 
@@ -195,9 +197,8 @@ class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        """A phase begins: probe, inspect, trace, space, baseline, search, finalists, parity, claim, loader, plan.
-
-        Within search, "compile ahead" may begin several times, and search goes on after it.
+        """A phase begins: probe, inspect, trace, space, baseline, compile ahead, hand setting, pair,
+        parity, claim, loader, plan.
         """
 
     def on_note(self, text: str) -> None:
@@ -211,6 +212,9 @@ class SearchObserver:
 
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
         """The legal candidates that are predicted to fit are known."""
+
+    def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
+        """The next piece of work is chosen: what it is, why, and what it was preferred to."""
 
     def on_trial_started(
         self,
@@ -241,6 +245,7 @@ class SearchResult(Record):
     baseline: Trial | None = None
     best: Trial | None = Field(default=None, description="fastest so far, verified or not")
     trials: tuple[Trial, ...] = ()
+    ledger: tuple[WorkLine, ...] = Field(default=(), description="where the time went, piece by piece")
     attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
     left_out: tuple[LeftOutFamily, ...] = ()
     candidates: tuple[Candidate, ...] = Field(default=(), description="dry run: the space, fastest prediction first")

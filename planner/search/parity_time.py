@@ -132,36 +132,3 @@ def least_check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) ->
     """The same of the parts that a verdict needs: one compilation, where there is any."""
     warm = takes_own_shapes(trials, cost, config)
     return 2 * trials.fixed_s + running_s(trials, cost, config) + trials.compile_s(config, warm=warm)
-
-
-def reserve_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig, budget_s: float) -> float:
-    """Seconds that a search keeps free for the check of a configuration.
-
-    All its parts, as far as a share of the budget goes; one compilation in any case, since no verdict does without.
-    """
-    least_s = min(max(LEAST_SHARE * budget_s, LEAST_S), MOST_LEAST_S)
-    running = 2 * trials.fixed_s + running_s(trials, cost, config)
-    if takes_own_shapes(trials, cost, config):  # its trial, which comes before, has compiled it
-        return max(least_s, min(running, MOST_SHARE * budget_s)) + trials.compile_s(config, warm=True)
-    one_s = trials.compile_s(config)
-    compiling = max(one_s, min(compilations(cost, config) * one_s, MOST_COMPILING_SHARE * budget_s))
-    return max(least_s, min(running, MOST_SHARE * budget_s)) + compiling
-
-
-def deadline_s(left_s: float, budget_s: float, *, expected_s: float, fallback_s: float, has_fallback: bool) -> float:
-    """Seconds for the check of a configuration: all that is left, and OVERRUN of the budget.
-
-    Args:
-        left_s: Of the budget; below 0 past it.
-        budget_s: All of it.
-        expected_s: Of the check.
-        fallback_s: Of the check of the eager configuration that is tried if this one does not end in its time.
-        has_fallback: Whether there is one: it gets its time, unless that would cut this one short.
-    """
-    limit_s = left_s + OVERRUN * budget_s
-    return min(limit_s, max(limit_s - fallback_s, expected_s)) if has_fallback else limit_s
-
-
-def first_eager(candidates: Sequence[CandidateRuns]) -> CandidateRuns | None:
-    """The first one that compiles nothing."""
-    return next((candidate for candidate in candidates if candidate.config.compile == "off"), None)

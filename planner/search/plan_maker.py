@@ -36,17 +36,31 @@ PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "f
 MAX_ALTERNATIVES = 5
 
 
+PLAIN_PARITY = Parity(
+    passed=True,
+    tolerance=0.0,
+    worst_gradient_difference=0.0,
+    worst_update_difference=0.0,
+    worst_group="",
+    loss_difference=0.0,
+    global_batch=0,
+    sequence_length=None,
+    changes_numerics=False,
+    note="the plan is the plain run, with which a parity check compares: nothing was checked",
+)
+"""Of a plan that is the plain run."""
+
+
 def make_plan(
     session: Session, winner: CandidateRuns, parity: Parity, baseline: Trial, loading: Loading | None = None
 ) -> Plan:
-    """The plan for a verified winner."""
+    """The plan for a winner; `parity` says whether it is verified."""
     context = session.context
     candidates = collect_runs(session.store.trials)
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
-    spread = session.run_spread
-    chosen = {"chosen_from": len(candidates), "chosen_in_rounds": session.chosen_in_rounds}
-    against = compare(winner, _runs_of(baseline, candidates), spread, **chosen)
-    hand = None if session.hand is None else _runs_of(session.hand, candidates)
+    against = session.comparison(winner)
+    if against is None:
+        against = compare(winner, CandidateRuns(config=baseline.config, first=baseline), session.run_spread, chosen_from=1)
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         study=session.store.identity,
@@ -60,14 +74,15 @@ def make_plan(
         baseline=with_all_runs(session, against.reference),
         speedup=against.speedup,
         claim=against.claim,
-        hand=None if hand is None else _against_hand(session, compare(winner, hand, spread, **chosen)),
-        alternatives=tuple(_alternatives(session, winner, candidates, spread)),
+        hand=_against_hand(session, winner, candidates),
+        alternatives=tuple(_alternatives(session, winner, candidates, session.run_spread)),
         untried=find_untried(session.sampler, winner.config, against.candidate.step_time.median),
         parity=parity,
         failed_parity=_failed_parity(session),
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,
         evidence=session.store.trials,
+        ledger=session.store.ledger,
         attempts=session.store.attempts,
         notes=(
             *context.spec.notes,
@@ -90,9 +105,20 @@ def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns
     return found or CandidateRuns(config=first.config, first=first)
 
 
-def _against_hand(session: Session, against: Comparison) -> HandSetting:
+def _against_hand(
+    session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]
+) -> HandSetting | None:
+    """How the plan compares with the hand setting, by their looks and pairs: a bound, where they never ran side by side.
+
+    None if it was not looked at. A look that was stopped early has the step time of the steps that it made.
+    """
+    hand = session.hand
+    if hand is None:
+        return None
+    runs = _runs_of(hand, candidates)
+    against = compare(winner, runs, session.run_spread, chosen_from=max(1, len(candidates)))
     return HandSetting(
-        config=against.reference.config,
+        config=runs.config,
         measurement=measurement_of(session, against.reference),
         speedup=against.speedup,
         claim=against.claim,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autoplan.planner.plan import Choice
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.selection import CandidateRuns
+from autoplan.planner.search.selection import CandidateRuns, match_rounds, speed_ratio
 from autoplan.planner.search.session import Session
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
@@ -47,21 +47,31 @@ def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[Candid
         return predicted
     other = min(others, key=lambda runs: (len(_differences(runs.config, winner.config)), runs.step_time.median))
     rest = [name for name in _differences(other.config, winner.config) if name != knob]
-    ratio = winner.step_time.median / other.step_time.median
     rival = f"{knob}={getattr(other.config, knob)} (trial {other.first.number})"
+    ratio = _side_by_side(session, winner, other)
+    if ratio is None and (winner.first.disturbed or other.first.disturbed):
+        return f"other work disturbed the run of {rival} or of this; {predicted}"
+    ratio = winner.step_time.median / other.step_time.median if ratio is None else ratio
     if rest:
         return f"{_compare(ratio)} {rival}, which differs in {', '.join(rest)} too; taken alone, {predicted}"
     if ratio > 1.02 and session.objective.name != "throughput":
         memory = winner.peak_memory_bytes / max(1, other.peak_memory_bytes)
         wanted = session.objective.describe()
         return f"{rival} is {ratio - 1:.0%} faster; this takes {memory:.2f} times its memory: {wanted}"
-    if ratio > 1.02 and other.claim_runs:
-        return f"{rival} was faster in its single run, and slower side by side in the last rounds"
     if ratio > 1.02:
-        return f"{rival} was faster in its single run, but not as a finalist, or it failed parity"
+        return f"{rival} was faster in its single run, but not side by side, or it failed parity"
     if ratio >= 0.98:
         return f"as fast as {rival}; " + tie_reason(winner, other).partition("; ")[2]
     return f"measured: {_compare(ratio)} {rival}"
+
+
+def _side_by_side(session: Session, winner: CandidateRuns, other: CandidateRuns) -> float | None:
+    """The step time over the other's in the rounds of the claim or in pairs; None: they did not run side by side."""
+    if other.config == session.plain_config and winner.claim_runs:
+        against = session.comparison(winner)
+        return None if against is None else 1 / against.speedup.median
+    one, two = match_rounds(winner, other)
+    return 1 / speed_ratio(one, two).median if one.finalist_runs else None
 
 
 def _differences(a: TrainingConfig, b: TrainingConfig) -> list[str]:
@@ -119,6 +129,8 @@ def _compare_with(session: Session, winner: CandidateRuns, other: TrainingConfig
     if trial is not None and trial.step_time_s is not None:
         ratio = winner.step_time.median / trial.step_time_s.median
         early = ", stopped early" if trial.outcome is Outcome.PRUNED else ""
+        if trial.disturbed or winner.first.disturbed:
+            return f"was measured while other work disturbed it (trial {trial.number}{early}), which says little"
         return f"was measured in one run, the plan being {_compare(ratio)} it (trial {trial.number}{early})"
     change = session.predict(other).step_time_s / session.predict(winner.config).step_time_s - 1
     if change > SAME_SPEED:

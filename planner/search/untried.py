@@ -17,6 +17,7 @@ from autoplan.planner.search.surrogate import Z_90, expected_improvement, normal
 from autoplan.planner.untried import Untried
 
 if TYPE_CHECKING:
+    from autoplan.planner.search.candidate_model import CandidateModel
     from autoplan.planner.search.sampler import CandidateSampler
     from autoplan.strategies.config import TrainingConfig
 
@@ -60,10 +61,16 @@ def find_untried(sampler: CandidateSampler, found: TrainingConfig, step_time_s: 
     )
     return Untried(
         config=model.candidates[first],
-        candidates=int(known.untried.sum()),
+        candidates=int(known.untried.sum()) - _begun(model),
         speed_ratio=ratio,
         probability=better * runs,
         trial_s=float(known.cost_s[first]),
         tried_next=tried_next,
         per_rank=model.objective.name == "cost",
     )
+
+
+def _begun(model: CandidateModel) -> int:
+    """How many of the untried candidates had a trial that the budget ended: they were tried, and have no verdict."""
+    ended = {trial.config for trial in model.trials if trial.budget_ended}
+    return sum(config in ended for config, free in zip(model.candidates, model.assess().untried, strict=True) if free)
