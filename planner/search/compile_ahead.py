@@ -228,7 +228,7 @@ class CompileAhead:
             self._stopped = f"the processes for it could not be started: {error.message}"
             return  # a trial starts them again, with pauses
         self._take_in(waiting, choice, report, session.store.spent_s - began_s)
-        
+
     def _take_in(self, waiting: Sequence[Waiting], choice: Choice, report: ProcessReport, seconds: float) -> None:
         """Keeps what came of it: in the record, and for what compilations cost."""
         session, compiled = self.session, []

@@ -146,7 +146,8 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
     options.sort(key=lambda one: -one.score)
     if options:
-        best, rest = options[0], options[1:]
+        best: Option = options[0]
+        rest: Sequence[Option] = options[1:]
         if best.kind == "look":
             best, rest = _before(best, rest, state, left_s)
         return _chosen(best, rest, state)

@@ -9,7 +9,6 @@ sequence length (`takes_own_shapes`), and finds its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.planner.parity.records import (
@@ -22,7 +21,6 @@ from autoplan.planner.parity.records import (
     SMALL_MODEL_PARAMETERS,
     check_accumulation,
 )
-from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.strategies.config import TrainingConfig
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Alternative, HandSetting, Measurement, Plan
 from autoplan.planner.records import Objective, Parity, Trial
-from autoplan.planner.search.claim import Comparison, compare
+from autoplan.planner.search.claim import compare
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.reasons import explain_choices, tie_reason
 from autoplan.planner.search.selection import (
@@ -60,7 +60,8 @@ def make_plan(
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
     against = session.comparison(winner)
     if against is None:
-        against = compare(winner, CandidateRuns(config=baseline.config, first=baseline), session.run_spread, chosen_from=1)
+        plain = CandidateRuns(config=baseline.config, first=baseline)
+        against = compare(winner, plain, session.run_spread, chosen_from=len(candidates))
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         study=session.store.identity,
@@ -108,7 +109,7 @@ def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns
 def _against_hand(
     session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]
 ) -> HandSetting | None:
-    """How the plan compares with the hand setting, by their looks and pairs: a bound, where they never ran side by side.
+    """How the plan compares with the hand setting, by their looks and pairs: a bound, if they did not run side by side.
 
     None if it was not looked at. A look that was stopped early has the step time of the steps that it made.
     """

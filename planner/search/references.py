@@ -1,4 +1,4 @@
-"""What a plan is compared with: the plain run, and the hand setting that a careful person would choose without a search.
+"""What a plan is compared with: the plain run, and the hand setting that a careful person would choose by hand.
 
 In: a `Session`. Out: configurations; nothing runs here.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoplan.planner.trials.request import VERY_EXPENSIVE_S
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
 
 if TYPE_CHECKING:
     from autoplan.planner.search.session import Session
-
-CHEAP_MICRO_STEP_S = 2.0
-"""The micro-step of the plain run should take less: it runs about six times in each of its runs, and it is run again in
-each round of the claim."""
 
 MAX_HALVINGS = 4
 
@@ -32,7 +29,7 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     for config in configs:
         prediction = session.predict(config)
         micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
-        cheap = micro_step_s <= CHEAP_MICRO_STEP_S
+        cheap = micro_step_s <= VERY_EXPENSIVE_S
         if chosen or config is configs[-1] or (cheap and prediction.peak_memory_high_bytes <= limit):
             chosen.append(config)
     return chosen[: MAX_HALVINGS + 1]

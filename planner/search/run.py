@@ -16,6 +16,7 @@ from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import longest_inspection_s
 from autoplan.planner.search.learned import TakenOver, keep_learned, learned_path, learnt, starting_point
 from autoplan.planner.search.loading import loading_s, measure_loading
+from autoplan.planner.search.next_work import next_work
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
     BudgetState,
@@ -24,7 +25,6 @@ from autoplan.planner.search.options import (
     SearchOptions,
     SearchResult,
 )
-from autoplan.planner.search.next_work import next_work
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler

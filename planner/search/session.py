@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from autoplan.planner.trials.drop import ToBeat
+
 from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Prediction, Purpose, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel, has_lasting_load
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
+
+
+REMEASURE = 2.0
+"""A trial may take so many times longer to measure disturbed stretches again; not at all under a load that lasts."""
 
 
 class BudgetOver(Exception):
@@ -261,7 +267,7 @@ class Session:
         *,
         deadline_s: float,
         deadline_of_budget: bool = False,
-        against: Trial | None = None,
+        to_beat: ToBeat | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
         round: int | None = None,
         asked: optuna.trial.Trial | None = None,
@@ -274,7 +280,7 @@ class Session:
             purpose, config: What it is for, and what is measured.
             deadline_s: Seconds after which it is ended.
             deadline_of_budget: That is the budget's end, which is no verdict on the configuration.
-            against: The leader's run: a look that a bound puts behind it is stopped. None: it is not stopped.
+            to_beat: The leader's step time: a look that a bound puts behind it is stopped. None: it is not stopped.
             method: As an earlier run of it was timed.
             round: Of a pair or a round of the claim.
             asked: The study's own trial, if the study chose the configuration.
@@ -289,10 +295,10 @@ class Session:
             prediction=prediction,
             deadline_s=max(deadline_s, 5.0),
             deadline_of_budget=deadline_of_budget,
-            against=None if against is None else self._rival(against, config),
+            to_beat=to_beat,
             method=method,
             round=round,
-            measure_again=not has_lasting_load(self.store.trials),
+            remeasure=0.0 if has_lasting_load(self.store.trials) else REMEASURE,
         )
         if asked is None and purpose not in REPEATS:
             asked = self.study.ask(number, config)

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoplan.planner.records import WorkLine
 from autoplan.planner.search import parity_time
+from autoplan.planner.search.candidate_model import prospects
 from autoplan.planner.search.claim import claim_progress, rounds_needed
 from autoplan.planner.search.next_work import (
     CLAIM_ROUNDS,
@@ -24,7 +25,6 @@ from autoplan.planner.search.next_work import (
     pair_gain,
 )
 from autoplan.planner.search.references import hand_setting, plain_configs
-from autoplan.planner.search.candidate_model import prospects
 from autoplan.planner.search.sampler import AutoplanSampler, ordered
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
 from autoplan.strategies.config import TrainingConfig
@@ -56,6 +56,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     most = session.options.max_trials
     out_of_looks = most is not None and session.trials_done >= most
     looks = [] if out_of_looks else list(_looks(session))
+    began = leader is not None and session.claim_rounds(leader.config) is not None
     return State(
         looks=looks,
         sharpen=list(_sharpening(session, looks[0].config)) if looks and looks[0].config is not None else (),
@@ -65,7 +66,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         pairs=[] if leader is None else list(_pairs(session, leader)),
         leader_needs_s=needs_s,
         claim=claim,
-        claim_began=claim is not None and session.claim_rounds(leader.config) is not None,  # type: ignore[union-attr]
+        claim_began=began,
         out_of_looks=out_of_looks,
         hopeful=session.sampler.is_hopeful(),
     )
@@ -76,10 +77,11 @@ def _plain_run(session: Session) -> Option | None:
     config = plain_configs(session)[0]
     prediction = session.predict(config)
     optimism = prediction.step_time_low_s / prediction.step_time_s
+    fixed_s = session.trial_cost.fixed_s
     return Option(
         kind="baseline",
         config=config,
-        cost_s=session.trial_cost.fixed_s + optimism * max(0.0, session.model.cost_s(config) - session.trial_cost.fixed_s),
+        cost_s=fixed_s + optimism * max(0.0, session.model.cost_s(config) - fixed_s),
         needs_s=optimism * parity_time.check_s(session.trial_cost, session.parity_cost, config),
         why="all others are compared with it",
     )
@@ -124,7 +126,8 @@ def _looks(session: Session) -> Iterator[Option]:
     wanted = now.untried & (now.cost_s <= session.left_s - plain_s)
     if wanted.any():
         cost_s = float(np.median(now.cost_s[wanted]))
-        yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=plain_s, why=f"--sampler {session.options.sampler} draws it")
+        why = f"--sampler {session.options.sampler} draws it"
+        yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=plain_s, why=why)
 
 
 def _sharpening(session: Session, config: TrainingConfig) -> Iterator[Option]:
@@ -152,7 +155,7 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
 
 
 def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
-    """The leader beside each configuration that may be as fast: two runs in fresh processes, in an order that is drawn."""
+    """The leader beside each configuration that may be as fast: two fresh processes, in an order that is drawn."""
     spread, cost = session.run_spread, session.trial_cost
     for other in session.contenders:
         made = len(shared_rounds((leader, other)))
@@ -243,10 +246,12 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
 
 def numerics_of(config: TrainingConfig) -> tuple[object, ...]:
     """The knobs that change what is computed: configurations that share them pass or fail a check together, mostly."""
-    return tuple(
-        getattr(config, knob)
-        for knob in ("precision", "fp8", "compile", "attention", "loss", "kernels", "optimizer_state", "parameters", "pp", "tp")
-    )
+    return tuple(getattr(config, knob) for knob in NUMERICS)
+
+
+NUMERICS = (
+    "precision", "fp8", "compile", "attention", "loss", "kernels", "optimizer_state", "parameters", "tp", "pp",
+)  # fmt: skip
 
 
 def _claim(session: Session, leader: CandidateRuns) -> Option | None:

@@ -15,6 +15,7 @@ from autoplan.planner.records import ClaimRounds, Outcome, Parity, Purpose, Tria
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
+from autoplan.planner.search.objective import to_beat
 from autoplan.planner.search.references import needed_offload, plain_configs
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session
@@ -123,7 +124,7 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any
         config,
         deadline_s=min(budget_s, own_s),
         deadline_of_budget=budget_s < own_s,
-        against=session.best,
+        to_beat=to_beat(session.objective, session.best, config, session.run_spread, session.trials_done),
         asked=asked,
     )
 
@@ -156,7 +157,8 @@ def run_claim_round(session: Session, work: Work) -> None:
             budget_s=session.budget_s,
         )
         session.store.add_claim(began)
-    session.observer.on_phase("claim", f"round {_next_round(session, 'claim') - began.first_round + 1} of {began.rounds}")
+    number = _next_round(session, "claim") - began.first_round + 1
+    session.observer.on_phase("claim", f"round {number} of {began.rounds}")
     if not _run_round(session, "claim", [leader.first, plain], 0.0):
         session.ended_claims.add(began.number)
 
