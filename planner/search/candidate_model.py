@@ -102,7 +102,7 @@ class CandidateModel:
         self.estimator = estimator
         self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
-        self._set_aside: set[TrainingConfig] = set()
+        self.out_of_turn: set[TrainingConfig] = set()
         self._cost = cost
         self._allows = allows
         self._slow_mode_limit_s = slow_mode_limit_s
@@ -124,7 +124,7 @@ class CandidateModel:
 
     def set_aside(self, config: TrainingConfig) -> None:
         """Takes a configuration out of what is untried, without a word on how it would run."""
-        self._set_aside.add(config)
+        self.out_of_turn.add(config)
         self._assessment = None
 
     def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
@@ -136,7 +136,7 @@ class CandidateModel:
     def assess(self) -> Assessment:
         """What is known after the trials so far."""
         if self._assessment is None:
-            tried = tried_configs(self.trials) | self._set_aside
+            tried = tried_configs(self.trials) | self.out_of_turn
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)

@@ -102,7 +102,7 @@ class CompileAhead:
                     session.model.observe_ahead(one.config, None)
 
     def option(self) -> Option | None:
-        """Compiling the next candidates side by side; None if the very next one does not compile, or it saves nothing."""
+        """Compiling the next candidates side by side; None if the next one does not compile, or it saves nothing."""
         waiting, choice = self._choice()
         if not waiting or choice.number < 2:
             return None

@@ -38,6 +38,11 @@ CLAIM_ROUNDS = 2
 LEAST_PAIR_GAIN = 0.001
 """A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""
 
+SPARED_LOOKS = 3.0
+"""A probe, or the trace of the next candidates' variants, spares about so many looks at candidates that the rough
+predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
+needed 1 to 6 looks more (benchmarks/trials_saved.py)."""
+
 HAND_GAIN = 0.01
 """What the hand setting counts as gaining, where its own chance to win is less: the plan is then compared with what a
 careful person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
@@ -108,7 +113,7 @@ class State:
         check: The parity check of the leader; None: it passed, or the leader is the plain run.
         pairs: The leader beside each configuration that the bound does not put behind it.
         leader_needs_s: What the leader still needs: its parity check and the rounds of the claim; 0 for the plain run.
-        claim: The claim of the leader, to be made or to be gone on with; None: it is made, or there is nothing to claim.
+        claim: The claim of the leader, to be made or gone on with; None: it is made, or there is nothing to claim.
         claim_began: It was begun: nothing comes between its rounds, and nothing after them.
         out_of_looks: --max-trials is reached.
         hopeful: Whether any untried configuration could still win, had it the time.
@@ -159,10 +164,7 @@ def _first(baseline: Option, left_s: float) -> Work:
     needed_s = baseline.cost_s + baseline.needs_s
     if needed_s <= left_s:
         return _chosen(baseline, (), State())
-    why = (
-        f"the plain run and a parity check take {needed_s:.0f} s at the least, as predicted; {max(left_s, 0):.0f} s are "
-        "left"
-    )
+    why = f"the plain run and a parity check are predicted to take {needed_s:.0f} s, and {max(left_s, 0):.0f} s are left"
     return Work(kind="end", why=why, ended_by="time", needed_s=needed_s)
 
 
@@ -190,7 +192,8 @@ def _before(
 ) -> tuple[Option, Sequence[Option]]:
     """What comes before a look: the trace or probe that its prediction waits for, or compiling it beside others."""
     for option in state.sharpen:
-        if option.cost_s + look.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:
+        spares_s = SPARED_LOOKS * look.cost_s
+        if option.cost_s <= spares_s and option.cost_s + look.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:
             return option, (look, *rest)
     ahead = state.ahead
     if ahead is not None and ahead.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:

@@ -10,7 +10,6 @@ from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanErro
 from autoplan.planner.records import Objective
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
-from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import longest_inspection_s
@@ -28,10 +27,9 @@ from autoplan.planner.search.options import (
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler
-from autoplan.planner.search.session import BudgetOver, Session, failed_parity
+from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
 from autoplan.planner.search.state import read_state
-from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.search.work import do
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
@@ -230,7 +228,7 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
     """Takes in what earlier runs left: their trials calibrate the cost model and are not repeated."""
     options, store = run.options, run.store
     kept_s = loading_s(options.loader, run.budget_s)
-    model = _make_model(options, context, store, run.budget_s - kept_s, taken_over.costs)
+    model = make_model(options, context, store, run.budget_s - kept_s, taken_over.costs)
     values = dict(context.space.values) | {"micro_batch": tuple(micro_batches(context.spec.global_batch))}
     distributions = make_distributions(values)
     sampler = make_sampler(options.sampler, model, distributions, seed=options.seed)
@@ -257,7 +255,6 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
         sampler=sampler,
         study=SearchStudy(store.folder / "study.sqlite3", distributions, store.trials, sampler),
         runner=runner,
-        devices=find_target(options, context.hardware).nproc,
     )
     for note in session.study.notes:
         session.note(note)
@@ -270,34 +267,11 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
     return session
 
 
-def _make_model(
-    options: SearchOptions, context: SearchContext, store: Store, budget_s: float, kept: KeptCosts | None
-) -> CandidateModel:
-    """What is known of the candidates before the first trial: the cost model's predictions, and what trials cost."""
-    cost = TrialCost(
-        context.candidates,
-        global_batch=context.spec.global_batch,
-        num_blocks=context.facts.num_blocks,
-        device=context.device,
-        kept=kept,
-    )
-    return CandidateModel(
-        context.candidates,
-        context.estimator,
-        cost,
-        memory_limit_bytes=context.memory_limit_bytes,
-        device=context.device,
-        allows=lambda config: options.allows(config) and not failed_parity(store, config),
-        slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
-        objective=options.wanted,
-    )
-
-
 def _find(run: SearchRun, session: Session) -> SearchResult:
     """Piece after piece, as `next_work` names them, and the end that they come to."""
     ahead = CompileAhead(session)
     while True:
-        work = next_work(read_state(session, ahead), session.left_s, session.devices)
+        work = next_work(read_state(session, ahead), session.left_s, session.context.nproc)
         session.ended_by = work.ended_by
         if work.kind == "end":
             break

@@ -25,7 +25,7 @@ from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import CandidateSampler
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, measured_spread
 from autoplan.planner.search.setup import SearchContext
-from autoplan.planner.search.trial_cost import TrialCost
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.first_loss import with_first_loss_compared
@@ -64,7 +64,6 @@ class Session:
         sampler: Says which candidates can still win, and what each gains.
         study: Optuna's study.
         runner: Runs trials.
-        devices: How many there are: of a CPU, how many ranks may run.
         notes: Sentences for the plan.
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
@@ -86,7 +85,6 @@ class Session:
     sampler: CandidateSampler
     study: SearchStudy
     runner: TrialRunner
-    devices: int = 1
     notes: list[str] = field(default_factory=list)
     did_not_run: list[str] = field(default_factory=list)
     lost_in_a_row: int = 0
@@ -224,6 +222,18 @@ class Session:
         """Whether all its rounds are made, or no more may be."""
         began = self.claim_rounds(config)
         return began is not None and (began.number in self.ended_claims or is_claim_over(self.store.trials, began))
+
+    def take_context(self, context: SearchContext) -> None:
+        """Goes on with a context that knows more: the candidates are predicted anew, and all trials taken in again."""
+        model = make_model(self.options, context, self.store, self.budget_s, self.taken_over.costs)
+        for trial in self.model.trials:
+            model.observe(trial)
+        for config in self.model.out_of_turn:
+            model.set_aside(config)
+        for compiled in (one for group in self.store.compiled_ahead for one in group.compiled):
+            if compiled.compile_s is not None:
+                model.observe_ahead(compiled.config, None)
+        self.context, self.model, self.sampler.model = context, model, model
 
     def predict(self, config: TrainingConfig) -> Prediction:
         """The cost model's prediction, as it is calibrated now."""
@@ -368,3 +378,26 @@ def failed_parity(store: Store, config: TrainingConfig) -> bool:
     """Whether a configuration was checked and did not pass: it is never the plan."""
     found = store.parity_of(config)
     return found is not None and not found.passed
+
+
+def make_model(
+    options: SearchOptions, context: SearchContext, store: Store, budget_s: float, kept: KeptCosts | None
+) -> CandidateModel:
+    """What is known of the candidates before the first trial: the cost model's predictions, and what trials cost."""
+    cost = TrialCost(
+        context.candidates,
+        global_batch=context.spec.global_batch,
+        num_blocks=context.facts.num_blocks,
+        device=context.device,
+        kept=kept,
+    )
+    return CandidateModel(
+        context.candidates,
+        context.estimator,
+        cost,
+        memory_limit_bytes=context.memory_limit_bytes,
+        device=context.device,
+        allows=lambda config: options.allows(config) and not failed_parity(store, config),
+        slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
+        objective=options.wanted,
+    )

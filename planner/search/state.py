@@ -6,7 +6,7 @@ In: a `Session`. Out: a `State`. Nothing runs here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,15 +27,20 @@ from autoplan.planner.search.next_work import (
 from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.sampler import AutoplanSampler, ordered
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
+from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from autoplan.planner.search.candidate_model import CandidateModel
     from autoplan.planner.search.compile_ahead import CompileAhead
     from autoplan.planner.search.session import Session
+    from autoplan.planner.trace.model_profile import VariantKey
 
 MOST_LOOKS = 200
 """So many of the best-scored candidates are priced one by one; of thousands, the rest is never next."""
+
+NEAR_THE_FRONT = 12
+"""So many of the next candidates have their variants traced together."""
 
 CHECK_MARGIN = 1.25
 """A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
@@ -59,7 +64,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     began = leader is not None and session.claim_rounds(leader.config) is not None
     return State(
         looks=looks,
-        sharpen=list(_sharpening(session, looks[0].config)) if looks and looks[0].config is not None else (),
+        sharpen=list(_sharpening(session, looks)) if looks else (),
         ahead=ahead.option() if looks else None,
         hand=None if leader is None else _hand(session, leader),
         check=None if leader is None else _check(session, leader),
@@ -130,9 +135,23 @@ def _looks(session: Session) -> Iterator[Option]:
         yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=plain_s, why=why)
 
 
-def _sharpening(session: Session, config: TrainingConfig) -> Iterator[Option]:
-    """The probe and the trace that the prediction of the next candidate waits for."""
-    yield from ()
+def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
+    """The probe and the trace that the predictions of the next candidates wait for."""
+    context = session.context
+    probe_s = probe_cost_s(context)
+    if probe_s > 0:
+        yield Option(kind="probe", cost_s=probe_s, why="the machine's rates are assumed, and rank all that is not tried")
+    near = [look.config for look in looks[:NEAR_THE_FRONT] if look.config is not None]
+    rough = [config for config in near if context.rough(config)]
+    trace_s = trace_cost_s(context, context.variants(*rough)) if near and rough[:1] == near[:1] else 0.0
+    if trace_s > 0:
+        yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next candidates are predicted without a trace")
+
+
+def near_variants(session: Session, config: TrainingConfig) -> Sequence[VariantKey]:
+    """What is traced when the prediction of this candidate waits for it: its variant, and those of the next ones."""
+    looks = list(_looks(session))[:NEAR_THE_FRONT]
+    return session.context.variants(config, *(look.config for look in looks if look.config is not None))
 
 
 def _hand(session: Session, leader: CandidateRuns) -> Option | None:

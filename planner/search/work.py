@@ -19,7 +19,8 @@ from autoplan.planner.search.objective import to_beat
 from autoplan.planner.search.references import needed_offload, plain_configs
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session
-from autoplan.planner.search.state import claim_size, leader_needs_s, needs_s
+from autoplan.planner.search.setup import probe_more, trace_more
+from autoplan.planner.search.state import claim_size, leader_needs_s, near_variants, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -271,7 +272,10 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
 
 def sharpen(session: Session, work: Work) -> None:
     """Probes the machine or traces variants, for what the next candidates' predictions wait for."""
-    raise AssertionError(work.kind)
+    if work.kind == "probe":
+        session.take_context(probe_more(session.context))
+    elif work.config is not None:
+        session.take_context(trace_more(session.context, near_variants(session, work.config)))
 
 
 _BY_KIND: dict[str, Callable[[Session, Work], None]] = {
