@@ -166,9 +166,7 @@ def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) ->
     return Comparison(candidate=candidate, reference=candidate, speedup=one, claim=claim)
 
 
-def _rounds(
-    candidate: Sequence[Trial], reference: Sequence[Trial], first_round: int
-) -> list[tuple[Trial, Trial]]:
+def _rounds(candidate: Sequence[Trial], reference: Sequence[Trial], first_round: int) -> list[tuple[Trial, Trial]]:
     """The runs that were made side by side, by the number of their round."""
     others = {run.round: run for run in reference}
     return [(run, others[run.round]) for run in candidate if run.round in others and (run.round or 0) >= first_round]

@@ -164,7 +164,8 @@ def _first(baseline: Option, left_s: float) -> Work:
     needed_s = baseline.cost_s + baseline.needs_s
     if needed_s <= left_s:
         return _chosen(baseline, (), State())
-    why = f"the plain run and a parity check are predicted to take {needed_s:.0f} s, and {max(left_s, 0):.0f} s are left"
+    left_s = max(left_s, 0.0)
+    why = f"the plain run and a parity check are predicted to take {needed_s:.0f} s, and {left_s:.0f} s are left"
     return Work(kind="end", why=why, ended_by="time", needed_s=needed_s)
 
 
@@ -187,17 +188,14 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int) -> boo
     return option.devices <= free_devices and option.cost_s + needs_s <= left_s
 
 
-def _before(
-    look: Option, rest: Sequence[Option], state: State, left_s: float
-) -> tuple[Option, Sequence[Option]]:
-    """What comes before a look: the trace or probe that its prediction waits for, or compiling it beside others."""
+def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:
+    """What comes before a look: the probe or trace that its prediction waits for, or compiling it beside others."""
+    later_s = look.cost_s + max(look.needs_s, state.leader_needs_s)
     for option in state.sharpen:
-        spares_s = SPARED_LOOKS * look.cost_s
-        if option.cost_s <= spares_s and option.cost_s + look.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:
+        if option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
             return option, (look, *rest)
-    ahead = state.ahead
-    if ahead is not None and ahead.cost_s + max(look.needs_s, state.leader_needs_s) <= left_s:
-        return ahead, (look, *rest)
+    if state.ahead is not None and state.ahead.cost_s + later_s <= left_s:
+        return state.ahead, (look, *rest)
     return look, rest
 
 

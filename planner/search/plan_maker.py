@@ -106,9 +106,7 @@ def _runs_of(first: Trial, candidates: Sequence[CandidateRuns]) -> CandidateRuns
     return found or CandidateRuns(config=first.config, first=first)
 
 
-def _against_hand(
-    session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]
-) -> HandSetting | None:
+def _against_hand(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> HandSetting | None:
     """How the plan compares with the hand setting, by their looks and pairs: a bound, if they did not run side by side.
 
     None if it was not looked at. A look that was stopped early has the step time of the steps that it made.

@@ -159,9 +159,7 @@ def contenders(
     return sorted(near, key=lambda one: one.step_time.median)[:MOST_CONTENDERS]
 
 
-def is_behind(
-    candidate: CandidateRuns, leader: CandidateRuns, spread: Spread, among: Sequence[CandidateRuns]
-) -> bool:
+def is_behind(candidate: CandidateRuns, leader: CandidateRuns, spread: Spread, among: Sequence[CandidateRuns]) -> bool:
     """Whether the runs show that a candidate is slower than the leader."""
     one, other = match_rounds(candidate, leader)
     return ratio_interval(one.step_times, other.step_times, spread, chosen_from=len(among) * MOST_PAIRS).high < 1.0

@@ -95,9 +95,7 @@ def _plain_run(session: Session) -> Option | None:
 # Finding.
 
 
-def looks_of(
-    model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig], float]
-) -> Iterator[Option]:
+def looks_of(model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig], float]) -> Iterator[Option]:
     """The untried candidates that can still win and whose look fits in the time, the best score first.
 
     Args:
@@ -140,12 +138,12 @@ def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
     context = session.context
     probe_s = probe_cost_s(context)
     if probe_s > 0:
-        yield Option(kind="probe", cost_s=probe_s, why="the machine's rates are assumed, and rank all that is not tried")
+        yield Option(kind="probe", cost_s=probe_s, why="rates that are assumed rank all that is not tried")
     near = [look.config for look in looks[:NEAR_THE_FRONT] if look.config is not None]
     rough = [config for config in near if context.rough(config)]
     trace_s = trace_cost_s(context, context.variants(*rough)) if near and rough[:1] == near[:1] else 0.0
     if trace_s > 0:
-        yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next candidates are predicted without a trace")
+        yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next ones are predicted without a trace")
 
 
 def near_variants(session: Session, config: TrainingConfig) -> Sequence[VariantKey]:
@@ -298,4 +296,3 @@ def claim_size(session: Session, leader: CandidateRuns) -> int:
     gain = math.log(plain.step_time_s.median / leader.step_time.median)
     affordable = int(session.left_s / max(round_s(session, leader.config), 1e-9))
     return max(CLAIM_ROUNDS, min(rounds_needed(session.run_spread, gain), affordable))
-
