@@ -26,7 +26,7 @@ from autoplan.planner.search.plan_maker import make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
-from autoplan.planner.search.session import BudgetOver, Session, time_box_s
+from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
 from autoplan.planner.search.stages import fall_back, find_verified, run_baseline, run_manual_setting, run_trials
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
@@ -275,7 +275,6 @@ def _make_model(
         global_batch=context.spec.global_batch,
         num_blocks=context.facts.num_blocks,
         device=context.device,
-        time_box_s=time_box_s(budget_s),
         kept=kept,
     )
     return CandidateModel(

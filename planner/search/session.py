@@ -23,6 +23,7 @@ from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.first_loss import with_first_loss_compared
 from autoplan.planner.trials.measure import Spread
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt
@@ -38,15 +39,12 @@ OVERRUN = 0.05
 FINALIST_SHARE = 0.3
 """At most this share of the time for trials is kept for the finalists and the claim (`Session.trials_s`)."""
 
-TIME_BOX_SHARE, TIME_BOX_LEAST_S, TIME_BOX_MOST_S = 1 / 30, 1.0, 20.0
-"""The time box of a trial: a share of the budget, within these seconds."""
-
 CLAIM_ROUNDS = 2
 """Rounds of the plan against the baseline and the hand setting that time is kept for."""
 
 
-REMEASURE = 2.0
-"""A trial may take so many further time boxes to measure disturbed stretches again."""
+REMEASURE = 1.0
+"""Measuring disturbed stretches again may take as long as measuring does without any."""
 
 LASTING_LOAD_TRIALS = 2
 """After so many disturbed trials in a row the load is lasting: time for measuring again would be lost."""
@@ -116,11 +114,6 @@ class Session:
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
         return self.budget_s - self.store.spent_s
-
-    @property
-    def time_box_s(self) -> float:
-        """Seconds of warm-up and measuring per trial."""
-        return time_box_s(self.budget_s)
 
     @property
     def parity_reserve_s(self) -> float:
@@ -231,7 +224,7 @@ class Session:
         *,
         deadline_s: float,
         deadline_of_budget: bool = False,
-        best_high_s: float | None = None,
+        to_beat: ToBeat | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
         round: int | None = None,
         asked: optuna.trial.Trial | None = None,
@@ -249,10 +242,9 @@ class Session:
             purpose=purpose,
             config=config,
             prediction=prediction,
-            time_box_s=self.time_box_s,
             deadline_s=max(deadline_s, 5.0),
             deadline_of_budget=deadline_of_budget,
-            best_high_s=best_high_s,
+            to_beat=to_beat,
             method=method,
             round=round,
             remeasure=self.remeasure,
@@ -284,7 +276,7 @@ class Session:
 
     @property
     def remeasure(self) -> float:
-        """Time boxes for measuring disturbed stretches again."""
+        """How many times what measuring takes may go into measuring disturbed stretches again."""
         return remeasure_boxes(self.store.trials)
 
     def add_attempt(
@@ -336,11 +328,6 @@ class Session:
 
 
 def remeasure_boxes(trials: Sequence[Trial]) -> float:
-    """Time boxes for measuring disturbed stretches again; none where the load has stayed for some trials now."""
+    """How often what measuring takes may go into disturbed stretches; none where the load has stayed for a while."""
     last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD_TRIALS:]
     return 0.0 if len(last) == LASTING_LOAD_TRIALS and all(trial.disturbed for trial in last) else REMEASURE
-
-
-def time_box_s(budget_s: float) -> float:
-    """Seconds of warm-up and measuring per trial: a share of the budget, so that a search makes a few dozen."""
-    return min(max(TIME_BOX_SHARE * budget_s, TIME_BOX_LEAST_S), TIME_BOX_MOST_S)

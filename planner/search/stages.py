@@ -15,19 +15,17 @@ from autoplan.planner.search import parity_time
 from autoplan.planner.search.claim import faster_reference
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.objective import order as ordered
-from autoplan.planner.search.objective import time_to_beat_s
+from autoplan.planner.search.objective import to_beat
 from autoplan.planner.search.parity_time import first_eager
 from autoplan.planner.search.rounds import compared_with, eligible, repeat_if_due
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
+from autoplan.planner.trials.request import VERY_EXPENSIVE_S
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
-
-CHEAP_MICRO_STEP_SHARE = 0.25
-"""The micro-step of the baseline should take less than this share of a trial's time box: it runs about six times."""
 
 MAX_HALVINGS = 4
 
@@ -103,7 +101,7 @@ def plain_configs(session: Session) -> list[TrainingConfig]:
     for config in configs:
         prediction = session.predict(config)
         micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
-        cheap = micro_step_s <= CHEAP_MICRO_STEP_SHARE * session.time_box_s
+        cheap = micro_step_s <= VERY_EXPENSIVE_S
         if chosen or config is configs[-1] or (cheap and prediction.peak_memory_high_bytes <= limit):
             chosen.append(config)
     return chosen[: MAX_HALVINGS + 1]
@@ -227,7 +225,7 @@ def _run_next(session: Session, ahead: CompileAhead) -> Literal["time", "max_tri
         config,
         deadline_s=min(budget_s, most_s),
         deadline_of_budget=budget_s < most_s,
-        best_high_s=time_to_beat_s(session.objective, session.best, config),
+        to_beat=to_beat(session.objective, session.best, config, session.run_spread, session.trials_done),
         asked=asked,
     )
     if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
