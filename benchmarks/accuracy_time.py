@@ -51,7 +51,7 @@ class Family:
     rounds: tuple[list[Trial], list[Trial]]
 
 
-def record(folder: Path, count: int, box_s: float) -> None:
+def record(folder: Path, count: int) -> None:
     """Runs everything and writes hardware.json and one file per family."""
     folder.mkdir(parents=True, exist_ok=True)
     with Zygote(preload=("torch", "transformers", "autoplan.strategies.prepare")) as zygote:
@@ -72,8 +72,7 @@ def record(folder: Path, count: int, box_s: float) -> None:
                 )
                 spread = _spread(profile, count)
                 rounds = [
-                    [_trial(runner, 100 * number + i, config, box_s) for i, config in enumerate(spread)]
-                    for number in range(2)
+                    [_trial(runner, 100 * number + i, config) for i, config in enumerate(spread)] for number in range(2)
                 ]
                 document = {
                     "profile": json.loads(profile.model_dump_json(exclude_defaults=True)),
@@ -117,10 +116,8 @@ def _spread(profile: ModelProfile, count: int) -> list[TrainingConfig]:
     return configurations(profile, count, seed=len(profile.variants)) + compiled[:COMPILED]
 
 
-def _trial(runner: TrialRunner, number: int, config: TrainingConfig, box_s: float) -> Trial:
-    order = TrialOrder(
-        number=number, purpose="search", config=config, prediction=None, time_box_s=box_s, deadline_s=180.0
-    )
+def _trial(runner: TrialRunner, number: int, config: TrainingConfig) -> Trial:
+    order = TrialOrder(number=number, purpose="search", config=config, prediction=None, deadline_s=180.0)
     return runner.run(order)
 
 
@@ -213,14 +210,13 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="run everything first; wants a quiet machine")
     parser.add_argument("--retrace", action="store_true", help="probe and trace anew, keep the recorded trials")
     parser.add_argument("--count", type=int, default=14, help="configurations per family, besides the compiled ones")
-    parser.add_argument("--box", type=float, default=5.0, help="seconds of measuring per trial")
     parser.add_argument("--rows", action="store_true", help="every configuration")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     if options.retrace:
         retrace(options.folder)
     if options.record:
-        record(options.folder, options.count, options.box)
+        record(options.folder, options.count)
     show(options.folder, markdown=options.markdown, rows=options.rows)
 
 

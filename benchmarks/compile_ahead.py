@@ -42,7 +42,7 @@ WAYS = ("one by one", "side by side")
 ARITHMETIC_CORES, ARITHMETIC_MOST, BUDGET_S = 16, 8, 600.0
 
 
-def run_way(way: str, spec: WorkloadSpec, configs: list[TrainingConfig], folder: Path, box_s: float) -> dict[str, Any]:
+def run_way(way: str, spec: WorkloadSpec, configs: list[TrainingConfig], folder: Path) -> dict[str, Any]:
     """Measures all candidates once, with an empty cache; seconds, and what the compilations took."""
     with Zygote(preload=preload_for(spec), env={"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}) as zygote:
         runner = TrialRunner(
@@ -56,11 +56,7 @@ def run_way(way: str, spec: WorkloadSpec, configs: list[TrainingConfig], folder:
             answers = [CompileAnswer.model_validate(result) for result in zygote.run(task).check().results]
         ahead_s = time.monotonic() - began
         trials = [
-            runner.run(
-                TrialOrder(
-                    number=number, purpose="search", config=config, prediction=None, time_box_s=box_s, deadline_s=600.0
-                )
-            )
+            runner.run(TrialOrder(number=number, purpose="search", config=config, prediction=None, deadline_s=600.0))
             for number, config in enumerate(configs)
         ]
         seconds = time.monotonic() - began
@@ -134,7 +130,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--number", type=int, default=4, help="candidates, all compiled at once in the second way")
     parser.add_argument("--compile", choices=("block", "model"), default="block")
-    parser.add_argument("--box", type=float, default=2.0, help="seconds of measuring in each trial")
     options = parser.parse_args()
     configs = [
         TrainingConfig.model_validate({"micro_batch": 2**power, "compile": options.compile})
@@ -150,7 +145,7 @@ def main() -> None:
             random.Random(number).shuffle(order)
             for way in order:
                 place = Path(folder, f"{number}-{way.replace(' ', '-')}")
-                found = run_way(way, spec, configs, place, options.box)
+                found = run_way(way, spec, configs, place)
                 lines.append({"round": number, "way": way, "cores": len(os.sched_getaffinity(0))} | found)
                 print(f"round {number} {way}: {found['per_minute']:.2f} a minute, {found['seconds']:.0f} s", flush=True)
     with RESULTS.open("a", encoding="utf-8") as file:

@@ -30,7 +30,6 @@ from autoplan.strategies.workloads.sources import make_spec
 
 FILE = Path(__file__).parent / "data" / "vision.py"
 RESULTS = Path(__file__).parent / "results" / "compiled_runs.jsonl"
-TIME_BOX_S = 4.0
 
 EAGER = TrainingConfig(micro_batch=32)
 COMPILED = EAGER.model_copy(update={"compile": "model"})
@@ -77,7 +76,7 @@ def run_rounds(rounds: int, minutes: float) -> list[dict[str, Any]]:
                     name, config = CASES[case]
                     trial = makers[name].run(
                         TrialOrder(
-                            number=number, purpose="search", config=config, prediction=None, time_box_s=TIME_BOX_S,
+                            number=number, purpose="search", config=config, prediction=None,
                             deadline_s=180.0, method="whole_steps", round=None,
                         )
                     )  # fmt: skip

@@ -43,8 +43,6 @@ RAN = TrainingConfig(micro_batch=1, threads=1)
 SIDES = {"candidate": RAN, "reference": RAN.model_copy(update={"micro_batch": 2})}
 """Under which configuration the runs of each side are kept; both ran as RAN."""
 
-TIME_BOX_S = 1.0
-"""The shortest box of a search."""
 BUSY = "while True: pass"
 
 
@@ -82,7 +80,6 @@ class Pair:
             purpose=purpose,
             config=RAN,
             prediction=None,
-            time_box_s=TIME_BOX_S,
             deadline_s=60.0,
             method="whole_steps",
             round=number,

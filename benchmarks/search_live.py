@@ -55,7 +55,6 @@ from benchmarks.search_live_table import NAMES, Choice, best_known, lines_of, ta
 from benchmarks.trials_saved import ListedCandidates
 
 RESULTS = Path(__file__).parent / "results" / "search_live.jsonl"
-TIME_BOX_S = 2.0
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 PEERS = {
     "accelerate": ("accelerate",),
@@ -133,7 +132,6 @@ def run_trial(runner: TrialRunner, config: TrainingConfig, *, number: int = 0, d
         purpose="search",
         config=config,
         prediction=None,
-        time_box_s=TIME_BOX_S,
         deadline_s=max(1.0, deadline_s),
     )
     return runner.run(order)

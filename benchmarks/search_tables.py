@@ -49,7 +49,6 @@ from benchmarks.trials_saved_record import LIMIT_BYTES, SETUP, TRIALS, choose, o
 
 TABLES = Path(__file__).parent / "results" / "search_tables"
 CANDIDATES, COMPILED = 64, 8
-TIME_BOX_S = 2.0
 DEADLINE_S = 300.0
 """Of one trial: a whole model that is compiled on one core takes two minutes."""
 
@@ -149,7 +148,6 @@ def record(
             purpose="search",
             config=configs[candidate],
             prediction=None,
-            time_box_s=setup["time_box_s"],
             deadline_s=DEADLINE_S,
         )
         trial = runner.run(order)
@@ -197,7 +195,6 @@ def run(options: argparse.Namespace) -> int:
         "ranks": options.ranks,
         "seed": options.seed,
         "bounds": list(options.bound),
-        "time_box_s": options.box,
     }
     setup = open_setup(table, asked)
     with tempfile.TemporaryDirectory(prefix="search-tables-") as folder:
@@ -235,7 +232,6 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=CANDIDATES)
     parser.add_argument("--compiled", type=int, default=COMPILED, help="of them: each costs a compilation")
     parser.add_argument("--seed", type=int, default=0, help="of the draw and of the orders")
-    parser.add_argument("--box", type=float, default=TIME_BOX_S, help="seconds of measuring per trial")
     parser.add_argument("--bound", action="append", default=[], metavar="KNOB=VALUES", help="as autoplan search has it")
     parser.add_argument("--folder", type=Path, default=TABLES)
     parser.add_argument("--again", action="store_true", help="measure what was disturbed again")

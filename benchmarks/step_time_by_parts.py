@@ -55,7 +55,6 @@ def measure_case(
             purpose="search",
             config=config,
             prediction=None,
-            time_box_s=12.0,
             deadline_s=300.0,
             method=method,  # type: ignore[arg-type]
         )

@@ -189,7 +189,6 @@ def walk(
         global_batch=recorded.global_batch,
         num_blocks=recorded.profile.num_blocks,
         device="cpu",
-        time_box_s=recorded.time_box_s,
     )
     kind = CandidateModel if way.sampler == "autoplan" else ListedCandidates
     model = kind(candidates, estimator, cost, memory_limit_bytes=limit_bytes)

@@ -42,7 +42,6 @@ class Recorded:
     name: str
     bounds: tuple[str, ...]
     legal: int
-    time_box_s: float
     profile: ModelProfile
     hardware: HardwareProfile
     rounds: tuple[list[Trial], list[Trial]]
@@ -186,7 +185,6 @@ def read_table(table: Path) -> Recorded:
         name=table.name,
         bounds=tuple(setup["bounds"]),
         legal=setup["legal"],
-        time_box_s=setup["time_box_s"],
         profile=ModelProfile.model_validate(setup["profile"]),
         hardware=HardwareProfile.model_validate(setup["hardware"]),
         rounds=([passes[0][number] for number in both], [passes[1][number] for number in both]),
@@ -203,7 +201,6 @@ def _read_document(path: Path) -> Recorded:
         name=path.name.removesuffix(".json.gz"),
         bounds=tuple(document["bounds"]),
         legal=document["legal"],
-        time_box_s=document["time_box_s"],
         profile=ModelProfile.model_validate(document["profile"]),
         hardware=HardwareProfile.model_validate(document["hardware"]),
         rounds=(first, second),

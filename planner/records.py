@@ -119,6 +119,9 @@ class Trial(Record):
     budget_ended: bool = Field(default=False, description="timeout: by the budget's end, which is no verdict on it")
     phase: str
     step_time_s: Interval | None = Field(default=None, description="one optimizer step at the full global batch")
+    at_least_s: float | None = Field(
+        default=None, description="a step takes at least so long: of a look that was dropped, or that had no more time"
+    )
     tokens_per_s: Interval | None = Field(default=None, description="or samples/s, where samples are no sequences")
     items_per_step: int = Field(default=0, description="tokens, or samples, of the global batch as it was counted")
     method: Literal["whole_steps", "parts"] | None = Field(
@@ -127,6 +130,11 @@ class Trial(Record):
     parts_s: dict[str, float] = Field(
         default_factory=dict,
         description="medians: first_micro_step, second_micro_step, micro_step, micro_step_sync, optimizer_step",
+    )
+    samples_s: dict[str, tuple[float, ...]] = Field(
+        default_factory=dict,
+        description="seconds of each sample that counts, in order, by the names of parts_s; `step`: a whole step, the "
+        "mean of as many as last 50 ms",
     )
     peak_memory: PeakMemory = PeakMemory()
     loss: float | None = None

@@ -80,8 +80,7 @@ def trials(
     **task: Any,
 ) -> None:
     """Direct trials of some configurations; those that an earlier call made are not repeated."""
-    small = {"time_box_s": 2.0} if session.small else {}
-    document = {**workload(session, model), "device": session.device, "configs": configs, **task, **small}
+    document = {**workload(session, model), "device": session.device, "configs": configs, **task}
     path, out = session.keep(f"{name}.task.json", document), session.path(f"{name}.trials.jsonl")
     seconds = min(limit_s, session.left_s) - 10.0
     arguments = ("--task", str(path), "--out", str(out), "--seconds", f"{seconds:.0f}")
@@ -124,8 +123,8 @@ def part_a(session: Session) -> None:
     size = 8 if session.small else 32
     graphs = on_device(session, {**HAND, "micro_batch": size, "compile_mode": "reduce-overhead"})
     configs = [{"micro_batch": size, "precision": "bf16"}, {**HAND, "micro_batch": size}]
-    trials(session, "a", "gpt2", configs, limit_s=180, time_box_s=10.0)
-    trials(session, "a.graphs", "gpt2", [graphs], limit_s=90, time_box_s=10.0, global_batch=2 * size)
+    trials(session, "a", "gpt2", configs, limit_s=180)
+    trials(session, "a.graphs", "gpt2", [graphs], limit_s=90, global_batch=2 * size)
     which = CUDA_TESTS[:1] if session.small else CUDA_TESTS
     session.python("tests", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *which, limit_s=120)
 
@@ -179,7 +178,7 @@ def part_c(session: Session) -> None:
             {"micro_batch": large, "precision": "bf16", "compile": "block"},
         ]
         limit_s = session.left_s / (len(families) - number)
-        trials(session, f"c.{model}", model, configs, limit_s=limit_s, predict=True, time_box_s=5.0, deadline_s=60.0)
+        trials(session, f"c.{model}", model, configs, limit_s=limit_s, predict=True, deadline_s=60.0)
 
 
 def part_d(session: Session) -> None:
@@ -189,8 +188,8 @@ def part_d(session: Session) -> None:
     sizes = (4, 8) if session.small else (64, 128, 256)
     largest: list[Knobs] = [{**HAND, "compile": "off", "micro_batch": size} for size in sizes]
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    trials(session, "d.segments", "gpt2", largest, limit_s=60, time_box_s=4.0)
-    trials(session, "d.expandable", "gpt2", largest, limit_s=60, time_box_s=4.0, environment=expandable)
+    trials(session, "d.segments", "gpt2", largest, limit_s=60)
+    trials(session, "d.expandable", "gpt2", largest, limit_s=60, environment=expandable)
     base: Knobs = {**HAND, "micro_batch": 8 if session.small else 32}
     order = ["compile_mode", "attention", "compile", "precision", "loss", "optimizer_step", "checkpointing"]
     apart = ("micro_batch", "fp8")  # GPT-2 has no layers that fp8 takes
@@ -199,12 +198,12 @@ def part_d(session: Session) -> None:
     varied = [{**base, knob: value} for knob in device_knobs for value in knob_values(knob) or ()]
     eager = {**base, "compile": "off"}
     varied += [{**eager, "attention": value} for value in knob_values("attention") or ()]
-    trials(session, "d", "gpt2", [base, *varied], limit_s=420, time_box_s=6.0, deadline_s=200.0)
+    trials(session, "d", "gpt2", [base, *varied], limit_s=420, deadline_s=200.0)
     if session.device == "cuda":
         plain: Knobs = {**HAND, "compile": "block", "micro_batch": 2 if session.small else 8}
         recipes = [{**plain, "fp8": value} for value in knob_values("fp8") or ()]
         uncompiled = {**plain, "compile": "off", "fp8": "tensorwise"}
-        trials(session, "d.fp8", "llama", [*recipes, uncompiled], limit_s=100, predict=True, time_box_s=6.0)
+        trials(session, "d.fp8", "llama", [*recipes, uncompiled], limit_s=100, predict=True)
 
 
 def part_e(session: Session) -> None:
@@ -224,7 +223,7 @@ def part_f(session: Session) -> None:
     grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     grid = [{"attention": "sdpa", "optimizer_step": "fused", **knobs} for knobs in grid]
     random.Random(0).shuffle(grid)  # whatever was made by the end of a call covers the table
-    trials(session, "f", "gpt2", grid, limit_s=520, predict=True, time_box_s=4.0, deadline_s=120.0)
+    trials(session, "f", "gpt2", grid, limit_s=520, predict=True, deadline_s=120.0)
 
 
 PARTS: Mapping[str, Callable[[Session], None]] = {

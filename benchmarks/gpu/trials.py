@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.trials --task TASK.json --out TRIALS.jsonl --seconds 500
 
-TASK.json: {"model": ..., "sequence_length": ..., "global_batch": ..., "device": "cuda", "time_box_s": 5.0,
+TASK.json: {"model": ..., "sequence_length": ..., "global_batch": ..., "device": "cuda",
 "deadline_s": 150.0, "predict": true, "configs": [{"micro_batch": 8, ...}, ...]}. With `predict` the model is traced,
 each line has the cost model's prediction beside the trial, and the probed machine and the traced model are kept in
 files beside it (hardware.json, TRIALS.profile.json), so that predictions can be made again.
@@ -87,7 +87,6 @@ def run_trials(task: dict[str, Any], out: Path, seconds: float) -> None:
                 purpose="search",
                 config=config,
                 prediction=_predict(context, config),
-                time_box_s=task.get("time_box_s", 5.0),
                 deadline_s=min(left_s, task.get("deadline_s", 150.0)),
             )
             trial = runner.run(order)

@@ -17,12 +17,16 @@ from autoplan.planner.records import Interval, Objective, Outcome, Trial
 from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank
 from autoplan.planner.search.selection import contenders as near_leader
 from autoplan.planner.search.surrogate import Posterior, normal_cdf
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.measure import Spread
 
 if TYPE_CHECKING:
     from autoplan.strategies.config import TrainingConfig
 
 THROUGHPUT = Objective()
+
+DROP_LEVEL = 0.05
+"""Chance that any candidate of a search that is as fast as the leader is dropped for it, over all looks."""
 
 
 def devices_of(objective: Objective, config: TrainingConfig) -> int:
@@ -103,19 +107,34 @@ def floor_time_s(objective: Objective, step_times_s: Sequence[float]) -> float:
     return min(step_times_s) / objective.floor
 
 
-def time_to_beat_s(objective: Objective, best: Trial | None, config: TrainingConfig) -> float | None:
-    """A step that is longer than this cannot win: a trial is stopped early. None: not before something was measured.
+def to_beat(
+    objective: Objective, best: Trial | None, config: TrainingConfig, spread: Spread, looks: int
+) -> ToBeat | None:
+    """What a candidate is dropped against; None: not before something was measured.
 
     Args:
         objective: What is looked for.
         best: The best trial so far: by cost where that is looked for, else the fastest.
         config: Of the next trial.
+        spread: Between runs on this device.
+        looks: How many candidates were looked at, this one with them: DROP_LEVEL is divided by it (Bonferroni).
     """
     if best is None or best.step_time_s is None:
         return None
+    step = best.step_time_s
     if objective.name == "memory":
-        return best.step_time_s.high / objective.floor
-    return best.step_time_s.high * devices_of(objective, best.config) / devices_of(objective, config)
+        longest_s = step.median / objective.floor
+    else:
+        longest_s = step.median * devices_of(objective, best.config) / devices_of(objective, config)
+    of_two, freedom = spread.of_ratio()
+    run_sd, within = of_two / math.sqrt(2), math.log(step.high / max(step.low, 1e-9)) / (2 * 1.96)
+    return ToBeat(
+        log_s=math.log(longest_s),
+        sd=math.hypot(run_sd, within),
+        run_sd=run_sd,
+        freedom=freedom,
+        level=DROP_LEVEL / max(looks, 1),
+    )
 
 
 def best_trial_for(objective: Objective, trials: Sequence[Trial]) -> Trial | None:

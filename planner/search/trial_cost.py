@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.trials.request import EXPENSIVE, FITS_MICRO_STEPS, VERY_EXPENSIVE, WHOLE_STEP_SHARE
+from autoplan.planner.trials.request import look_s
 from autoplan.record import Record
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
@@ -79,7 +79,6 @@ class TrialCost:
         configs: The candidates; arrays are in their order.
         global_batch, num_blocks: Of the workload.
         device: cpu or cuda.
-        time_box_s: Seconds of warm-up and measuring per trial.
         kept: What trials cost in earlier searches on this device; None: not known.
     """
 
@@ -90,10 +89,8 @@ class TrialCost:
         global_batch: int,
         num_blocks: int,
         device: str,
-        time_box_s: float,
         kept: KeptCosts | None = None,
     ) -> None:
-        self.time_box_s = time_box_s
         self._kept = kept or KeptCosts()
         self.global_batch = global_batch
         block, more = COMPILE_S[device]
@@ -116,7 +113,7 @@ class TrialCost:
             return
         phases = trial.phase_seconds
         self._fixed.append(sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done")))
-        expected = self._measuring_s(
+        expected = look_s(
             np.array([trial.step_time_s.median]), np.array([float(trial.config.accumulation(self.global_batch))])
         )
         spent = phases.get("warmup", 0.0) + phases.get("measure", 0.0)
@@ -232,22 +229,7 @@ class TrialCost:
 
     def _total(self, step_time_s: Array, accumulation: Array, compiling: Array | float) -> Array:
         ratio = float(np.median(self._ratios)) if self._ratios else 1.0
-        return self.fixed_s + compiling + ratio * self._measuring_s(step_time_s, accumulation)
-
-    def _measuring_s(self, step_time_s: Array, accumulation: Array) -> Array:
-        """Seconds of warm-up and measuring: two short steps, then whole steps or parts (`trials/step_timer.py`).
-
-        Some ten whole steps; or parts, for 60 % of what is left of the time box.
-        """
-        micro_step_s = step_time_s / accumulation
-        most = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
-        share = micro_step_s / self.time_box_s
-        micro_steps = np.minimum(most, np.where(share > VERY_EXPENSIVE, 3, np.where(share > EXPENSIVE, 4, most)))
-        short_steps_s = micro_steps * micro_step_s
-        whole_steps_s = np.minimum(self.time_box_s, 0.3 + 10 * step_time_s)
-        parts_s = np.maximum(0.6 * (self.time_box_s - short_steps_s), 0.0)
-        by_whole_steps = step_time_s < WHOLE_STEP_SHARE * self.time_box_s
-        return np.asarray(short_steps_s + np.where(by_whole_steps, whole_steps_s, parts_s))
+        return self.fixed_s + compiling + ratio * look_s(step_time_s, accumulation)
 
 
 def what_is_compiled(config: TrainingConfig) -> TrainingConfig:

@@ -4,37 +4,95 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Window
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
-WHOLE_STEP_SHARE = 0.2
-"""Whole steps are timed if one takes less than this share of the trial's time box; otherwise its parts are timed."""
+Floats = NDArray[np.float64]
+
+# How long a look lasts: one trial process of one configuration. It follows from the step alone, so that looks of one
+# configuration are alike whatever the budget is.
 
 FITS_MICRO_STEPS = 3
 """Most micro-steps in each of the two short steps that show that a configuration fits. Adam's state is allocated at the
 end of the first step; in the second, accumulated gradients need memory beside it."""
 
-EXPENSIVE, VERY_EXPENSIVE = 0.15, 1.0
-"""If the first micro-step takes more than these shares of the time box, the short steps have only 2 + 2, or 1 + 2,
-micro-steps. The time box is 1/30 of the budget, so 2 + 2 very expensive ones would take over 13 % of the budget."""
+EXPENSIVE_S, VERY_EXPENSIVE_S = 0.5, 2.0
+"""If the first micro-step takes longer than these, the short steps have only 2 + 2, or 1 + 2, micro-steps: no step has
+more than a few seconds of them before it is known what they cost. They are the samples too, from the second micro-step
+on, so that such a look is over then."""
+
+WARM_UP_S = 0.4
+"""Seconds of steps before a sample counts, the two short steps among them; the same for all configurations. Clocks
+rise, the allocator fills its cache, the second step compiles again. It is one stretch of the load monitor (load.py).
+Expensive micro-steps alone count before, from the second one on."""
+
+GRAPH_MICRO_STEPS = 2
+"""So many micro-steps never count where torch.compile uses CUDA graphs: the first runs as usual, the second is recorded
+(torch 2.13, torch/_inductor/cudagraph_trees.py, `CUDAGraphTreeManager.run`)."""
+
+SAMPLES = 5
+"""Enough samples: more steps of one process don't average what differs between processes (RUN_SPREAD)."""
+
+FEWEST_SAMPLES = 3
+"""So many are enough if they agree (`NARROW`), and where micro-steps are expensive; 2 where they are very expensive."""
+
+MEASURING_S = 0.8
+"""Measuring lasts so long at least: two stretches that the load monitor can judge (load.SHORTEST_STRETCH_S)."""
+
+MOST_MEASURING_S = 20.0
+"""Measuring ends after so long, with what there is: a step of a pipeline, which has no parts, may take minutes."""
+
+WHOLE_STEP_S = 1.0
+"""Whole steps are timed if one takes less; otherwise its parts are."""
+
+PART_MICRO_STEPS = 6
+"""Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
+
+
+def samples_wanted(micro_step_s: float) -> int:
+    """How many samples of its most expensive part a step in parts needs; `micro_step_s` is one micro-step's seconds."""
+    if micro_step_s > VERY_EXPENSIVE_S:
+        return FEWEST_SAMPLES - 1
+    return FEWEST_SAMPLES if micro_step_s > EXPENSIVE_S else SAMPLES
+
+
+def look_s(step_s: Floats, accumulation: Floats) -> Floats:
+    """Expected seconds of warm-up and measuring of an undisturbed look, without its compilation.
+
+    Args:
+        step_s: Seconds of whole steps.
+        accumulation: Micro-steps of each of them.
+    """
+    micro_step_s = step_s / accumulation
+    short = 2 * np.minimum(accumulation, FITS_MICRO_STEPS)
+    fits = np.where(micro_step_s > VERY_EXPENSIVE_S, 3, np.where(micro_step_s > EXPENSIVE_S, 4, short)) * micro_step_s
+    warm = np.maximum(WARM_UP_S - fits, 0.0)
+    whole_s = np.maximum(warm, step_s) + np.maximum(MEASURING_S, SAMPLES * step_s)
+    part_s = np.minimum(accumulation, PART_MICRO_STEPS) * micro_step_s
+    parts_s = np.where(micro_step_s > EXPENSIVE_S, 0.0, warm + np.maximum(MEASURING_S, 2 * part_s))
+    return np.asarray(fits + np.where(step_s < WHOLE_STEP_S, whole_s, parts_s))
 
 
 class TrialRequest(Record):
-    """One configuration to measure, and for how long."""
+    """One configuration to look at."""
 
     spec: WorkloadSpec
     config: TrainingConfig
     device: Literal["cuda", "cpu"]
-    time_box_s: float = Field(description="seconds for warm-up and measuring together, including the two short steps")
-    best_high_s: float | None = Field(default=None, description="high bound of the best step time so far")
+    to_beat: ToBeat | None = Field(default=None, description="None: measured to its end, however slow it is")
     memory_limit_bytes: int | None = Field(default=None, description="device memory a rank may take (CUDA)")
-    method: Literal["whole_steps", "parts"] | None = Field(default=None, description="None: by WHOLE_STEP_SHARE")
-    narrow: float = 0.02
-    remeasure: float = Field(default=2.0, description="further time boxes to measure disturbed stretches again")
+    method: Literal["whole_steps", "parts"] | None = Field(default=None, description="None: by WHOLE_STEP_S")
+    most_s: float = Field(default=MOST_MEASURING_S, description="seconds of measuring at most")
+    remeasure: float = Field(
+        default=1.0, description="so many times what measuring takes may go into measuring disturbed stretches again"
+    )
     seed: int = 0
 
 
@@ -65,7 +123,9 @@ class TrialAnswer(Record):
     reason: str | None = None
     step_time_s: Interval | None = None
     method: Literal["whole_steps", "parts"] | None = None
+    at_least_s: float | None = None
     parts_s: dict[str, float] = Field(default_factory=dict)
+    samples_s: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     peak_memory: PeakMemory = PeakMemory()
     loss: float | None = None
     first_losses: tuple[float, ...] = ()

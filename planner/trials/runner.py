@@ -16,9 +16,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from autoplan.planner.records import Attempt, Outcome, PeakMemory, Prediction, Purpose, Trial, Window
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.failures import classify_exception
 from autoplan.planner.trials.measure import invert
-from autoplan.planner.trials.request import TrialAnswer, TrialRequest
+from autoplan.planner.trials.request import FITS_MICRO_STEPS, MOST_MEASURING_S, TrialAnswer, TrialRequest
 from autoplan.processes import (
     Cause,
     Ended,
@@ -60,26 +61,26 @@ class TrialOrder:
         purpose: What the trial is for.
         config: What to measure.
         prediction: The cost model's.
-        time_box_s: Seconds for warm-up and measuring.
         deadline_s: Seconds after which the trial is ended in any case.
         deadline_of_budget: That is where the search's budget ends, and not how long this trial may take.
-        best_high_s: The step time to beat; None: the trial is never stopped early.
+        to_beat: The leader's step time; None: the trial is never stopped early.
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
         round: Of finalists and claims.
-        remeasure: Time boxes that may be spent on measuring disturbed stretches again.
+        most_s: Seconds of measuring at most; how long it takes is told by the step (request.py).
+        remeasure: So many times what measuring takes may be spent on measuring disturbed stretches again.
     """
 
     number: int
     purpose: Purpose
     config: TrainingConfig
     prediction: Prediction | None
-    time_box_s: float
     deadline_s: float
     deadline_of_budget: bool = False
-    best_high_s: float | None = None
+    to_beat: ToBeat | None = None
     method: Literal["whole_steps", "parts"] | None = None
     round: int | None = None
-    remeasure: float = 2.0
+    most_s: float = MOST_MEASURING_S
+    remeasure: float = 1.0
 
 
 class TrialRunner:
@@ -139,10 +140,10 @@ class TrialRunner:
             spec=self.spec,
             config=order.config,
             device=self.device,
-            time_box_s=order.time_box_s,
-            best_high_s=order.best_high_s,
+            to_beat=order.to_beat,
             memory_limit_bytes=self.memory_limit_bytes,
             method=order.method,
+            most_s=order.most_s,
             remeasure=order.remeasure,
             seed=self.seed,
         )
@@ -158,7 +159,13 @@ class TrialRunner:
             memory_limit_bytes=self.host_limit_bytes,
         )
         runs = run_again(self.zygote, task, on_progress=on_progress, on_attempt=on_attempt, left_s=left_s)
-        trial = make_trial(order, runs.report, device=self.device, memory_limit_bytes=self.memory_limit_bytes)
+        trial = make_trial(
+            order,
+            runs.report,
+            device=self.device,
+            memory_limit_bytes=self.memory_limit_bytes,
+            global_batch=self.spec.global_batch,
+        )
         if not runs.settled:
             trial = did_not_run(trial, len(runs.lost))
         return trial.model_copy(update={"started": started, "seconds_spent": time.monotonic() - began})
@@ -189,7 +196,12 @@ def make_attempt(
 
 
 def make_trial(
-    order: TrialOrder, report: ProcessReport, *, device: Literal["cuda", "cpu"], memory_limit_bytes: int
+    order: TrialOrder,
+    report: ProcessReport,
+    *,
+    device: Literal["cuda", "cpu"],
+    memory_limit_bytes: int,
+    global_batch: int,
 ) -> Trial:
     """Makes the record of a trial from the report of its processes.
 
@@ -221,7 +233,9 @@ def make_trial(
         tokens_per_s=invert(step, items) if step is not None else None,
         items_per_step=items,
         method=first.method if first is not None else None,
+        at_least_s=_at_least_s(order, report, global_batch) if first is None else first.at_least_s,
         parts_s=first.parts_s if first is not None else {},
+        samples_s=first.samples_s if first is not None else {},
         peak_memory=_peak(good, report, device, memory_limit_bytes),
         loss=first.loss if first is not None else None,
         first_losses=first.first_losses if first is not None else (),
@@ -235,6 +249,20 @@ def make_trial(
         exit_status=_exit_status(shown) if failed and shown is not None else None,
         cause=None if cause is None else cause.value,
     )
+
+
+def _at_least_s(order: TrialOrder, report: ProcessReport, global_batch: int) -> float | None:
+    """How long a step takes at least, of a trial that was ended by its deadline within the short steps.
+
+    They are at most 2 x FITS_MICRO_STEPS micro-steps, and they were not over. What is stuck says nothing of speed: a
+    phase's own deadline is for that.
+    """
+    accumulation = order.config.accumulation(global_batch)
+    total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
+    if not total or report.phase != "warmup" or order.config.pp > 1:
+        return None
+    most = 2 * min(accumulation, FITS_MICRO_STEPS)
+    return accumulation * report.phase_seconds.get("warmup", 0.0) / most or None
 
 
 def _window(answers: list[TrialAnswer]) -> Window | None:

@@ -16,7 +16,7 @@ import torch
 from autoplan.planner.trials.batches import TrialBatches
 from autoplan.planner.trials.first_loss import first_samples
 from autoplan.planner.trials.rank_sync import RankSync
-from autoplan.planner.trials.request import EXPENSIVE, VERY_EXPENSIVE, TrialRequest
+from autoplan.planner.trials.request import EXPENSIVE_S, VERY_EXPENSIVE_S, WARM_UP_S, TrialRequest
 from autoplan.strategies.run import StepResult, TrainingRun
 
 if TYPE_CHECKING:
@@ -83,7 +83,13 @@ class StepRunner:
         raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
 
     def short_step(
-        self, micro_steps: int, *, shorten_if_expensive: bool = False, fewest: int = 2, first_batch: Any = None
+        self,
+        micro_steps: int,
+        *,
+        shorten_if_expensive: bool = False,
+        fewest: int = 2,
+        first_batch: Any = None,
+        after_each: Callable[[list[float]], None] = lambda seconds: None,
     ) -> dict[str, list[float]]:
         """Times one optimizer step of a few micro-steps.
 
@@ -92,6 +98,7 @@ class StepRunner:
             shorten_if_expensive: Run fewer if the first shows that they are expensive.
             fewest: Then run at least so many. On several ranks it must be at least two, because only the last syncs.
             first_batch: What the very first step runs on; the loss of each of its micro-steps is kept.
+            after_each: Is given the seconds of all micro-steps so far, after each but the last; it may end the look.
 
         Returns:
             Seconds by part (see `step_terms`), and of all micro-steps under "all".
@@ -114,11 +121,11 @@ class StepRunner:
             if first_batch is not None:
                 self._keep_first_loss(float(micro_total) / max(1.0, float(micro_count)))
             if shorten_if_expensive and number == 1:
-                share = seconds / self.request.time_box_s
-                last = min(last, fewest if share > VERY_EXPENSIVE else 2 if share > EXPENSIVE else last)
+                last = min(last, fewest if seconds > VERY_EXPENSIVE_S else 2 if seconds > EXPENSIVE_S else last)
             self._heartbeat(micro_step_s=seconds)
             if number >= last:
                 break
+            after_each(times["all"])
         result, seconds = self._time(lambda: run.optimizer_step(total, count, divisor))
         times["optimizer_step"] = [seconds]
         self._check(result)
@@ -138,22 +145,21 @@ class StepRunner:
 
     # Whole steps.
 
-    def _prepare_whole_steps(self) -> None:
-        """Makes batches, and finds how many steps a sample needs to last MIN_SAMPLE_S."""
-        if not self._began:
+    def warm_up(self) -> None:
+        """Runs whole steps until the configuration is warm (WARM_UP_S), and groups them to last MIN_SAMPLE_S."""
+        pipeline = self.request.config.pp > 1
+        if pipeline:  # no short step was made
             self.context.phase("compile" if self.request.config.compile != "off" else "warmup")
-            self._began = time.monotonic()
-        self._whole_batches = [self._make_batch(self.run.local_batch) for _ in range(2)]
-        self._steps_per_sample = 1
-        if self.request.config.pp > 1:  # no short step was made
             same = first_samples(self.run.workload, self.run.config.micro_batch, self.run.accumulation)
             self._keep_first_loss(float(self.run.step(same).loss))
-            step_s = self._whole_step_not_skipped()
-        else:
-            step_s = [self._whole_step_not_skipped() for _ in range(2)][-1]
-        if self.request.config.pp > 1:
+        self._whole_batches = [self._make_batch(self.run.local_batch) for _ in range(2)]
+        step_s = self._whole_step_not_skipped()
+        if pipeline:
             self.context.phase("warmup")
             self._began = time.monotonic()
+            step_s = self._whole_step_not_skipped()
+        while self._elapsed() < WARM_UP_S:
+            step_s = self._whole_step_not_skipped()
         self._steps_per_sample = max(1, math.ceil(MIN_SAMPLE_S / step_s))
         if self.batches.sizes is not None:  # both typical batches as often as the other: the items of a step are a mean
             self._steps_per_sample += self._steps_per_sample % 2

@@ -1,58 +1,66 @@
-"""Times the steps of one trial, as whole steps or in parts. Runs in a rank.
+"""Times the steps of one look at a configuration, as whole steps or in parts. Runs in a rank.
 
-In: a `TrainingRun` and a `TrialRequest`. Out: an `Interval` of the step time, and why measuring stopped.
+In: a `TrialRequest`; how long a look lasts is in request.py. Out: an `Interval` of the step time; `BehindError` where
+the configuration is dropped before (drop.py).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from autoplan.planner.records import Interval
+from autoplan.planner.trials.drop import COLD_SD, STEP_SD, compare
 from autoplan.planner.trials.first_loss import first_samples
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import (
-    Stop,
-    StopRule,
+    NARROW,
     drop_warmup,
-    is_settled,
     median_interval,
+    relative_width,
     step_terms,
     sum_interval,
 )
-from autoplan.planner.trials.request import FITS_MICRO_STEPS, WHOLE_STEP_SHARE
+from autoplan.planner.trials.request import (
+    EXPENSIVE_S,
+    FEWEST_SAMPLES,
+    FITS_MICRO_STEPS,
+    GRAPH_MICRO_STEPS,
+    MEASURING_S,
+    PART_MICRO_STEPS,
+    SAMPLES,
+    WARM_UP_S,
+    WHOLE_STEP_S,
+    samples_wanted,
+)
 from autoplan.planner.trials.step_runner import MOST_SKIPPED, NonfiniteError, StepRunner
 from autoplan.planner.trials.stretches import Stretches
-
-MIN_PART_SAMPLES = 3
-"""A trial in parts goes on until it has this many warm samples of the most expensive part, unless it cannot win."""
-
-PART_MICRO_STEPS = 6
-"""Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
-
-MIN_CLEAN_SAMPLES = 3
-"""So many samples of undisturbed stretches are enough; with fewer the others count too, and the trial says so."""
+from autoplan.strategies.config import CUDAGRAPH_MODES
 
 STEP = "step"
 """The one part of a whole step."""
 
-COLD_FACTOR, WARM_FACTOR = 2.0, 1.1
-"""A configuration is stopped before it is measured only if its micro-steps alone take this many times as long as the
-best whole step. COLD_FACTOR is for micro-steps that run for the first time and for short ones, whose first times say
-little; WARM_FACTOR is for expensive micro-steps that ran before."""
+MOST_KEPT = 50
+"""Samples of each part that the record of a trial keeps; a step of 1 ms has some 16 in 0.8 s, of 50 steps each."""
 
 
-class CannotWinError(Exception):
-    """The configuration is slower than the best one; `interval` is what is known of its step time."""
+class BehindError(Exception):
+    """The configuration is behind the leader (drop.py).
 
-    def __init__(self, interval: Interval) -> None:
+    Attributes:
+        interval: What is known of its step time.
+        at_least_s: Its step takes so many seconds at least.
+    """
+
+    def __init__(self, interval: Interval, at_least_s: float) -> None:
         super().__init__("the configuration is slower than the best one")
         self.interval = interval
+        self.at_least_s = at_least_s
 
 
 @dataclass(kw_only=True)
@@ -73,112 +81,113 @@ class StepTimer(StepRunner):
     samples: list[float] = field(default_factory=list)
     disturbed: str | None = None
     _stretches: Stretches = field(init=False)
-    _min_part_samples: int = MIN_PART_SAMPLES
+    _lasts_s: float = 0.0
 
     def __post_init__(self) -> None:
         StepRunner.__post_init__(self)
-        extra_s = self.request.remeasure * self.request.time_box_s
-        self._stretches = Stretches(load=self.load, ranks=self.ranks, most_extra_s=extra_s)
+        self._stretches = Stretches(load=self.load, ranks=self.ranks, most_extra_s=0.0)
 
     # The two short steps.
 
     def short_steps(self) -> None:
         """Runs two optimizer steps of a few micro-steps: they show that the configuration fits, and warm up.
 
-        The micro-steps of the second step are the first samples. If a micro-step is expensive, each step has only two:
-        gradients accumulate from the second micro-step on, and a third would show nothing new about memory. On one rank
-        all micro-steps except the very first then count as samples. If a micro-step is very expensive, the first step
-        has only one: it makes the optimizer's state, and the second step accumulates gradients beside that state.
+        If a micro-step is expensive, each step has only two: gradients accumulate from the second micro-step on, and a
+        third would show nothing new about memory. If it is very expensive, the first step has only one: it makes the
+        optimizer's state, and the second step accumulates gradients beside that state. On one rank expensive
+        micro-steps are samples, all but the very first (the first two where they are recorded as a CUDA graph).
 
         Raises:
-            CannotWinError: the micro-steps alone are slower than the best whole step.
+            BehindError: the micro-steps alone are slower than the leader's whole step.
             NonfiniteError: the loss or the gradient norm is not finite.
         """
         micro_steps = min(self.run.accumulation, FITS_MICRO_STEPS)
-        compiles = self.request.config.compile != "off"
+        config, alone = self.request.config, not self._has_other_ranks
+        compiles = config.compile != "off"
         self.context.phase("compile" if compiles else "warmup")
         self._began = time.monotonic()
-        fewest = 2 if compiles or self._has_other_ranks else 1
+        fewest = 1 if alone and not compiles else 2
         same = first_samples(self.run.workload, self.run.config.micro_batch, micro_steps)
         self._stretches.begin()
-        first = self._step_not_skipped(micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same)
+        first = self._step_not_skipped(micro_steps, shorten_if_expensive=True, fewest=fewest, first_batch=same)["all"]
         if compiles:
             self.context.phase("warmup")
             self._began = time.monotonic()
             self._stretches.begin()
-        expensive = self._is_expensive(first["all"], micro_steps)
-        if expensive and len(first["all"]) > 1 and not (compiles or self.batches.sizes):
-            self._stop_if_slower(first["all"][1:], 0.75 * COLD_FACTOR)
+        uncounted = GRAPH_MICRO_STEPS if compiles and config.compile_mode in CUDAGRAPH_MODES else 1
         if self.batches.sizes is not None:  # the largest batch shows that it fits; it is not timed
-            self._step_not_skipped(micro_steps, shorten_if_expensive=not self._has_other_ranks)
-            first["all"] = first["all"][:1]
+            self._step_not_skipped(micro_steps, shorten_if_expensive=alone)
+            first = first[:uncounted]
             self._stretches.begin()
-        second = self._step_not_skipped(micro_steps, shorten_if_expensive=not self._has_other_ranks)
-        expensive = self._is_expensive(second["all"], micro_steps)
-        samples = {part: seconds for part, seconds in second.items() if part != "all"}
-        if expensive and not self._has_other_ranks and micro_steps > 1:
-            samples.pop("first_micro_step", None)
-            samples.pop("second_micro_step", None)
-            samples["micro_step"] = [*first["all"][1:], *second["all"]]
-            if len(first["all"]) == 1:
-                self._min_part_samples = 2
-        self.parts = dict(samples)
-        self._stretches.add(samples)
-        warm = expensive and len(second["all"]) > 1
-        self._stop_if_slower(second["all"], WARM_FACTOR if warm else COLD_FACTOR)
 
-    def _is_expensive(self, micro_steps_s: list[float], micro_steps: int) -> bool:
-        """Whether a short step takes over a quarter of the time box, by its fastest micro-step."""
-        return min(micro_steps_s) * micro_steps > 0.25 * self.request.time_box_s
+        def judge(seconds: Sequence[float]) -> None:
+            counted = [*first, *seconds][uncounted:]
+            if alone and counted and min(counted) > EXPENSIVE_S:
+                self.parts = {"micro_step": counted, "optimizer_step": [0.0]}
+                self._drop_if_behind([self.run.accumulation * s for s in counted], sd=COLD_SD, pending=True)
 
-    def _stop_if_slower(self, micro_steps_s: list[float], factor: float) -> None:
-        """Stops the trial if its micro-steps alone take more than `factor` times the best whole step."""
-        best = self.request.best_high_s
-        accumulation = self.run.accumulation
-        if best is not None and min(micro_steps_s) * accumulation > factor * best:
-            if self._stretches.is_long_enough() and not self._stretches.close():
-                return  # other work made it slow
-            interval = sum_interval([(float(accumulation), micro_steps_s)], seed=self.request.seed)
-            self.method = "parts"
-            raise CannotWinError(interval)
+        judge([])
+        second = self._step_not_skipped(micro_steps, shorten_if_expensive=alone, after_each=judge)
+        judge(second["all"])
+        self.parts = {part: seconds for part, seconds in second.items() if part != "all"}
+        if min(second["all"]) <= EXPENSIVE_S:
+            return
+        if alone:
+            name = "micro_step" if micro_steps > 1 else "micro_step_sync"
+            counted = [*first, *second["all"]][uncounted:]
+            self.parts = {name: counted or second["all"], "optimizer_step": second["optimizer_step"]}
+            if not counted:
+                return
+        self._stretches.add(self.parts)
+        self._lasts_s = self._elapsed()
+
+    def _drop_if_behind(self, steps_s: Sequence[float], *, sd: float = STEP_SD, pending: bool = False) -> None:
+        """Ends the look if the configuration is behind the leader, and nothing else made it slow.
+
+        Args:
+            steps_s: Seconds of whole steps so far, or what they would be by the samples of a part.
+            sd: Of the logarithm of a sample, as assumed before any.
+            pending: Some of the samples are in no stretch yet.
+        """
+        to_beat = self.request.to_beat
+        if to_beat is None or not (found := compare(steps_s, to_beat, sd=sd)).behind:
+            return
+        stretches = self._stretches
+        if (pending or stretches.current) and not (stretches.is_long_enough() and stretches.is_clean()):
+            return  # its time is not judged yet, or other work made it slow
+        self.method = self.method or "parts"
+        self.samples = list(steps_s) if self.method == "whole_steps" else self.samples
+        raise BehindError(median_interval(steps_s, seed=self.request.seed), found.at_least_s)
 
     # Whole steps.
 
     def choose_method(self) -> Literal["whole_steps", "parts"]:
-        """Whole steps if one takes less than WHOLE_STEP_SHARE of the time box. Pipelines have no parts."""
+        """Whole steps if one takes less than WHOLE_STEP_S. Pipelines have no parts."""
         if self.request.config.pp > 1:
             self.method = "whole_steps"
         elif self.request.method is not None:
             self.method = self.request.method
         else:
             step_s = sum_interval(step_terms(self.parts, self.run.accumulation)).median
-            short = step_s < WHOLE_STEP_SHARE * self.request.time_box_s
-            self.method = "whole_steps" if short else "parts"
+            self.method = "whole_steps" if step_s < WHOLE_STEP_S else "parts"
         return self.method
 
-    def warm_up(self) -> None:
-        """Runs whole steps until two successive windows agree, or a third of the time box is used."""
-        self._prepare_whole_steps()
-        samples: list[float] = []
-        while not is_settled(samples):
-            samples.append(self._whole_step_not_skipped())
-            if self._elapsed() > self.request.time_box_s / 3 and len(samples) >= 2:
-                if len(samples) >= 6:
-                    self.warnings.append("step times had not settled when the warm-up ended")
-                break
+    def measure_whole_steps(self) -> Interval:
+        """Times whole steps of a configuration that is warm, until there are enough.
 
-    def measure_whole_steps(self) -> tuple[Interval, Stop]:
-        """Times whole steps until the stop rule ends it."""
-        rule, stretches, before = self._stop_rule(), self._stretches, self.skipped
-        stretches.clean, stretches.aside = {}, {}  # those of the short steps
-        self.load.restart()
-        stretches.begin()
+        Raises:
+            BehindError: it is behind the leader.
+            NonfiniteError: loss scaling does not come to rest.
+        """
+        stretches, before = self._stretches, self.skipped
+        self._begin_measuring()
         while True:
             sample = self._whole_step_sample()
             if math.isnan(sample):
                 if self.skipped - before > 10 + len(stretches.everything().get(STEP, ())):
                     raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
                 continue
+            self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sample)
             stretches.add({STEP: [sample]})
             over = self._time_is_over()
             samples = stretches.so_far().get(STEP, [])
@@ -186,66 +195,110 @@ class StepTimer(StepRunner):
                 continue
             interval = median_interval(samples or stretches.everything()[STEP], seed=self.request.seed)
             self._heartbeat(step_time_s=interval.median, samples=len(samples))
-            stop = "time_box" if over else rule.decide(interval, 0.0)
-            if stop is not None and len(stretches.everything()[STEP]) >= 2 and self._may_end(over):
+            if len(samples) >= FEWEST_SAMPLES:
+                self._drop_if_behind(samples)
+            enough = over or self._is_enough(interval, SAMPLES)
+            if enough and len(stretches.everything()[STEP]) >= 2 and self._may_end():
                 break
-        self.samples = self._samples_that_count({STEP: MIN_CLEAN_SAMPLES})[STEP]
-        interval = median_interval(self.samples, seed=self.request.seed)
-        return interval, "time_box" if self.disturbed else stop
+        self.samples = self._samples_that_count({STEP: FEWEST_SAMPLES})[STEP]
+        return median_interval(self.samples, seed=self.request.seed)
 
     # Parts.
 
-    def measure_parts(self) -> tuple[Interval, Stop]:
-        """Times short steps, and calculates the step time from their parts, until the stop rule ends it."""
-        rule, stretches = self._stop_rule(), self._stretches
+    def measure_parts(self) -> Interval:
+        """Times short steps until there are enough, and calculates the step time from their parts.
+
+        Raises:
+            BehindError: it is behind the leader.
+            NonfiniteError: loss scaling does not come to rest.
+        """
+        if not self._lasts_s:  # no sample counts yet
+            while self._elapsed() < WARM_UP_S:
+                self._timed_short_step(0)
+            self._begin_measuring()
+        stretches = self._stretches
         while True:
-            over = self._time_is_over()
             samples = stretches.so_far()
+            over = self._time_is_over()
             if over or not self._has_all_parts(samples):
                 samples = stretches.everything()
-            interval, _ = self._interval_of(samples)
-            self._heartbeat(step_time_s=interval.median, samples=interval.samples)
-            stop = "time_box" if over else rule.decide(interval, 0.0)
-            enough = interval.samples >= self._min_part_samples or stop == "slower"
-            if stop is not None and enough and self._may_end(over):
-                break
-            times = self.short_step(min(self.run.accumulation, self._part_micro_steps()))
-            if self._was_skipped:
-                if self.skipped > MOST_SKIPPED + interval.samples:
-                    raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
-                continue
-            times.pop("all")
-            stretches.add(times)
-            self.parts = stretches.everything()
-        part = self._most_expensive_part()
-        counted = self._samples_that_count(dict.fromkeys(self.parts, 1) | {part: self._min_part_samples})
+            if samples:
+                interval, counted = self._interval_of(samples)
+                wanted = samples_wanted(min(self._micro_steps_s()))
+                self._heartbeat(step_time_s=interval.median, samples=interval.samples)
+                part = np.array(counted[self._most_expensive_part()])
+                if len(part) >= min(FEWEST_SAMPLES, wanted) and samples is not stretches.everything():
+                    self._drop_if_behind(list(interval.median * part / np.median(part)))
+                if (over or self._is_enough(interval, wanted)) and self._may_end():
+                    break
+            times = self._timed_short_step(interval.samples if samples else 0)
+            if times is not None:
+                self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sum(map(sum, times.values())))
+                stretches.add(times)
+                self.parts = stretches.everything()
+        least = min(FEWEST_SAMPLES, wanted)
+        counted = self._samples_that_count(dict.fromkeys(self.parts, 1) | {self._most_expensive_part(): least})
         interval, self.parts = self._interval_of(counted)
         self.samples = list(self.parts[self._most_expensive_part()])
-        return interval, "time_box" if self.disturbed else stop
+        return interval
+
+    def _timed_short_step(self, samples: int) -> dict[str, list[float]] | None:
+        """Seconds by part of one more short step; None if fp16 loss scaling skipped it. `samples`: how many there are.
+
+        It has fewer micro-steps where these are expensive.
+        """
+        expensive = min(self._micro_steps_s()) > EXPENSIVE_S
+        times = self.short_step(min(self.run.accumulation, 2 if expensive else PART_MICRO_STEPS))
+        if self._was_skipped:
+            if self.skipped > MOST_SKIPPED + samples:
+                raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
+            return None
+        times.pop("all")
+        return times
 
     def _interval_of(self, samples: dict[str, list[float]]) -> tuple[Interval, dict[str, list[float]]]:
         """The step time from its parts, and the samples that count: slow ones at the start are left out."""
         self.parts = samples
         part = self._most_expensive_part()
         warm = dict(samples)
-        warm[part] = drop_warmup(samples[part], keep=min(MIN_PART_SAMPLES, len(samples[part])))
+        warm[part] = drop_warmup(samples[part], keep=min(FEWEST_SAMPLES, len(samples[part])))
         interval = sum_interval(step_terms(warm, self.run.accumulation), seed=self.request.seed)
         return interval.model_copy(update={"samples": len(warm[part])}), warm
 
     def _has_all_parts(self, samples: Mapping[str, list[float]]) -> bool:
         return all(samples.get(part) for part in self._stretches.everything())
 
+    def _micro_steps_s(self) -> list[float]:
+        """Seconds of the micro-steps that were timed, of whatever part."""
+        return [s for part, seconds in self.parts.items() if "micro_step" in part for s in seconds]
+
     # What both ways share.
 
-    def _time_is_over(self) -> bool:
-        """Whether the time box is used up; what disturbed stretches took is added to it, within limits."""
-        return self._elapsed() >= self.request.time_box_s + self._stretches.extra_s
+    def _begin_measuring(self) -> None:
+        """Begins the window: what was timed before does not count."""
+        self._stretches.clean, self._stretches.aside, self._lasts_s = {}, {}, 0.0
+        self.load.restart()
+        self._stretches.begin()
+        self._began = time.monotonic()
 
-    def _may_end(self, over: bool) -> bool:
+    def _is_enough(self, interval: Interval, wanted: int) -> bool:
+        """Whether there are as many samples as are wanted, or a few that agree, and the load could be judged."""
+        agree = interval.samples >= FEWEST_SAMPLES and relative_width(interval) <= NARROW
+        return (interval.samples >= wanted or agree) and self._elapsed() >= MEASURING_S
+
+    def _time_is_over(self) -> bool:
+        """Whether the look has lasted as long as it should.
+
+        What disturbed stretches took is added, up to `remeasure` times that.
+        """
+        self._stretches.most_extra_s = self.request.remeasure * self._lasts_s
+        return self._elapsed() >= min(self._lasts_s, self.request.most_s) + self._stretches.extra_s
+
+    def _may_end(self) -> bool:
         """Whether all samples are judged: a stretch that is too short for it goes on, a disturbed one is repeated."""
         if not self._stretches.current:
-            return bool(self._stretches.clean) or over
-        return self._stretches.is_long_enough() and (self._stretches.close() or over)
+            return bool(self._stretches.clean) or self._time_is_over()
+        return self._stretches.is_long_enough() and (self._stretches.close() or self._time_is_over())
 
     def _samples_that_count(self, least: Mapping[str, int]) -> dict[str, list[float]]:
         """The clean samples where there are enough of each part; else all, and the trial is disturbed."""
@@ -255,11 +308,6 @@ class StepTimer(StepRunner):
         if self._stretches.problem is not None:
             self.disturbed = self._stretches.problem
         return self._stretches.everything()
-
-    def _part_micro_steps(self) -> int:
-        """Micro-steps of one more short step: fewer if they would take too much of the time box."""
-        fastest_s = min(min(seconds) for part, seconds in self.parts.items() if "micro_step" in part)
-        return FITS_MICRO_STEPS if self._is_expensive([fastest_s], PART_MICRO_STEPS) else PART_MICRO_STEPS
 
     def _most_expensive_part(self) -> str:
         """The part that most of a step's time is spent in."""
@@ -273,12 +321,12 @@ class StepTimer(StepRunner):
         """The medians of the parts that were timed."""
         return {part: float(np.median(seconds)) for part, seconds in self.parts.items() if seconds}
 
+    def kept_samples(self) -> dict[str, tuple[float, ...]]:
+        """The samples that count, by part, for the record: the first MOST_KEPT, in microseconds at the finest."""
+        found = {STEP: self.samples} if self.method == "whole_steps" else self.parts
+        return {part: tuple(round(s, 6) for s in seconds[:MOST_KEPT]) for part, seconds in found.items()}
+
     # Helpers.
 
     def _while_kernels_run(self) -> None:
         self.load.gpu.sample()
-
-    def _stop_rule(self) -> StopRule:
-        return StopRule(
-            time_box_s=self.request.time_box_s, best_high_s=self.request.best_high_s, narrow=self.request.narrow
-        )

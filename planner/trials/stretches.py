@@ -63,6 +63,10 @@ class Stretches:
         """Whether the stretch can be judged: the kernel's figures are coarse."""
         return self.ranks.any(self.load.is_long_enough)
 
+    def is_clean(self) -> bool:
+        """Whether nothing has disturbed the stretch up to now; it goes on."""
+        return not self.ranks.any(self.load.end() is not None)
+
     def close(self) -> bool:
         """Judges the stretch and begins another; returns whether it was clean."""
         seconds = self.load.seconds

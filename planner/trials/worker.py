@@ -16,11 +16,11 @@ from autoplan.errors import DeviceError
 from autoplan.planner.records import Interval, Outcome
 from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor
 from autoplan.planner.trials.load import LoadMonitor
-from autoplan.planner.trials.measure import Stop, spread_warning
+from autoplan.planner.trials.measure import spread_warning
 from autoplan.planner.trials.rank_sync import RankSync
 from autoplan.planner.trials.request import TrialAnswer, TrialRequest
 from autoplan.planner.trials.step_runner import NonfiniteError
-from autoplan.planner.trials.step_timer import CannotWinError, StepTimer
+from autoplan.planner.trials.step_timer import BehindError, StepTimer
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
@@ -58,16 +58,19 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     ranks.barrier()
     load = LoadMonitor(device=device, root_pid=os.getppid())  # the zygote: all below it is this trial
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, load=load)
+    behind: BehindError | None = None
     try:
-        interval, stop = _measure(timer, memory)
+        interval = _measure(timer, memory)
     except NonfiniteError as error:
         return TrialAnswer(outcome=Outcome.NONFINITE, reason=str(error), loss=None, startup_s=startup_s)
-    except CannotWinError as error:
-        interval, stop = error.interval, "slower"
+    except BehindError as error:
+        interval, behind = error.interval, error
     answer = TrialAnswer(
         step_time_s=interval,
         method=timer.method,
+        at_least_s=None if behind is None else behind.at_least_s,
         parts_s=timer.part_medians(),
+        samples_s=timer.kept_samples(),
         peak_memory=memory.read(),
         loss=timer.last_loss,
         first_losses=tuple(timer.first_losses),
@@ -77,7 +80,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
         startup_s=startup_s,
     )
     context.phase("done")
-    return _decide_outcome(answer, stop, memory, request)
+    return _decide_outcome(answer, memory, request)
 
 
 def pick_device(context: RankContext, kind: str) -> torch.device:
@@ -118,8 +121,8 @@ def _shorten_timeout(seconds: float) -> None:
         change(timedelta(seconds=seconds), None)
 
 
-def _measure(timer: StepTimer, memory: MemoryMonitor) -> tuple[Interval, Stop]:
-    """Two short steps, then whole steps or parts until the stop rule ends it."""
+def _measure(timer: StepTimer, memory: MemoryMonitor) -> Interval:
+    """Two short steps, then whole steps or parts until there are enough."""
     if not timer.request.config.pp > 1:
         timer.short_steps()
     if timer.choose_method() == "whole_steps":
@@ -155,7 +158,7 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
     return warnings
 
 
-def _decide_outcome(answer: TrialAnswer, stop: Stop, memory: MemoryMonitor, request: TrialRequest) -> TrialAnswer:
+def _decide_outcome(answer: TrialAnswer, memory: MemoryMonitor, request: TrialRequest) -> TrialAnswer:
     """The outcome of a trial that ran to its end."""
     peak, limit = answer.peak_memory.peak_bytes, request.memory_limit_bytes
     if memory.allocator_retries:
@@ -175,13 +178,13 @@ def _decide_outcome(answer: TrialAnswer, stop: Stop, memory: MemoryMonitor, requ
                 "reason": f"it took {peak / 2**30:.2f} GiB of device memory; the limit is {limit / 2**30:.2f} GiB",
             }
         )
-    if stop == "slower":
-        assert answer.step_time_s is not None and request.best_high_s is not None
+    if answer.at_least_s is not None:
+        assert request.to_beat is not None, "a look is dropped for a leader"
         return answer.model_copy(
             update={
                 "outcome": Outcome.PRUNED,
-                "reason": f"stopped early: a step takes {answer.step_time_s.median:.3g} s, the best so far at most "
-                f"{request.best_high_s:.3g} s",
+                "reason": f"stopped early: a step takes at least {answer.at_least_s:.3g} s, the best so far "
+                f"{math.exp(request.to_beat.log_s):.3g} s",
             }
         )
     if answer.step_time_s is None or not math.isfinite(answer.step_time_s.median):

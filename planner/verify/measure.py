@@ -121,7 +121,7 @@ def verify_plan(
             purpose="finalist",
             config=plan.config,
             prediction=plan.prediction,
-            time_box_s=seconds,
+            most_s=seconds,
             deadline_s=seconds * 4 + PARITY_DEADLINE_S,
         )
         trial = runner.run(order)

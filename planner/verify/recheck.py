@@ -13,7 +13,6 @@ from pathlib import Path
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Recheck
 from autoplan.planner.search.options import SearchOptions, SearchResult
-from autoplan.planner.search.session import time_box_s
 from autoplan.planner.search.setup import limits
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.device_lock import DeviceLock, device_names
@@ -55,7 +54,7 @@ def with_recheck(
 
 
 def make_order(result: SearchResult, plan: Plan) -> TrialOrder:
-    """The trial that is run: timed as those of the search were, in a time box as long as theirs.
+    """The trial that is run: timed as those of the search were.
 
     The compile cache may be empty by now, so the deadline comes from all runs of the configuration: the first one
     compiled. Where each of them found its kernels, nobody knows how long that takes, and the compiler has its own time.
@@ -74,7 +73,6 @@ def make_order(result: SearchResult, plan: Plan) -> TrialOrder:
         purpose="finalist",
         config=plan.config,
         prediction=plan.prediction,
-        time_box_s=time_box_s(result.budget_s),
         deadline_s=deadline_s,
         method="whole_steps" if plan.measurement.method == "whole_steps" else "parts",
     )

@@ -72,7 +72,6 @@ def setup_of(image: Recorded) -> dict[str, Any]:
         "ranks": 1,
         "seed": 0,
         "bounds": [],
-        "time_box_s": 1.0,
         "legal": 8,
         "global_batch": 16,
         "cpu": "some",
@@ -154,7 +153,7 @@ def test_of_a_table_that_is_not_finished_what_ran_twice_is_read(table: Path, ima
 
 
 def test_a_table_is_not_mixed_with_another(table: Path, image: Recorded):
-    asked = {"case": "vision", "ranks": 1, "seed": 1, "bounds": [], "time_box_s": 1.0}
+    asked = {"case": "vision", "ranks": 1, "seed": 1, "bounds": []}
     with pytest.raises(UsageError, match="was begun with seed 0, and now it is 1"):
         search_tables.open_setup(table, asked)
     with pytest.raises(UsageError, match="versions"):

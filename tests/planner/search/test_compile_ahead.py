@@ -171,7 +171,7 @@ def searching(
     folder: Path, candidates: list[TrainingConfig] = CANDIDATES, *, sampler: str = "autoplan", global_batch: int = 8
 ) -> Any:
     """As much of a session as compiling ahead asks for; what is not compiled was measured."""
-    cost = TrialCost(candidates, global_batch=global_batch, num_blocks=4, device="cpu", time_box_s=5.0)
+    cost = TrialCost(candidates, global_batch=global_batch, num_blocks=4, device="cpu")
     estimates: Any = Estimates()
     model = CandidateModel(candidates, estimates, cost, memory_limit_bytes=64 * 2**30)
     for number, config in enumerate(c for c in candidates if c.compile == "off"):

@@ -82,11 +82,7 @@ def measure(found: Any, folder: Path) -> list[Any]:
     )
     configs = [config for config in found.model.candidates if config.compile == "model"]
     return [
-        runner.run(
-            TrialOrder(
-                number=number, purpose="search", config=config, prediction=None, time_box_s=1.0, deadline_s=300.0
-            )
-        )
+        runner.run(TrialOrder(number=number, purpose="search", config=config, prediction=None, deadline_s=300.0))
         for number, config in enumerate(configs)
     ]
 

@@ -136,7 +136,7 @@ def take_over_of(*studies: LearnedStudy) -> Any:
 
 def test_the_cost_of_compiling_is_taken_over_for_a_model_of_another_depth():
     compiled = TrainingConfig(micro_batch=1, compile="block")
-    options: dict[str, Any] = {"global_batch": 4, "num_blocks": 12, "device": "cpu", "time_box_s": 1.0}
+    options: dict[str, Any] = {"global_batch": 4, "num_blocks": 12, "device": "cpu"}
     first = TrialCost([compiled], **options)
     trial = make_trial(0, compiled, 0.1, phase_seconds={"start": 1.0, "compile": 50.0, "measure": 1.0})
     first.observe(trial)
@@ -151,7 +151,7 @@ def test_the_cost_of_compiling_is_taken_over_for_a_model_of_another_depth():
 
 def test_costs_that_a_search_took_over_are_not_pooled_as_its_own():
     compiled = TrainingConfig(micro_batch=1, compile="block")
-    options: dict[str, Any] = {"global_batch": 4, "num_blocks": 12, "device": "cpu", "time_box_s": 1.0}
+    options: dict[str, Any] = {"global_batch": 4, "num_blocks": 12, "device": "cpu"}
     studies: list[LearnedStudy] = []
     for number, compile_s in enumerate([75.0, 0.0, 0.0, 0.0, 0.0, 0.0, 25.0]):  # 25 s are expected of a block
         cost = TrialCost([compiled], **options, kept=take_over_of(*studies).costs if studies else None)

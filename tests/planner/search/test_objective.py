@@ -12,13 +12,13 @@ from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Objective, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel, prospects
-from autoplan.planner.search.objective import THROUGHPUT, finalists, order, time_to_beat_s
+from autoplan.planner.search.objective import THROUGHPUT, finalists, order, to_beat
 from autoplan.planner.search.run import SearchOptions, run_search
 from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import collect_runs
 from autoplan.planner.search.surrogate import Posterior, expected_improvement
 from autoplan.planner.store.store import study_identity
-from autoplan.planner.trials.measure import Spread
+from autoplan.planner.trials.measure import RUN_SPREAD, Spread
 from autoplan.report import facts
 from autoplan.report.html import render_page
 from autoplan.report.pareto import pareto_document, pareto_front, pareto_rows
@@ -65,10 +65,18 @@ def test_cost_counts_each_rank():
     assert objective.cost_per_million(1000.0, 2) == pytest.approx(1e6 / 1000 / 3600 * 2 * 3.6)
     assert Objective(name="cost").cost_per_million(1000.0, 2) is None
     best = runs[-1].first
-    assert time_to_beat_s(objective, best, two) == pytest.approx(0.5 * best.step_time_s.high)
-    assert time_to_beat_s(THROUGHPUT, best, two) == best.step_time_s.high
-    assert time_to_beat_s(MEMORY, best, two) == pytest.approx(best.step_time_s.high / 0.8)
-    assert time_to_beat_s(MEMORY, None, two) is None
+    seconds = best.step_time_s.median
+
+    def beaten_s(objective: Objective) -> float:
+        found = to_beat(objective, best, two, Spread(), 10)
+        assert found is not None and found.sd > found.run_sd == pytest.approx(RUN_SPREAD)
+        assert found.level == pytest.approx(0.005)
+        return math.exp(found.log_s)
+
+    assert beaten_s(objective) == pytest.approx(0.5 * seconds)
+    assert beaten_s(THROUGHPUT) == pytest.approx(seconds)
+    assert beaten_s(MEMORY) == pytest.approx(seconds / 0.8)
+    assert to_beat(MEMORY, None, two, Spread(), 10) is None
 
 
 def test_the_next_trial_lowers_what_is_looked_for():

@@ -85,7 +85,7 @@ class Search:
     """A search over the machine of these tests, in a study in memory."""
 
     def __init__(self, kind: Any = "autoplan") -> None:
-        cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu", time_box_s=5.0)
+        cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu")
         estimator: Any = Estimates()
         self.model = CandidateModel(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT)
         self.sampler: CandidateSampler = make_sampler(kind, self.model, SPACES, seed=0)

@@ -44,7 +44,7 @@ def trial_of(config: TrainingConfig, *, number: int = 0, seconds: float = 1.0, c
 
 
 def trial_cost(*configs: TrainingConfig) -> TrialCost:
-    return TrialCost(configs or (PLAIN,), global_batch=8, num_blocks=12, device="cpu", time_box_s=10.0)
+    return TrialCost(configs or (PLAIN,), global_batch=8, num_blocks=12, device="cpu")
 
 
 # Compilations.
@@ -137,7 +137,7 @@ def test_a_slow_mode_that_the_user_fixed_waits_for_nothing():
 
 
 def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
-    cost = TrialCost(MODES, global_batch=8, num_blocks=12, device="cuda", time_box_s=10.0)
+    cost = TrialCost(MODES, global_batch=8, num_blocks=12, device="cuda")
     fast = MODES[0]
     tuned = fast.model_copy(update={"compile_mode": "max-autotune"})
     for limit_s, waits in ((1000.0, False), (60.0, True)):

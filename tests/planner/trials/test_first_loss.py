@@ -79,7 +79,7 @@ def test_a_fixed_micro_batch_is_taken_as_it_is():
 
 
 def test_a_timer_keeps_the_losses_of_its_first_step_alone():
-    timer = make_timer("make_sound", micro_batch=2, time_box_s=5.0)
+    timer = make_timer("make_sound", micro_batch=2)
     timer.short_steps()
     assert len(timer.first_losses) == min(3, timer.run.accumulation)
     assert timer.first_losses[0] == pytest.approx(timer.first_losses[-1], rel=1e-5)

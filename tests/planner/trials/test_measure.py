@@ -7,10 +7,8 @@ import pytest
 
 from autoplan.planner.records import Interval
 from autoplan.planner.trials.measure import (
-    StopRule,
     drop_warmup,
     invert,
-    is_settled,
     median_interval,
     pool_runs,
     ratio_interval,
@@ -75,28 +73,9 @@ def test_on_one_rank_missing_kinds_of_micro_steps_are_alike():
     assert sum_interval(step_terms(parts, 4)).median == 12.0
 
 
-def test_warm_up_ends_when_two_windows_agree():
-    assert not is_settled([5.0, 3.0, 2.0, 1.5, 1.2, 1.1])
-    assert is_settled([5.0, 3.0, 1.0, 1.01, 1.0, 1.0, 1.01, 1.0])
-
-
 def test_slow_first_samples_are_dropped_but_enough_are_kept():
     assert drop_warmup([3.0, 1.5, 1.0, 1.0, 1.0], keep=3) == [1.0, 1.0, 1.0]
     assert drop_warmup([3.0, 2.0, 1.0], keep=3) == [3.0, 2.0, 1.0]
-
-
-def test_stop_rule():
-    rule = StopRule(time_box_s=10.0, best_high_s=2.0)
-    assert rule.decide(steady(1.0, 0.005), 1.0) == "narrow"
-    assert rule.decide(steady(1.0, 0.2), 1.0) is None
-    assert rule.decide(steady(1.0, 0.2), 11.0) == "time_box"
-    assert rule.decide(steady(3.0, 0.2), 1.0) == "slower"
-    assert rule.decide(steady(2.1, 0.2), 1.0) is None  # may still be faster
-    assert StopRule(time_box_s=10.0).decide(steady(99.0, 0.2), 1.0) is None  # there is no best one yet
-
-
-def test_a_narrow_interval_of_few_samples_is_not_enough():
-    assert StopRule(time_box_s=10.0).decide(steady(1.0, 0.001, samples=3), 1.0) is None
 
 
 def test_rate_from_time():

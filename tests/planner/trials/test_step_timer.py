@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.planner.trials import request, step_runner, step_timer
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import step_terms, sum_interval
 from autoplan.planner.trials.rank_sync import RankSync
-from autoplan.planner.trials.request import TrialRequest
-from autoplan.planner.trials.step_timer import PART_MICRO_STEPS, StepTimer
+from autoplan.planner.trials.request import PART_MICRO_STEPS, TrialRequest
+from autoplan.planner.trials.step_timer import BehindError, StepTimer
 from autoplan.planner.trials.worker import _warnings
 from autoplan.probes.nvml import open_nvml
 from autoplan.strategies.config import TrainingConfig
@@ -61,14 +63,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def make_timer(
-    function: str, micro_batch: int, time_box_s: float, *problems: str | None, precision: Any = "fp32", **asked: Any
+    function: str, micro_batch: int, *problems: str | None, precision: Any = "fp32", **asked: Any
 ) -> StepTimer:
     spec = make_spec(model=f"{WORKLOADS}:{function}")
     config = TrainingConfig(micro_batch=micro_batch, threads=1, precision=precision)
     silent: Any = Silent()
     return StepTimer(
         context=silent,
-        request=TrialRequest(spec=spec, config=config, device="cpu", time_box_s=time_box_s, **asked),
+        request=TrialRequest(spec=spec, config=config, device="cpu", **asked),
         run=prepare(load_workload(spec), config),
         ranks=RankSync(1, torch.device("cpu")),
         mesh=None,
@@ -76,23 +78,14 @@ def make_timer(
     )
 
 
-@pytest.mark.parametrize(
-    ("time_box_s", "micro_steps_run", "samples"),
-    [(0.05, 3, 2), (0.7, 4, 3)],  # a micro-step of 0.2 s is very expensive; is expensive
-)
-def test_an_expensive_trial_runs_only_the_micro_steps_that_show_that_it_fits(
-    time_box_s: float, micro_steps_run: int, samples: int
-):
-    """Real steps of a real run; each is made to last 0.2 s. Two optimizer steps, gradients accumulated beside state."""
-    timer = make_timer("make_sound", 32, time_box_s)
-    real, counts = timer.run.micro_step, [0]
+def slow_micro_steps(timer: StepTimer, seconds: float) -> list[int]:
+    """Has each micro-step take so much longer; the list counts them, by optimizer step."""
+    real, real_end, counts = timer.run.micro_step, timer.run.optimizer_step, [0]
 
     def slow(*arguments: Any, **options: Any) -> Any:
         counts[-1] += 1
-        time.sleep(0.2)
+        time.sleep(seconds)
         return real(*arguments, **options)
-
-    real_end = timer.run.optimizer_step
 
     def end(*arguments: Any) -> Any:
         counts.append(0)
@@ -100,16 +93,109 @@ def test_an_expensive_trial_runs_only_the_micro_steps_that_show_that_it_fits(
 
     timer.run.micro_step = slow  # type: ignore[method-assign]
     timer.run.optimizer_step = end  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "very", "counted", "samples"),
+    [
+        (32, True, [1, 2, 0], 2),
+        (32, False, [2, 2, 0], 3),
+        (384, True, [1, 1, 1, 0], 2),  # the one micro-step of a step is a sample from the second step on
+    ],
+)
+def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
+    monkeypatch: pytest.MonkeyPatch, micro_batch: int, very: bool, counted: list[int], samples: int
+):
+    """Real steps of a real run; each is made to last 0.5 s. Two optimizer steps, gradients accumulated beside state."""
+    for module in (request, step_runner, step_timer):
+        monkeypatch.setattr(module, "EXPENSIVE_S", 0.1, raising=False)
+        monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.3 if very else 3.0, raising=False)
+    monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)
+    timer = make_timer("make_sound", micro_batch)
+    counts = slow_micro_steps(timer, 0.5)
     timer.short_steps()
     assert timer.choose_method() == "parts"
-    interval, stop = timer.measure_parts()
-    assert stop == "time_box"
-    assert counts[-1] == 0
-    assert sum(counts) == micro_steps_run
-    assert counts[1] == 2, "the second step accumulates beside the optimizer's state"
+    interval = timer.measure_parts()
+    assert counts == counted
     assert interval.samples == samples
-    assert interval.median > timer.run.accumulation * 0.2
+    assert interval.median > timer.run.accumulation * 0.5
     assert interval.low < interval.median < interval.high
+    assert set(timer.kept_samples()) == set(timer.parts) > {"optimizer_step"}
+
+
+def test_a_look_at_short_steps_takes_little_more_than_its_warm_up_and_two_stretches():
+    """By the samples' own clock: a loaded machine makes single steps longer, not the rule."""
+    timer = make_timer("make_sound", 128)
+    timer.short_steps()
+    assert timer.choose_method() == "whole_steps"
+    began = timer._began
+    timer.warm_up()
+    assert time.monotonic() - began >= request.WARM_UP_S
+    began = time.monotonic()
+    interval = timer.measure_whole_steps()
+    assert request.MEASURING_S <= time.monotonic() - began < request.MEASURING_S + 2.0
+    assert interval.samples >= request.FEWEST_SAMPLES
+    assert len(timer.kept_samples()["step"]) == min(interval.samples, step_timer.MOST_KEPT)
+
+
+def leader(step_s: float) -> ToBeat:
+    return ToBeat(log_s=math.log(step_s), sd=0.03, level=0.01)
+
+
+@pytest.mark.parametrize("method", ["whole_steps", "parts"])
+def test_what_is_behind_the_leader_is_dropped_with_a_lower_bound_of_its_time(method: Any):
+    timer = make_timer("make_sound", 128, method=method, to_beat=leader(1e-5))
+    timer.short_steps()
+    timer.choose_method()
+    with pytest.raises(BehindError) as dropped:
+        if method == "whole_steps":
+            timer.warm_up()
+            timer.measure_whole_steps()
+        else:
+            timer.measure_parts()
+    assert 1e-5 < dropped.value.at_least_s < dropped.value.interval.median
+    assert dropped.value.interval.samples >= request.FEWEST_SAMPLES
+
+
+def test_a_very_expensive_look_ends_in_the_middle_of_a_step_if_its_micro_steps_alone_are_too_slow(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The first micro-step never counts; the second is slow, so the third is not run."""
+    for module in (request, step_runner, step_timer):
+        monkeypatch.setattr(module, "EXPENSIVE_S", 0.05, raising=False)
+        monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.1, raising=False)
+    timer = make_timer("make_sound", 32, to_beat=leader(0.05))
+    counts = slow_micro_steps(timer, 0.2)
+    with pytest.raises(BehindError) as dropped:
+        timer.short_steps()
+    assert counts == [1, 1]
+    assert 0.05 < dropped.value.at_least_s < timer.run.accumulation * 0.2 < dropped.value.interval.high
+
+
+def test_a_disturbed_look_is_not_dropped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_timer, "EXPENSIVE_S", 0.05)
+    timer = make_timer("make_sound", 32, *[OTHERS] * 10_000, to_beat=leader(0.05))
+    slow_micro_steps(timer, 0.2)
+    timer.short_steps()
+    assert timer.parts
+
+
+def test_what_records_cuda_graphs_counts_from_the_third_micro_step_on(monkeypatch: pytest.MonkeyPatch):
+    """With accumulation 1 the second short step records the graph: it is no sample (the run here has no graphs)."""
+    for module in (request, step_runner, step_timer):
+        monkeypatch.setattr(module, "EXPENSIVE_S", 0.1, raising=False)
+        monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.3, raising=False)
+    monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)
+    timer = make_timer("make_sound", 384)
+    graphs = timer.request.config.model_copy(update={"compile": "model", "compile_mode": "reduce-overhead"})
+    timer.request = timer.request.model_copy(update={"config": graphs})
+    seen = slow_from(timer, range(1, 3), 1.0)
+    timer.short_steps()
+    timer.choose_method()
+    interval = timer.measure_parts()
+    assert seen[0] >= 4
+    assert interval.high < 1.0
 
 
 def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.MonkeyPatch):
@@ -118,7 +204,7 @@ def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.Monke
     Within 20 %: seen here are 2 %, and 15 to 40 % when the second micro-step is not a part of its own.
     """
     monkeypatch.setattr(time, "perf_counter", time.process_time)
-    timer = make_timer("make_wide", 32, 1000.0)
+    timer = make_timer("make_wide", 32)
     batches = [timer._make_batch(timer.run.local_batch) for _ in range(2)]
     whole: list[float] = []
     timed: dict[str, list[float]] = {}
@@ -152,16 +238,16 @@ def slow_from(timer: StepTimer, calls: range, seconds: float) -> list[int]:
 @pytest.mark.parametrize("method", ["whole_steps", "parts"])
 def test_a_disturbed_stretch_is_measured_again(method: Any):
     """The first stretch of the window is slow and disturbed: its samples do not count, in whole steps and in parts."""
-    timer = make_timer("make_sound", 128, 1.5, OTHERS, method=method)
+    timer = make_timer("make_sound", 128, OTHERS, method=method)
     slow_from(timer, range(1, 7), 0.05)
     timer.short_steps()  # the first stretch
     timer.choose_method()
     if method == "whole_steps":
         timer.load.problems = [OTHERS]  # type: ignore[attr-defined]
-        timer._prepare_whole_steps()
-        interval, _ = timer.measure_whole_steps()
+        timer.warm_up()
+        interval = timer.measure_whole_steps()
     else:
-        interval, _ = timer.measure_parts()
+        interval = timer.measure_parts()
     assert timer.disturbed is None
     assert timer.load.discarded == {"other work": timer.load.discarded["other work"]}
     assert interval.high < 0.05, "no sample of the disturbed stretch counts"
@@ -171,24 +257,24 @@ def test_a_disturbed_stretch_is_measured_again(method: Any):
 
 @pytest.mark.parametrize("method", ["whole_steps", "parts"])
 def test_what_stays_disturbed_is_said_and_ends(method: Any):
-    """Each stretch is disturbed: measuring takes at most three time boxes, and the trial says that it was disturbed."""
-    timer = make_timer("make_sound", 128, 0.2, *[OTHERS] * 10_000, method=method)
+    """Each stretch is disturbed: measuring takes twice as long at most, and the trial says that it was disturbed."""
+    timer = make_timer("make_sound", 128, *[OTHERS] * 10_000, method=method)
     began = time.monotonic()
     timer.short_steps()
     timer.choose_method()
     if method == "whole_steps":
-        timer._prepare_whole_steps()
-    interval, _ = timer.measure_whole_steps() if method == "whole_steps" else timer.measure_parts()
+        timer.warm_up()
+    interval = timer.measure_whole_steps() if method == "whole_steps" else timer.measure_parts()
     assert timer.disturbed == OTHERS
     assert interval.median > 0
-    assert time.monotonic() - began < 3 * 0.2 + 1.0
+    assert time.monotonic() - began < request.WARM_UP_S + 2 * request.MEASURING_S + 1.5
 
 
 def test_a_window_with_a_compilation_does_not_count_in_parts_either():
-    timer = make_timer("make_sound", 128, 0.3, "torch.compile compiled again", method="parts")
+    timer = make_timer("make_sound", 128, "torch.compile compiled again", method="parts")
     slow_from(timer, range(1, 4), 0.3)
     timer.short_steps()
-    interval, _ = timer.measure_parts()
+    interval = timer.measure_parts()
     assert timer.load.discarded == {"torch.compile compiled again": 1}
     assert timer.disturbed is None
     assert interval.high < 0.3
@@ -197,7 +283,7 @@ def test_a_window_with_a_compilation_does_not_count_in_parts_either():
 def test_skipped_fp16_steps_do_not_count_and_do_not_end_the_trial():
     """A loss scale that overflows at first, as on any new run: the steps that are skipped are run again."""
     for method in ("whole_steps", "parts"):
-        timer = make_timer("make_sound", 128, 0.3, precision="fp16", method=method)
+        timer = make_timer("make_sound", 128, precision="fp16", method=method)
         assert timer.run.scaler is not None
         timer.run.scaler._init_scale = 2.0**40
         timer.run.scaler._scale = None
@@ -209,15 +295,15 @@ def test_skipped_fp16_steps_do_not_count_and_do_not_end_the_trial():
             timer.run.scaler._scale.fill_(2.0**40)  # type: ignore[union-attr]
             timer.warm_up()
             assert timer.skipped > before
-            interval, _ = timer.measure_whole_steps()
+            interval = timer.measure_whole_steps()
         else:
-            interval, _ = timer.measure_parts()
+            interval = timer.measure_parts()
         assert math.isfinite(interval.median)
 
 
 def test_the_gpu_is_asked_while_its_kernels_run():
     """A driver that tells of a busy card until the work is waited for, and of an idle one after that."""
-    timer, card = make_timer("make_sound", 128, 0.3), FakeGpu()
+    timer, card = make_timer("make_sound", 128), FakeGpu()
     gpu = timer.load.gpu
     gpu._nvml, _ = open_nvml(FakeNvml([card]))
     gpu._handle = card
@@ -240,7 +326,7 @@ def test_cuda_graphs_that_torch_skipped_are_in_the_warnings():
     from torch._dynamo.utils import counters
     from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
-    timer = make_timer("make_sound", 128, 0.3)
+    timer = make_timer("make_sound", 128)
     config = TrainingConfig(micro_batch=128, compile="model", compile_mode="reduce-overhead")
     request = timer.request.model_copy(update={"config": config})
     before = counters["inductor"]["cudagraph_skips"]

@@ -1,5 +1,6 @@
 """Every fault of a trial is an outcome with a reason. The faults are in the workload; the product has no switches."""
 
+import math
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.failures import classify_exception
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
 from autoplan.processes import Zygote
@@ -45,7 +47,6 @@ def measure(runner: TrialRunner, number: int, **options: object) -> Trial:
         "purpose": "search",
         "config": TrainingConfig(micro_batch=128),
         "prediction": None,
-        "time_box_s": 1.0,
         "deadline_s": 300.0,
     }
     return runner.run(TrialOrder(**(values | options)))  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ def test_a_good_trial_records_all_its_measurements(runner: TrialRunner):
 
 
 def test_a_trial_that_is_slower_than_the_best_is_stopped_early(runner: TrialRunner):
-    trial = measure(runner, 0, best_high_s=1e-6)
+    trial = measure(runner, 0, to_beat=ToBeat(log_s=math.log(1e-6), sd=0.03, level=0.01))
     assert trial.outcome is Outcome.PRUNED
     assert "stopped early" in (trial.reason or "")
     assert trial.step_time_s is not None

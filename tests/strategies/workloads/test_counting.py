@@ -166,7 +166,7 @@ def test_a_trial_runs_the_largest_batch_and_times_typical_ones(micro_batch: int)
     silent: Any = Silent()
     timer = StepTimer(
         context=silent,
-        request=TrialRequest(spec=spec, config=config, device="cpu", time_box_s=1.0),
+        request=TrialRequest(spec=spec, config=config, device="cpu"),
         run=prepare(workload, config),
         ranks=RankSync(1, torch.device("cpu")),
         mesh=None,
