@@ -27,8 +27,9 @@ from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.rounds import run_claim, run_finalists
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, time_box_s
-from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
+from autoplan.planner.search.setup import SearchContext, prepare_search
 from autoplan.planner.search.stages import fall_back, find_verified, run_baseline, run_manual_setting, run_trials
+from autoplan.planner.search.target import Target, find_target
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
