@@ -20,7 +20,7 @@ import numpy as np
 from autoplan.planner.records import Compiled, CompiledAhead, Outcome
 from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.session import Session
-from autoplan.planner.search.setup import context_bytes
+from autoplan.planner.search.target import context_bytes
 from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S

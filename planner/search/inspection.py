@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError, WorkloadError
-from autoplan.planner.search.options import SearchObserver
+from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
@@ -50,6 +50,30 @@ class UserCodeLimits:
 def longest_inspection_s(budget_s: float) -> float:
     """The most seconds that an inspection may take, however much of the budget is left."""
     return max(INSPECT_DEADLINE_S, INSPECT_SHARE * budget_s)
+
+
+def look_at(
+    zygote: Zygote,
+    options: SearchOptions,
+    hardware: HardwareProfile,
+    device: str,
+    *,
+    allowed: UserCodeLimits,
+    observer: SearchObserver,
+    on_attempt: Callable[[ProcessReport], None],
+) -> WorkloadFacts:
+    """The facts of what a search was given, its dataset checked too; raises what `inspect` and `check_loader` raise."""
+    observer.on_phase("inspect", f"looking at {options.spec.name}")
+    facts = inspect(zygote, options.spec, hardware, device, allowed=allowed, observer=observer, on_attempt=on_attempt)
+    spec = facts.spec.model_copy(update={"payload": options.spec.payload})
+    observer.on_workload(spec)
+    for note in spec.notes:
+        observer.on_note(note)
+    if options.loader is not None and not options.dry_run:
+        observer.on_phase("loader", f"a first look at {options.loader.reference}")
+        limit = allowed.memory_limit_bytes
+        check_loader(zygote, options.loader, spec.global_batch, left_s=allowed.left_s(), memory_limit_bytes=limit)
+    return facts.model_copy(update={"spec": spec})
 
 
 def inspect(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError
-from autoplan.planner.records import Objective
+from autoplan.planner.records import Objective, WorkLine
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
@@ -28,8 +28,9 @@ from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, make_model
-from autoplan.planner.search.setup import SearchContext, Target, find_target, prepare_search
+from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search
 from autoplan.planner.search.state import read_state
+from autoplan.planner.search.target import Target, find_target
 from autoplan.planner.search.work import do
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.device_lock import DeviceLock, device_names
@@ -169,7 +170,8 @@ def _search(run: SearchRun) -> SearchResult:
             run.observer.on_note(text)
     try:
         with Zygote(preload=preload_for(run.options.spec)) as zygote:
-            context = prepare_search(
+            began_s = store.spent_s
+            context = begin_search(
                 run.options,
                 zygote,
                 run.observer,
@@ -179,6 +181,8 @@ def _search(run: SearchRun) -> SearchResult:
                 on_attempt=run.add_attempt,
                 calibration=taken_over.calibration,
             )
+            setup_s = store.spent_s - began_s
+            store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
             run.context = context
             if not context.candidates:
                 return answer.nothing_fits(run, context)

@@ -1,20 +1,22 @@
-"""What a search knows before its first trial: the machine, the workload's facts, the legal space, predictions."""
+"""What a search knows before its first trial, and the pieces of it that can wait.
+
+`begin_search` finds out what the plain run needs: the facts of the workload, the trace of the plain variant, the space.
+`probe_more` and `trace_more` give the same context with measured rates, and with traces of other variants; each can be
+called at any time, and says before what it is expected to cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.errors import (
-    ConfigError,
-    DeviceError,
-)
 from autoplan.planner.records import LeftOutFamily
-from autoplan.planner.search.inspection import UserCodeLimits, check_loader, inspect
+from autoplan.planner.search.inspection import UserCodeLimits, look_at
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
+from autoplan.planner.search.target import degree_combinations, find_target, limits
 from autoplan.planner.space.failed_variants import without_failed_variants
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.space.knob_values import without_lossy
@@ -24,28 +26,17 @@ from autoplan.planner.space.twins import without_twins
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import ProcessReport, Zygote
-from autoplan.strategies.config import RANK_COUNTS, TrainingConfig
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.calibrate import Calibration
-    from autoplan.planner.cost.traced.estimator import CostTable, Estimator
-    from autoplan.planner.trace.model_profile import ModelProfile
-    from autoplan.strategies.analysis.facts import LeftOut, WorkloadFacts
-
-MEMORY_SHARE = 0.8
-"""Share of the available host memory that a trial may take unless --memory-limit says otherwise: the system's own
-out-of-memory killer must never have to act."""
-
-CUDA_MEMORY_SHARE = 0.95
-"""The same of a GPU, less what a process takes there before any tensor: running out is an exception of one process."""
-
-CONTEXT_BYTES = 6e8
-"""Of a CUDA context with its libraries, where the probes did not measure it (assumed)."""
+    from autoplan.planner.cost.traced.estimator import Estimator
+    from autoplan.planner.trace.model_profile import ModelProfile, VariantKey
+    from autoplan.strategies.analysis.facts import WorkloadFacts
 
 PROBE_SHARE = 0.2
-"""Of the budget, for the probes of the machine. They are made again by each search while other work disturbs them, so a
-short budget would else be half gone before the first trial."""
+"""Of the budget, for the probes of the machine: a short budget would else be half gone with them."""
 
 TIMING_SHARE = 0.05
 """Of the budget, for timing the model's operations on the device: one trial or less, and it spares several."""
@@ -53,85 +44,85 @@ TIMING_SHARE = 0.05
 TRACE_SHARE = 0.1
 """Of the budget, for tracing the variants; what there is no time for is predicted roughly."""
 
+VARIANT_SHARE = 0.3
+"""Of what the plain variant's trace took, for one more variant: fewer recordings, and no check of the depth."""
 
 OnAttempt = Callable[[str, ProcessReport], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """Where a search runs, by its options and this machine.
+class Means:
+    """What every piece of the setup is made with.
 
     Attributes:
-        device: cuda or cpu.
-        nproc: The largest number of ranks.
-        given_limit_bytes: The memory limit that the options give; None: they give none.
+        options: What the search is asked for.
+        zygote: Where ranks are started.
+        observer: Its methods are called with what happens.
+        saved: Where the study keeps its hardware profile: every run of a search uses the same one.
+        budget_s: Of the whole search.
+        left_s: How much of it is left now, in seconds.
+        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
+        calibration: Of the cost model, from earlier searches on this device; None: its own assumptions.
     """
 
-    device: Literal["cuda", "cpu"]
-    nproc: int
-    given_limit_bytes: int | None
+    options: SearchOptions
+    zygote: Zygote
+    observer: SearchObserver
+    saved: Path | None
+    budget_s: float
+    left_s: Callable[[], float]
+    on_attempt: OnAttempt
+    calibration: Calibration | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchContext:
-    """What the search knows before its first trial.
+    """What the search knows of the workload and the machine: enough for the plain run, and more after each piece.
 
     Attributes:
+        means: What the pieces are made with.
         spec: The workload's spec, complete.
         hardware: The machine.
+        probed: Its rates are those of the whole probes.
         device: cuda or cpu.
+        nproc: The largest number of ranks.
         memory_limit_bytes: Of one trial on its device.
         host_limit_bytes: Of one trial's processes in host memory together.
         facts: The workload's facts.
-        space: All legal candidates.
+        space: All legal candidates. No piece adds to it; a variant that fails in its trace leaves it.
+        held: (knob, value) of what is tried only where nothing else fits.
+        profile: The model: its traced variants, and the rough ones.
         estimator: The cost model.
         candidates: Those worth a trial, in the space's order.
         left_out: Families never tried, by any limit.
     """
 
+    means: Means
     spec: WorkloadSpec
     hardware: HardwareProfile
+    probed: bool
     device: Literal["cuda", "cpu"]
+    nproc: int
     memory_limit_bytes: int
     host_limit_bytes: int
     facts: WorkloadFacts
     space: Space
+    held: tuple[tuple[str, str], ...]
+    profile: ModelProfile
     estimator: Estimator
-    candidates: tuple[TrainingConfig, ...]
-    left_out: tuple[LeftOutFamily, ...]
+    candidates: tuple[TrainingConfig, ...] = ()
+    left_out: tuple[LeftOutFamily, ...] = ()
+
+    def variants(self, *configs: TrainingConfig) -> tuple[VariantKey, ...]:
+        """The variants that the predictions of these configurations read, the plain one first."""
+        return _variants(self.facts, configs)
+
+    def rough(self, config: TrainingConfig) -> bool:
+        """Whether a configuration is predicted without a trace of its variant."""
+        return any(key.text() in self.profile.rough_variants for key in self.variants(config))
 
 
-def pick_device(hardware: HardwareProfile, wanted: str | None) -> Literal["cuda", "cpu"]:
-    """The device type to search on.
-
-    Raises:
-        DeviceError: CUDA was asked for and there is none.
-    """
-    from autoplan.probes.run import pick_device as pick
-
-    kind = pick(hardware, wanted)
-    if kind not in ("cuda", "cpu"):
-        raise DeviceError(f"autoplan does not search on {kind!r}", hint="Use --device cuda or --device cpu.")
-    return "cuda" if kind == "cuda" else "cpu"
-
-
-def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
-    """Where the search runs: the device, up to how many ranks (by default all visible GPUs; 1 on CPU), the limit.
-
-    Raises:
-        DeviceError: CUDA was asked for and there is none.
-        UsageError: the memory limit is a share, and the memory of the device is not known.
-    """
-    device = pick_device(hardware, options.device)
-    gpus = sum(found.type == "cuda" for found in hardware.devices) if device == "cuda" else 0
-    return Target(
-        device=device,
-        nproc=max(1, gpus) if options.nproc is None else options.nproc,
-        given_limit_bytes=options.memory_limit_bytes(hardware.device(device).memory_total_bytes.value),
-    )
-
-
-def prepare_search(
+def begin_search(
     options: SearchOptions,
     zygote: Zygote,
     observer: SearchObserver,
@@ -142,17 +133,9 @@ def prepare_search(
     on_attempt: OnAttempt = lambda part, report: None,
     calibration: Calibration | None = None,
 ) -> SearchContext:
-    """Probes, inspects, traces, generates the space and predicts each candidate.
+    """What the plain run needs: the input is checked, the plain variant traced, the legal space made.
 
-    Args:
-        options: What the search is asked for.
-        zygote: Where ranks are started.
-        observer: Its methods are called with what happens.
-        saved: Where the study keeps its hardware profile: every run of a search uses the same one.
-        budget_s: Of the whole search; None: what the options say.
-        left_s: How much of it is left now, in seconds; None: all of it.
-        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
-        calibration: Of the cost model, from earlier searches on this device; None: its own assumptions.
+    Every other variant is predicted roughly, from the plain one. `Means` says what the arguments are.
 
     Raises:
         DidNotRunError: something outside ended the inspection each time.
@@ -160,151 +143,279 @@ def prepare_search(
         BudgetEndedError: the workload was not inspected within the budget.
         NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
     """
-    from autoplan.planner.cost.traced.estimator import Estimator
-    from autoplan.planner.trace.rough_profile import step_profile
-    from autoplan.planner.trace.trace import TIMING_BUDGET_S, TraceLimits, trace_profile
-    from autoplan.planner.trace.variants import variants_to_trace
     from autoplan.probes.run import read_host_profile
 
+    whole_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
+    means = Means(
+        options=options,
+        zygote=zygote,
+        observer=observer,
+        saved=saved,
+        budget_s=whole_s,
+        left_s=left_s or (lambda: whole_s),
+        on_attempt=on_attempt,
+        calibration=calibration,
+    )
     now = read_host_profile()
     target = find_target(options, now)
-    device = target.device
-    budget_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
-    hardware = _probe(now, device, zygote, observer, saved, ranks=target.nproc, limit_s=PROBE_SHARE * budget_s)
-    memory_limit, host_limit = limits(now, device, target.given_limit_bytes, measured=hardware)
-    observer.on_hardware(hardware, memory_limit)
-
-    allowed = UserCodeLimits(
-        budget_s=budget_s, left_s=left_s or (lambda: float(budget_s)), memory_limit_bytes=host_limit
-    )
-    observer.on_phase("inspect", f"looking at {options.spec.name}")
-    facts = inspect(
+    _, host_limit = limits(now, target.device, target.given_limit_bytes)
+    facts = look_at(
         zygote,
-        options.spec,
-        hardware,
-        device,
-        allowed=allowed,
+        options,
+        now,
+        target.device,
+        allowed=UserCodeLimits(budget_s=whole_s, left_s=means.left_s, memory_limit_bytes=host_limit),
         observer=observer,
         on_attempt=partial(on_attempt, "inspect"),
     )
-    spec = facts.spec.model_copy(update={"payload": options.spec.payload})
-    observer.on_workload(spec)
-    for note in spec.notes:
-        observer.on_note(note)
-    if options.loader is not None and not options.dry_run:
-        observer.on_phase("loader", f"a first look at {options.loader.reference}")
-        check_loader(zygote, options.loader, spec.global_batch, left_s=allowed.left_s(), memory_limit_bytes=host_limit)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
+    hardware, probed = _probe(means, now, target.device, target.nproc)
+    memory_limit, host_limit = limits(now, target.device, target.given_limit_bytes, measured=hardware)
+    observer.on_hardware(hardware, memory_limit)
     choices = facts.choices if options.numerics == "lossy" else without_lossy(facts.choices)
     named = {*options.fix, *options.bound}
     make_space = partial(
         generate,
-        global_batch=spec.global_batch,
-        device=hardware.device(device),
+        global_batch=facts.spec.global_batch,
+        device=hardware.device(target.device),
         fixed=options.fix,
         bounds=options.bound,
         degrees=degrees,
         degrees_left_out=degrees_left_out,
     )
     space = make_space(without_last_resorts(choices, named))
-
-    observer.on_phase("trace", f"counting the operations of {spec.name}")
-    profile = (
-        step_profile(facts, device)
-        if facts.step_s is not None
-        else trace_profile(
-            spec,
-            device=device,
-            zygote=zygote,
-            hardware=hardware,
-            facts=facts,
-            variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
-            limits=TraceLimits(
-                time_limit_s=TRACE_SHARE * budget_s,
-                timing_budget_s=min(TIMING_BUDGET_S, TIMING_SHARE * budget_s),
-                memory_limit_bytes=host_limit,
-                left_s=allowed.left_s(),
-            ),
-            on_attempt=partial(on_attempt, "trace"),
-        )
-    )
-    for note in profile.notes:
-        observer.on_note(note)
-    if profile.rough_variants:
-        observer.on_note(_rough_note(profile, TRACE_SHARE * budget_s))
-    observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
-    estimator = Estimator(
-        profile,
-        hardware,
-        device=device,
-        global_batch=spec.global_batch,
-        memory_limit_bytes=memory_limit,
-        calibration=calibration,
-    )
-
-    def predicted(space: Space) -> tuple[Space, CostTable]:
-        space = without_twins(
-            without_failed_variants(space, profile.failed_variants),
-            hardware.device(device),
-            named=named,
-            stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
-            launch_over_work=estimator.launch_over_work,
-        )
-        return space, estimator.table(space.candidates)
-
-    space, table = predicted(space)
-    held = held_back(choices, named)
-    least_memory = options.objective == "memory"
-    needless = None if least_memory else needless_last_resorts(held, space.candidates, table, memory_limit, device)
-    if held and needless is None:
-        why = "little memory is looked for" if least_memory else "nothing is sure to fit"
-        observer.on_phase("space", f"{why}: {', '.join(dict(held))} enters the space")
-        space, table = predicted(make_space(choices))
-    kept, dropped = keep_what_may_win(
-        space.candidates,
-        table,
-        memory_limit,
-        device,
-        spares_memory=not least_memory,
-        host_limit_bytes=host_limit if device == "cuda" else None,
-        named=named,
-    )
-    left_out = (*space.left_out, *(needless or ()), *dropped)
-    observer.on_space(len(kept), left_out)
-    return SearchContext(
-        spec=spec,
+    profile = _trace(means, hardware, target.device, facts, host_limit, _variants(facts, space.candidates))
+    context = SearchContext(
+        means=means,
+        spec=facts.spec,
         hardware=hardware,
-        device=device,
+        probed=probed,
+        device=target.device,
+        nproc=target.nproc,
         memory_limit_bytes=memory_limit,
         host_limit_bytes=host_limit,
         facts=facts,
         space=space,
-        estimator=estimator,
-        candidates=tuple(space.candidates[index] for index in kept),
-        left_out=left_out,
+        held=held_back(choices, named),
+        profile=profile,
+        estimator=_estimator(means, profile, hardware, target.device, facts.spec.global_batch, memory_limit),
+    )
+    sure = [config for config in space.candidates if not context.rough(config)]
+    if context.held and _needless(context, sure) is None:
+        why = "little memory is looked for" if options.objective == "memory" else "nothing is sure to fit"
+        observer.on_phase("space", f"{why}: {', '.join(dict(context.held))} enters the space")
+        space = make_space(choices)
+    space = without_twins(
+        space,
+        hardware.device(target.device),
+        named=named,
+        stored_in_fp32=profile.parameter_bytes >= 4 * profile.parameters,
+        launch_over_work=context.estimator.launch_over_work,
+    )
+    return _predicted(replace(context, space=space))
+
+
+def prepare_search(options: SearchOptions, zygote: Zygote, observer: SearchObserver, **means: Any) -> SearchContext:
+    """All that can be known before the first trial; the arguments are those of `begin_search`."""
+    return trace_more(probe_more(begin_search(options, zygote, observer, **means)))
+
+
+def probe_cost_s(context: SearchContext) -> float:
+    """Seconds that `probe_more` is expected to take; 0: it would change nothing."""
+    from autoplan.probes.run import COLLECTIVES_S
+
+    if context.probed:
+        return 0.0
+    return _probe_limit_s(context.means, context.device) + (COLLECTIVES_S if context.nproc > 1 else 0.0)
+
+
+def probe_more(context: SearchContext) -> SearchContext:
+    """The context with the rates of the whole probes."""
+    if context.probed:
+        return context
+    hardware, probed = _probe(context.means, context.hardware, context.device, context.nproc)
+    return _predicted(replace(context, hardware=hardware, probed=probed))
+
+
+def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> float:
+    """Seconds that `trace_more` is expected to take for these variants; 0: it would change nothing."""
+    wanted = _rough(context, variants)
+    if not wanted and not _is_untimed(context):
+        return 0.0
+    plain_s = context.profile.seconds_spent
+    more_s = min(VARIANT_SHARE * plain_s * len(wanted), TRACE_SHARE * context.means.budget_s)
+    return plain_s + more_s + _timing_s(context.means)
+
+
+def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> SearchContext:
+    """The context with these variants traced, those of them that are rough; None: all of its space.
+
+    What there is no time for stays rough. Operations are timed on the device.
+    """
+    wanted = _rough(context, variants)
+    if not wanted and not _is_untimed(context):
+        return context
+    means, everything = context.means, context.variants(*context.space.candidates)
+    profile = _trace(
+        means,
+        context.hardware,
+        context.device,
+        context.facts,
+        context.host_limit_bytes,
+        everything,
+        more=wanted,
+        known=context.profile,
+    )
+    return _predicted(replace(context, profile=profile))
+
+
+def _variants(facts: WorkloadFacts, configs: Sequence[TrainingConfig]) -> tuple[VariantKey, ...]:
+    from autoplan.planner.trace.variants import variants_to_trace
+
+    return () if facts.step_s is not None else variants_to_trace(configs, has_blocks=facts.num_blocks > 0)
+
+
+def _rough(context: SearchContext, variants: Sequence[VariantKey] | None) -> tuple[VariantKey, ...]:
+    """Which of some variants, or of all, are predicted without a trace."""
+    known = context.profile
+    wanted = [known.variants[name].key for name in known.rough_variants] if variants is None else variants
+    return tuple(key for key in wanted if key.text() in known.rough_variants)
+
+
+def _is_untimed(context: SearchContext) -> bool:
+    """Whether no operation was timed yet."""
+    return context.facts.step_s is None and context.profile.timing_s < _timing_s(context.means)
+
+
+def _timing_s(means: Means) -> float:
+    from autoplan.planner.trace.trace import TIMING_BUDGET_S
+
+    return min(TIMING_BUDGET_S, TIMING_SHARE * means.budget_s)
+
+
+def _trace(
+    means: Means,
+    hardware: HardwareProfile,
+    device: Literal["cuda", "cpu"],
+    facts: WorkloadFacts,
+    host_limit_bytes: int,
+    everything: Sequence[VariantKey],
+    *,
+    more: Sequence[VariantKey] = (),
+    known: ModelProfile | None = None,
+) -> ModelProfile:
+    """The profile with the plain variant and `more`; what else there is of `everything` is rough."""
+    from autoplan.planner.trace.rough_profile import step_profile, with_rough_variants
+    from autoplan.planner.trace.trace import TraceLimits, trace_profile
+    from autoplan.planner.trace.variants import PLAIN
+
+    if facts.step_s is not None:
+        return step_profile(facts, device)
+    what = "" if known is None else f" in {len(more) or 1} variants"
+    means.observer.on_phase("trace", f"counting the operations of {facts.spec.name}{what}")
+    profile = trace_profile(
+        facts.spec,
+        device=device,
+        zygote=means.zygote,
+        hardware=hardware,
+        facts=facts,
+        variants=(PLAIN, *more),
+        known=known,
+        limits=TraceLimits(
+            time_limit_s=TRACE_SHARE * means.budget_s,
+            timing_budget_s=0.0 if known is None else _timing_s(means),
+            memory_limit_bytes=host_limit_bytes,
+            left_s=means.left_s(),
+        ),
+        on_attempt=partial(means.on_attempt, "trace"),
+    )
+    late = len(set(profile.rough_variants) & {key.text() for key in more})
+    said = known.notes if known is not None else ()
+    for note in profile.notes:
+        if note not in said:
+            means.observer.on_note(note)
+    if late:
+        means.observer.on_note(
+            f"{late} of {len(everything)} variants were not traced within {TRACE_SHARE * means.budget_s:.0f} s, a "
+            "tenth of the budget: their predictions are rough until trials correct them"
+        )
+    return with_rough_variants(profile, everything)
+
+
+def _estimator(
+    means: Means,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    device: Literal["cuda", "cpu"],
+    global_batch: int,
+    memory_limit_bytes: int,
+) -> Estimator:
+    from autoplan.planner.cost.traced.estimator import Estimator
+
+    return Estimator(
+        profile,
+        hardware,
+        device=device,
+        global_batch=global_batch,
+        memory_limit_bytes=memory_limit_bytes,
+        calibration=means.calibration,
     )
 
 
-def _rough_note(profile: ModelProfile, limit_s: float) -> str:
-    """Says how much of the space is predicted without a trace."""
-    return (
-        f"{len(profile.rough_variants)} of {len(profile.variants)} variants were not traced within {limit_s:.0f} s, a "
-        "tenth of the budget: their predictions are rough until trials correct them"
+def _needless(context: SearchContext, configs: Sequence[TrainingConfig]) -> list[LeftOutFamily] | None:
+    """The last resorts that no trial needs, since some of these configurations are sure to fit; None: none of them."""
+    if not context.held:
+        return []
+    ordinary = [config for config in configs if not _is_resort(context, config)]
+    if not ordinary or context.means.options.objective == "memory":
+        return None
+    table = context.estimator.table(ordinary)
+    return needless_last_resorts(context.held, ordinary, table, context.memory_limit_bytes, context.device)
+
+
+def _is_resort(context: SearchContext, config: TrainingConfig) -> bool:
+    return any(getattr(config, knob) == value for knob, value in context.held)
+
+
+def _predicted(context: SearchContext) -> SearchContext:
+    """The context with new predictions, and what is worth a trial by them."""
+    options, device = context.means.options, context.device
+    space = without_failed_variants(context.space, context.profile.failed_variants)
+    context.means.observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
+    estimator = _estimator(
+        context.means, context.profile, context.hardware, device, context.spec.global_batch, context.memory_limit_bytes
     )
+    context = replace(context, space=space, estimator=estimator)
+    needless = _needless(context, space.candidates)
+    candidates = [config for config in space.candidates if needless is None or not _is_resort(context, config)]
+    kept, dropped = keep_what_may_win(
+        candidates,
+        estimator.table(candidates),
+        context.memory_limit_bytes,
+        device,
+        spares_memory=options.objective != "memory",
+        host_limit_bytes=context.host_limit_bytes if device == "cuda" else None,
+        named={*options.fix, *options.bound},
+    )
+    left_out = (*space.left_out, *(needless or ()), *dropped)
+    context.means.observer.on_space(len(kept), left_out)
+    return replace(context, candidates=tuple(candidates[index] for index in kept), left_out=left_out)
+
+
+def _probe_limit_s(means: Means, device: Literal["cuda", "cpu"]) -> float:
+    """The most seconds that the probes may take."""
+    from autoplan.probes.run import default_budget_s
+
+    return min(default_budget_s(device), PROBE_SHARE * means.budget_s)
 
 
 def _probe(
-    now: HardwareProfile,
-    device: Literal["cuda", "cpu"],
-    zygote: Zygote,
-    observer: SearchObserver,
-    saved: Path | None,
-    ranks: int,
-    limit_s: float,
-) -> HardwareProfile:
-    """The profile this study began with, if it is of this machine, else a new one, measured for at most `limit_s`."""
-    from autoplan.probes.run import default_budget_s, run_probes
+    means: Means, now: HardwareProfile, device: Literal["cuda", "cpu"], ranks: int
+) -> tuple[HardwareProfile, bool]:
+    """The profile this study began with, if it is of this machine, else a new one; and whether its probes are whole."""
+    from autoplan.probes.run import run_probes
 
+    saved, observer = means.saved, means.observer
     if saved is not None and saved.exists():
         try:
             earlier = HardwareProfile.model_validate_json(saved.read_text())
@@ -312,12 +423,12 @@ def _probe(
             earlier = None  # of another version, or torn: measured again
         if earlier is not None and earlier.fingerprint == now.fingerprint:
             observer.on_phase("probe", "as measured when this search began")
-            return earlier
+            return earlier, True
     observer.on_phase("probe", f"measuring this machine's {'GPU' if device == 'cuda' else 'CPU'}")
     hardware = run_probes(
-        zygote,
+        means.zygote,
         device=device,
-        budget_s=min(default_budget_s(device), limit_s),
+        budget_s=_probe_limit_s(means, device),
         on_progress=lambda text: observer.on_phase("probe", text),
         collective_ranks=ranks,
     )
@@ -325,68 +436,4 @@ def _probe(
         observer.on_note(hardware.disturbed)
     elif saved is not None:
         write_atomically(saved, hardware.model_dump_json(indent=1))
-    return hardware
-
-
-def limits(
-    hardware: HardwareProfile,
-    device: Literal["cuda", "cpu"],
-    wanted_bytes: int | None,
-    *,
-    measured: HardwareProfile | None = None,
-) -> tuple[int, int]:
-    """What one trial may take on its device, and of host memory.
-
-    Args:
-        hardware: The machine as it is now.
-        device: cuda or cpu.
-        wanted_bytes: The limit that was given; None: a share of what is available.
-        measured: The probed machine, which says what a CUDA context takes; None: assumed.
-
-    Raises:
-        DeviceError: the machine does not say how much is available, and no limit was given.
-    """
-    host = hardware.host.memory_available_bytes.value
-    here = hardware.device(device).memory_available_bytes.value if device == "cuda" else host
-    if here is None and wanted_bytes is None:
-        raise DeviceError(
-            f"how much memory is free on {hardware.device(device).name} is not known",
-            hint="Say how much a trial may take with --memory-limit, for example --memory-limit 8GiB.",
-        )
-    host_limit = int(MEMORY_SHARE * host) if host is not None else int(wanted_bytes or here or 0)
-    limit = wanted_bytes if wanted_bytes is not None else _share_bytes(here or 0, device, measured)
-    return limit, (limit if device == "cpu" else host_limit)
-
-
-def _share_bytes(available: float, device: Literal["cuda", "cpu"], measured: HardwareProfile | None) -> int:
-    """The limit that nobody gave, in bytes."""
-    if device == "cpu":
-        return int(MEMORY_SHARE * available)
-    return max(0, int(CUDA_MEMORY_SHARE * available - context_bytes(measured)))
-
-
-def context_bytes(measured: HardwareProfile | None) -> float:
-    """What a process takes of a GPU before any tensor: measured by the probes, else assumed."""
-    reading = None if measured is None else measured.device("cuda").context_bytes
-    return CONTEXT_BYTES if reading is None or reading.value is None else reading.value
-
-
-def degree_combinations(
-    fix: Mapping[str, Any], facts: WorkloadFacts, target: Target
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[LeftOut]]:
-    """The legal degrees for up to --nproc ranks, and what was left out.
-
-    Raises:
-        ConfigError: a fixed degree that is not legal, and why.
-    """
-    from autoplan.strategies.techniques.degrees import explain_degree, legal_degrees
-
-    for knob, value in fix.items():
-        reason = explain_degree(facts, knob, value, target.nproc)
-        if reason is not None:
-            more = f"Add --nproc {value}, or leave" if knob in RANK_COUNTS and value > target.nproc else "Leave"
-            raise ConfigError(reason, hint=f"{more} {knob} to the search, or fix it to a legal degree.")
-    if target.nproc <= 1:
-        return ({},), ()
-    combinations, dropped = legal_degrees(facts, target.nproc, device=target.device)
-    return [{}, *combinations], dropped
+    return hardware, True

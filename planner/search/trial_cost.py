@@ -219,6 +219,12 @@ class TrialCost:
         compiling = self.compile_s(config, warm=self.is_warm(config))
         return float(self._total(np.array([step_time_s]), accumulation, compiling)[0])
 
+    def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
+        """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
+        if self.is_warm(config):
+            return trial_s
+        return trial_s - self.compile_s(config) + self.compile_s(config, warm=True)
+
     def repeat_s(self, trial: Trial) -> float:
         """Expected seconds of running a finished trial again: its kernels are in the cache."""
         compiled_s = trial.phase_seconds.get("compile", 0.0)

@@ -47,7 +47,7 @@ class TraceRequest:
     Attributes:
         variants: The variants to trace; None: all that the model has. The plain one is always traced, and first.
         time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
-            plain variant has no limit.
+            plain variant has no limit, nor has the first one besides it, unless this is 0.
         timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
     """
 
@@ -132,7 +132,12 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
             for name, variant in variants.items()
         }
     profile = _assemble(tracer, structure, variants, identity, notes)
-    profile = profile.model_copy(update={"failed_variants": found.failed, "time_limit_s": request.time_limit_s})
+    profile = profile.model_copy(
+        update={
+            "failed_variants": found.failed,
+            "timing_s": request.timing_budget_s,
+        }
+    )
     return with_rough_variants(profile, found.untraced)
 
 
@@ -173,7 +178,8 @@ def _trace_variants(tracer: VariantTracer, structure: Structure, request: TraceR
     wanted = [key for key in request.variants or _variant_keys(structure) if key != PLAIN]
     for key in sorted(wanted, key=lambda key: key.attention != "own"):
         started = time.perf_counter()
-        if request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
+        tried = len(found.variants) + len(found.failed) > 1 or request.time_limit_s == 0
+        if tried and request.time_limit_s is not None and started - began + 2 * longest_s > request.time_limit_s:
             found.untraced.append(key)
             continue
         try:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from autoplan.record import Record
 
-PROFILE_VERSION = 6
+PROFILE_VERSION = 7
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
@@ -143,6 +143,6 @@ class ModelProfile(Record):
     rough_variants: tuple[str, ...] = Field(
         default=(), description="variants that were not traced for lack of time: their figures are estimates"
     )
-    time_limit_s: float | None = Field(default=None, description="what the trace was allowed; None: no limit")
+    timing_s: float = Field(default=0.0, description="what timing the operations was allowed; 0: none was timed")
     notes: tuple[str, ...] = ()
     seconds_spent: float = 0.0

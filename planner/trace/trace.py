@@ -100,12 +100,15 @@ def trace_profile(
     hardware: HardwareProfile | None = None,
     facts: WorkloadFacts | None = None,
     variants: tuple[VariantKey, ...] | None = None,
+    known: ModelProfile | None = None,
     cache_dir: Path | None = None,
     fresh: bool = False,
     limits: TraceLimits | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
 ) -> ModelProfile:
     """The profile of a workload, from the cache or traced in a rank.
+
+    What is known stays, and only what is missing of the wanted variants is traced.
 
     Args:
         spec: What is trained.
@@ -115,6 +118,7 @@ def trace_profile(
         facts: The workload's. Where they are given, a trace that takes too long or too much memory, or whose process
             dies, gives a rough profile instead of an error.
         variants: The variants that are needed; None: every variant that the model has.
+        known: What was traced before; None: what the cache has.
         cache_dir: The folder of cached profiles; None: the user's cache folder.
         fresh: Trace again, even if the profile is in the cache.
         limits: What the trace may take; None: TraceLimits().
@@ -127,9 +131,13 @@ def trace_profile(
     if hardware is None:
         limits = replace(limits, timing_budget_s=0.0)
     path = cache_path(spec, device, cache_dir, hardware)
-    cached = None if fresh else _read_cache(path)
-    if cached is not None and _serves(cached, variants, limits.time_limit_s):
-        return cached
+    if known is None and not fresh:
+        known = _read_cache(path)
+    known = None if known is None or PLAIN.text() in known.rough_variants else _traced(known)
+    if known is not None and variants is not None:
+        variants = _missing(known, variants, limits.timing_budget_s)
+        if not variants:
+            return known
     ends_at = None if limits.left_s is None else time.monotonic() + limits.left_s
     report = run_again(
         zygote,
@@ -139,6 +147,8 @@ def trace_profile(
     ).report
     profile = _read_report(report, spec)
     if profile is not None:
+        if known is not None:
+            profile = _joined(known, profile)
         if report.ended is Ended.FINISHED:
             _write_cache(path, profile)
         return profile
@@ -147,6 +157,8 @@ def trace_profile(
     why += ": predictions are rough until trials correct them"
     if facts is None:
         raise WorkloadError(why, hint="Run one forward and backward of it without autoplan.")
+    if known is not None:
+        return with_rough_variants(known.model_copy(update={"notes": (*known.notes, why)}), variants or ())
     if report.ended is Ended.RANK_FAILED and variants != (PLAIN,):  # the plain variant by itself may go well
         plain = _read_report(zygote.run(_task(spec, device, (PLAIN,), replace(limits, timing_budget_s=0.0))), spec)
         if plain is not None:
@@ -196,12 +208,29 @@ def _without_input(profile: ModelProfile, report: ProcessReport) -> ModelProfile
     return profile.model_copy(update={"notes": (*profile.notes, f"data loading is not estimated: {why}")})
 
 
-def _serves(profile: ModelProfile, variants: tuple[VariantKey, ...] | None, time_limit_s: float | None) -> bool:
-    """Whether a cached profile has the wanted variants; rough ones only where this call allows no more time."""
-    if profile.rough_variants and (time_limit_s is None or time_limit_s > (profile.time_limit_s or 0.0)):
-        return False
-    known = {*profile.variants, *profile.failed_variants}
-    return variants is None or all(key.text() in known for key in variants)
+def _traced(profile: ModelProfile) -> ModelProfile:
+    """A profile without its rough variants, which are made anew of what is traced later."""
+    variants = {name: found for name, found in profile.variants.items() if name not in profile.rough_variants}
+    return profile.model_copy(update={"variants": variants, "rough_variants": ()})
+
+
+def _missing(known: ModelProfile, wanted: tuple[VariantKey, ...], timing_s: float) -> tuple[VariantKey, ...]:
+    """Those of the wanted variants that are to be traced; the plain one where operations are yet to be timed."""
+    found = {*known.variants, *known.failed_variants}
+    missing = tuple(key for key in wanted if key.text() not in found)
+    return missing or (() if known.timing_s >= timing_s else (PLAIN,))
+
+
+def _joined(known: ModelProfile, new: ModelProfile) -> ModelProfile:
+    """A new profile with what was known before it."""
+    return new.model_copy(
+        update={
+            "variants": known.variants | new.variants,
+            "failed_variants": known.failed_variants | new.failed_variants,
+            "timing_s": max(known.timing_s, new.timing_s),
+            "notes": tuple(dict.fromkeys((*known.notes, *new.notes))),
+        }
+    )
 
 
 def cache_path(

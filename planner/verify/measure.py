@@ -11,7 +11,7 @@ from autoplan.errors import PlanError
 from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.plan import Plan
 from autoplan.planner.search.options import SearchOptions
-from autoplan.planner.search.setup import limits
+from autoplan.planner.search.target import limits
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
 from autoplan.planner.trust import require_trust

@@ -13,7 +13,7 @@ from pathlib import Path
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Recheck
 from autoplan.planner.search.options import SearchOptions, SearchResult
-from autoplan.planner.search.setup import limits
+from autoplan.planner.search.target import limits
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
