@@ -257,10 +257,12 @@ def _at_least_s(order: TrialOrder, report: ProcessReport, global_batch: int) -> 
     They are at most 2 x FITS_MICRO_STEPS micro-steps, and they were not over. What is stuck says nothing of speed: a
     phase's own deadline is for that.
     """
-    accumulation = order.config.accumulation(global_batch)
     total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
     if not total or report.phase != "warmup" or order.config.pp > 1:
         return None
+    if global_batch % (order.config.micro_batch * order.config.dp):
+        return None  # the workload of a file has its own, which is not known yet
+    accumulation = order.config.accumulation(global_batch)
     most = 2 * min(accumulation, FITS_MICRO_STEPS)
     return accumulation * report.phase_seconds.get("warmup", 0.0) / most or None
 

@@ -128,7 +128,6 @@ class StepTimer(StepRunner):
 
         judge([])
         second = self._step_not_skipped(micro_steps, shorten_if_expensive=alone, after_each=judge)
-        judge(second["all"])
         self.parts = {part: seconds for part, seconds in second.items() if part != "all"}
         if min(second["all"]) <= EXPENSIVE_S:
             return
@@ -195,11 +194,11 @@ class StepTimer(StepRunner):
                 continue
             interval = median_interval(samples or stretches.everything()[STEP], seed=self.request.seed)
             self._heartbeat(step_time_s=interval.median, samples=len(samples))
-            if len(samples) >= FEWEST_SAMPLES:
-                self._drop_if_behind(samples)
             enough = over or self._is_enough(interval, SAMPLES)
             if enough and len(stretches.everything()[STEP]) >= 2 and self._may_end():
                 break
+            if len(samples) >= FEWEST_SAMPLES:
+                self._drop_if_behind(samples)
         self.samples = self._samples_that_count({STEP: FEWEST_SAMPLES})[STEP]
         return median_interval(self.samples, seed=self.request.seed)
 
@@ -227,16 +226,17 @@ class StepTimer(StepRunner):
                 wanted = samples_wanted(min(self._micro_steps_s()))
                 self._heartbeat(step_time_s=interval.median, samples=interval.samples)
                 part = np.array(counted[self._most_expensive_part()])
-                if len(part) >= min(FEWEST_SAMPLES, wanted) and samples is not stretches.everything():
-                    self._drop_if_behind(list(interval.median * part / np.median(part)))
-                if (over or self._is_enough(interval, wanted)) and self._may_end():
+                least = min(FEWEST_SAMPLES, wanted)
+                enough = interval.samples >= least and (over or self._is_enough(interval, wanted))
+                if enough and self._may_end():
                     break
+                if len(part) >= least and samples == stretches.so_far():
+                    self._drop_if_behind(list(interval.median * part / np.median(part)))
             times = self._timed_short_step(interval.samples if samples else 0)
             if times is not None:
                 self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sum(map(sum, times.values())))
                 stretches.add(times)
                 self.parts = stretches.everything()
-        least = min(FEWEST_SAMPLES, wanted)
         counted = self._samples_that_count(dict.fromkeys(self.parts, 1) | {self._most_expensive_part(): least})
         interval, self.parts = self._interval_of(counted)
         self.samples = list(self.parts[self._most_expensive_part()])
