@@ -12,7 +12,9 @@ leader fails it and the time spent around it was lost; a probe or a trace by the
 
 No piece has a share of the budget. There is one constraint: after a piece, the time that is left must hold what the
 leader still needs, and what the configuration needs that the piece may make the leader: its parity check and two rounds
-of the claim. The plain run needs nothing: it is the plan where nothing faster is found.
+of the claim. The plain run needs nothing: it is the plan if nothing faster is found. If the budget holds no look with
+its claim (the plain run alone takes a third of it), looks and the parity check go on without one: a checked plan whose
+speed-up is not claimed is worth more than none.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Option:
         config: Whose; None: it is not of one configuration, or the sampler draws it.
         gain: Expected gain in the logarithm of the plan's speed.
         cost_s: Expected seconds.
-        needs_s: Seconds that its configuration needs afterwards if it leads then.
+        needs_s: Seconds that its configuration needs afterwards if it leads then: its parity check and the claim.
+        check_s: Of these, its parity check.
         why: A clause for people, after "because".
         devices: How many it takes.
     """
@@ -71,6 +74,7 @@ class Option:
     gain: float = 0.0
     cost_s: float = 0.0
     needs_s: float = 0.0
+    check_s: float = 0.0
     why: str = ""
     devices: int = 1
 
@@ -149,6 +153,9 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     if state.claim_began:
         return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
+    claimed = bool(options) or 0 < state.leader_needs_s <= left_s
+    if not claimed:
+        options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
     options.sort(key=lambda one: -one.score)
     if options:
         best: Option = options[0]
@@ -180,17 +187,25 @@ def _finding(state: State) -> Iterator[Option]:
     yield from (pair for pair in state.pairs if pair.gain >= LEAST_PAIR_GAIN)
 
 
-def _fits(option: Option, state: State, left_s: float, free_devices: int) -> bool:
-    """The one constraint: what is left afterwards holds what the leader then needs, whichever it is."""
-    needs_s = max(option.needs_s, state.leader_needs_s)
+def _fits(option: Option, state: State, left_s: float, free_devices: int, *, claimed: bool = True) -> bool:
+    """The one constraint: what is left afterwards holds what the leader then needs, whichever it is.
+
+    Without the claim, if the budget has no room for one.
+    """
     if option.kind == "parity":  # is part of what the leader needs
         needs_s = 0.0
+    elif claimed:
+        needs_s = max(option.needs_s, state.leader_needs_s)
+    else:
+        needs_s = max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
     return option.devices <= free_devices and option.cost_s + needs_s <= left_s
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:
     """What comes before a look: the probe or trace that its prediction waits for, or compiling it beside others."""
     later_s = look.cost_s + max(look.needs_s, state.leader_needs_s)
+    if later_s > left_s:  # there is no room for the claim
+        later_s = look.cost_s + look.check_s
     for option in state.sharpen:
         if option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
             return option, (look, *rest)
@@ -201,7 +216,7 @@ def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -
 
 def _proof(state: State, left_s: float) -> Work:
     """Nothing that may better the plan fits any more: what the leader needs, and the end."""
-    if state.check is not None:
+    if state.check is not None and left_s > 0:
         return _chosen(state.check, (), state)
     if state.claim is not None and state.claim.cost_s <= left_s:
         return _chosen(state.claim, (), state)

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.trials.drop import ToBeat
-
 from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Prediction, Purpose, Trial, WorkLine
 from autoplan.planner.search.candidate_model import CandidateModel, has_lasting_load
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
@@ -28,6 +26,7 @@ from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
+from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.first_loss import with_first_loss_compared
 from autoplan.planner.trials.measure import Spread
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt

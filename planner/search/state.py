@@ -95,24 +95,28 @@ def _plain_run(session: Session) -> Option | None:
 # Finding.
 
 
-def looks_of(model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig], float]) -> Iterator[Option]:
+def looks_of(
+    model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig], tuple[float, float]]
+) -> Iterator[Option]:
     """The untried candidates that can still win and whose look fits in the time, the best score first.
 
     Args:
         model: What is known of the candidates.
         left_s: Seconds that are left.
-        needs_s: What a candidate needs afterwards if it leads then.
+        needs_s: What a candidate needs afterwards if it leads then: in all, and of it the parity check.
     """
     now = model.assess()
     gain, hopeful = prospects(now)
     for index in ordered(now, gain, hopeful & (now.cost_s <= left_s))[:MOST_LOOKS]:
         config = model.candidates[index]
+        needed_s, checked_s = needs_s(config)
         yield Option(
             kind="look",
             config=config,
             gain=float(gain[index]),
             cost_s=float(now.cost_s[index]),
-            needs_s=needs_s(config),
+            needs_s=needed_s,
+            check_s=checked_s,
             why="it has the largest expected gain for its cost",
             devices=config.world_size,
         )
@@ -122,15 +126,15 @@ def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
     model, sampler = session.model, session.sampler
     if isinstance(sampler, AutoplanSampler):
-        yield from looks_of(model, session.left_s, lambda config: needs_s(session, config))
+        yield from looks_of(model, session.left_s, lambda config: (needs_s(session, config), check_s(session, config)))
         return
     now = model.assess()
-    plain_s = 0.0 if session.baseline is None else needs_s(session, model.candidates[0])
-    wanted = now.untried & (now.cost_s <= session.left_s - plain_s)
+    all_s, checked_s = needs_s(session, model.candidates[0]), check_s(session, model.candidates[0])
+    wanted = now.untried & (now.cost_s <= session.left_s - checked_s)
     if wanted.any():
         cost_s = float(np.median(now.cost_s[wanted]))
         why = f"--sampler {session.options.sampler} draws it"
-        yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=plain_s, why=why)
+        yield Option(kind="look", gain=1.0, cost_s=cost_s, needs_s=all_s, check_s=checked_s, why=why)
 
 
 def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
@@ -166,6 +170,7 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
         gain=max(HAND_GAIN, session.model.gain_of(config)),
         cost_s=0.0 if tried else session.model.cost_s(config),
         needs_s=needs_s(session, config),
+        check_s=check_s(session, config),
         why="the plan is compared with what a careful person would set",
         devices=config.world_size,
     )
@@ -189,6 +194,7 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
             gain=gain,
             cost_s=cost.repeat_s(leader.first) + cost.repeat_s(other.first),
             needs_s=needs_s(session, other.config),
+            check_s=check_s(session, other.config),
             why="single runs do not tell it from the leader",
             devices=max(leader.config.world_size, other.config.world_size),
         )

@@ -20,7 +20,7 @@ from autoplan.planner.search.references import needed_offload, plain_configs
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.setup import probe_more, trace_more
-from autoplan.planner.search.state import claim_size, leader_needs_s, near_variants, needs_s
+from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_variants, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -117,6 +117,8 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any
     expected_s = session.model.cost_s(config)
     leader = session.leader
     after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
+    if expected_s + after_s > session.left_s:  # there is no room for the claim
+        after_s = check_s(session, config)
     budget_s, own_s = session.hard_deadline_s(after_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)
     if config.compile_mode in SLOW_COMPILE_MODES:
         own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)

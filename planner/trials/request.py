@@ -49,6 +49,9 @@ MEASURING_S = 0.8
 MOST_MEASURING_S = 20.0
 """Measuring ends after so long, with what there is: a step of a pipeline, which has no parts, may take minutes."""
 
+MOST_AGAIN_S = 5.0
+"""A look whose measuring takes longer than this is not measured again within its process if other work disturbed it."""
+
 WHOLE_STEP_S = 1.0
 """Whole steps are timed if one takes less; otherwise its parts are."""
 

@@ -32,6 +32,7 @@ from autoplan.planner.trials.request import (
     FITS_MICRO_STEPS,
     GRAPH_MICRO_STEPS,
     MEASURING_S,
+    MOST_AGAIN_S,
     PART_MICRO_STEPS,
     SAMPLES,
     WARM_UP_S,
@@ -289,9 +290,11 @@ class StepTimer(StepRunner):
     def _time_is_over(self) -> bool:
         """Whether the look has lasted as long as it should.
 
-        What disturbed stretches took is added, up to `remeasure` times that.
+        What disturbed stretches took is added, up to `remeasure` times that. A long look is not measured again: the
+        search looks at it again, or has better use for the time.
         """
-        self._stretches.most_extra_s = self.request.remeasure * self._lasts_s
+        again = self.request.remeasure if self._lasts_s <= MOST_AGAIN_S else 0.0
+        self._stretches.most_extra_s = again * self._lasts_s
         return self._elapsed() >= min(self._lasts_s, self.request.most_s) + self._stretches.extra_s
 
     def _may_end(self) -> bool:
