@@ -50,7 +50,7 @@ MOST_MEASURING_S = 20.0
 """Measuring ends after so long, with what there is: a step of a pipeline, which has no parts, may take minutes."""
 
 WHOLE_STEP_S = 1.0
-"""Whole steps are timed if one takes less; otherwise its parts are."""
+"""Whole steps are timed if one takes less, and its micro-steps are not expensive; otherwise its parts are."""
 
 PART_MICRO_STEPS = 6
 """Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
@@ -77,7 +77,8 @@ def look_s(step_s: Floats, accumulation: Floats) -> Floats:
     whole_s = np.maximum(warm, step_s) + np.maximum(MEASURING_S, SAMPLES * step_s)
     part_s = np.minimum(accumulation, PART_MICRO_STEPS) * micro_step_s
     parts_s = np.where(micro_step_s > EXPENSIVE_S, 0.0, warm + np.maximum(MEASURING_S, 2 * part_s))
-    return np.asarray(fits + np.where(step_s < WHOLE_STEP_S, whole_s, parts_s))
+    whole = (step_s < WHOLE_STEP_S) & (micro_step_s <= EXPENSIVE_S)
+    return np.asarray(fits + np.where(whole, whole_s, parts_s))
 
 
 class TrialRequest(Record):

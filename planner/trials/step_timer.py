@@ -161,14 +161,14 @@ class StepTimer(StepRunner):
     # Whole steps.
 
     def choose_method(self) -> Literal["whole_steps", "parts"]:
-        """Whole steps if one takes less than WHOLE_STEP_S. Pipelines have no parts."""
+        """Whole steps if one takes less than WHOLE_STEP_S, and none of it is measured yet. Pipelines have no parts."""
         if self.request.config.pp > 1:
             self.method = "whole_steps"
         elif self.request.method is not None:
             self.method = self.request.method
         else:
             step_s = sum_interval(step_terms(self.parts, self.run.accumulation)).median
-            self.method = "whole_steps" if step_s < WHOLE_STEP_S else "parts"
+            self.method = "whole_steps" if step_s < WHOLE_STEP_S and not self._lasts_s else "parts"
         return self.method
 
     def measure_whole_steps(self) -> Interval:
