@@ -234,7 +234,7 @@ class StepTimer(StepRunner):
                     self._drop_if_behind(list(interval.median * part / np.median(part)))
             times = self._timed_short_step(interval.samples if samples else 0)
             if times is not None:
-                self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sum(map(sum, times.values())))
+                self._lasts_s = self._lasts_s or max(MEASURING_S, FEWEST_SAMPLES * sum(map(sum, times.values())))
                 stretches.add(times)
                 self.parts = stretches.everything()
         counted = self._samples_that_count(dict.fromkeys(self.parts, 1) | {self._most_expensive_part(): least})
