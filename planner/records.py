@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Literal
 
@@ -97,6 +98,10 @@ class Window(Record):
 
 Purpose = Literal["baseline", "reference", "search", "repeat", "finalist", "claim"]
 
+DISTURBED_SD = 0.2
+"""Standard deviation of the logarithm of a step time that was disturbed. Assumed: one configuration has run 362 and
+then 303 samples/s in two processes, 18 % apart."""
+
 REPEATS = ("repeat", "finalist", "claim")
 """Purposes of trials that measure a configuration again."""
 
@@ -169,6 +174,23 @@ class Trial(Record):
     def disturbed(self) -> str | None:
         """Why its step time does not count as this configuration's; None if nothing else used the device."""
         return None if self.window is None else self.window.disturbed
+
+    @property
+    def disturbed_sd(self) -> float:
+        """By how much its step time may be off for what disturbed it, as a standard deviation of the logarithm.
+
+        At least as much as the share of the cores that others took explains: a step gets the rest of them.
+        """
+        if self.window is None or self.window.disturbed is None:
+            return 0.0
+        return max(DISTURBED_SD, -math.log(1 - min(self.window.others_cpu_share or 0.0, 0.9)))
+
+    @property
+    def censored_s(self) -> float | None:
+        """Seconds that a step takes at least, where no more is known of it; None: its time was measured, or nothing."""
+        if self.outcome is Outcome.PRUNED and self.at_least_s is None and self.step_time_s is not None:
+            return self.step_time_s.low  # a record of an earlier version
+        return self.at_least_s
 
     @property
     def is_repeat(self) -> bool:

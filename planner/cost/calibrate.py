@@ -10,10 +10,12 @@ what they have not seen stays wide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from autoplan.planner.cost.columns import Floats
@@ -42,8 +44,16 @@ NOISE_SD = 0.06
 LONGEST_STEP = 0.5
 SHORTEST_STEP = 1e-4
 MOST_STEPS = 12
+# Of the distribution function; further out its logarithm is a square anyway
+LARGEST_Z = 30.0
 # A measurement counts as at most so many standard deviations off when intervals are widened
 WORST_SURPRISE = 8.0
+
+
+def _hazard(z: Floats) -> Floats:
+    """The normal density at z over the distribution function at z."""
+    below = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in z])
+    return np.asarray(np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / below)
 
 
 def gauss_newton(
@@ -52,10 +62,14 @@ def gauss_newton(
     weights: Floats,
     prior_sd: Floats,
     prior_mean: Floats | None = None,
+    at_least: NDArray[np.bool_] | None = None,
 ) -> tuple[Floats, Floats]:
     """The most probable logarithms of factors, given measured times and a normal prior.
 
-    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and ((theta - prior_mean) / prior_sd)^2.
+    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and ((theta - prior_mean) / prior_sd)^2. A time
+    that is only known to be longer than what was seen counts by its probability, Phi(z) with z = (log predicted - log
+    seen) x sqrt(weight), in the place of the square (Tobin 1958; each step takes the first two derivatives of -log Phi,
+    as Amemiya 1984, section 4, has them). So it pulls a prediction that lies below it, and leaves one above it alone.
 
     Args:
         predict: From theta of shape (factors,) to the logarithms of the predicted times, of shape (times,), and their
@@ -64,6 +78,7 @@ def gauss_newton(
         weights: 1 / variance of each of them.
         prior_sd: Standard deviations of the prior.
         prior_mean: Its means; None: 0.
+        at_least: Which of the times are lower bounds; None: none.
 
     Returns:
         theta, and its covariance.
@@ -73,8 +88,14 @@ def gauss_newton(
     theta = mean.copy()
     for _ in range(MOST_STEPS):
         expected, slope = predict(theta)
-        hessian = slope.T @ (weights[:, None] * slope) + precision
-        step = np.linalg.solve(hessian, slope.T @ (weights * (seen - expected)) - precision @ (theta - mean))
+        weight, pull = weights, weights * (seen - expected)
+        if at_least is not None and at_least.any():
+            z = np.clip((expected - seen) * np.sqrt(weights), -LARGEST_Z, LARGEST_Z)
+            hazard = _hazard(z)
+            weight = np.where(at_least, weights * hazard * (hazard + z), weight)
+            pull = np.where(at_least, np.sqrt(weights) * hazard, pull)
+        hessian = slope.T @ (weight[:, None] * slope) + precision
+        step = np.linalg.solve(hessian, slope.T @ pull - precision @ (theta - mean))
         theta = theta + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
         if np.abs(step).max() < SHORTEST_STEP:
             break
@@ -103,17 +124,27 @@ class TimeFit:
     rows: list[Floats] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    at_least: list[bool] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
 
-    def observe(self, parts: Floats, seconds: float, *, noise: float = NOISE_SD) -> None:
-        """Takes in one measured time whose predicted parts (one per factor) are these, and fits anew."""
+    def observe(self, parts: Floats, seconds: float, *, noise: float = NOISE_SD, at_least: bool = False) -> None:
+        """Takes in one measured time whose predicted parts (one per factor) are these, and fits anew.
+
+        Args:
+            parts: Seconds by factor.
+            seconds: As measured.
+            noise: Standard deviation of the logarithm of a measured time around the prediction.
+            at_least: The time is a lower bound: the step was given up before it was known.
+        """
         if not parts.sum() > 0 or not seconds > 0:
             return
         expected, sd = self.predict(parts[:, None])
-        self.surprises.append(min(abs(float(np.log(seconds / expected[0])) / float(sd[0])), WORST_SURPRISE))
+        off = float(np.log(seconds / expected[0])) / math.sqrt(sd[0] ** 2 + max(noise**2 - NOISE_SD**2, 0.0))
+        self.surprises.append(min(max(off, 0.0) if at_least else abs(off), WORST_SURPRISE))
         self.rows.append(parts)
         self.seen.append(seconds)
         self.weights.append(1 / noise**2)
+        self.at_least.append(at_least)
         self._fit()
 
     def _fit(self) -> None:
@@ -125,7 +156,7 @@ class TimeFit:
             return np.log(predicted), scaled / predicted[:, None]
 
         self.theta, self.covariance = gauss_newton(
-            predict, np.log(self.seen), np.array(self.weights), self.prior_sd, self.prior_mean
+            predict, np.log(self.seen), np.array(self.weights), self.prior_sd, self.prior_mean, np.array(self.at_least)
         )
 
     @classmethod
@@ -136,7 +167,9 @@ class TimeFit:
 
     def by_itself(self) -> TimeFit:
         """What these observations say without any earlier ones."""
-        alone = TimeFit(rows=self.rows, seen=self.seen, weights=self.weights, surprises=self.surprises)
+        alone = TimeFit(
+            rows=self.rows, seen=self.seen, weights=self.weights, at_least=self.at_least, surprises=self.surprises
+        )
         if self.rows:
             alone._fit()
         return alone

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.space.prune import memory_share_bytes
+from autoplan.planner.trials.measure import RUN_SPREAD
 from autoplan.strategies.config import KNOBS, NUMBERS, TrainingConfig
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ MIN_TIME_WIDTH, MIN_MEMORY_WIDTH = 0.08, 0.03
 """Lower limits of the prior standard deviations of the logarithms. Assumed: even a calibrated prediction of the time of
 an untried configuration is off by some 8 %; so candidates near the best are tried while there is time."""
 
-NOISE = 0.02
-"""Standard deviation of a measured logarithm: the width at which a trial stops measuring."""
+NOISE = RUN_SPREAD
+"""Standard deviation of a measured logarithm: what one process differs from the next."""
 
-Z_90 = 1.645
+Z_90, Z_95 = 1.645, 1.96
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,88 @@ class Prior:
         return cls(log_time=time, log_time_sd=time_sd, log_memory=memory, log_memory_sd=memory_sd)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Observed logarithms at some configurations; arrays over the observations.
+
+    Attributes:
+        codes: The configurations (`encode`).
+        values: What was observed.
+        mean, sd: Of the prior there.
+        noise: Standard deviation of each observation around the truth.
+    """
+
+    codes: Array
+    values: Array
+    mean: Array
+    sd: Array
+    noise: Array
+
+    def predict(self, codes: Array, mean: Array, sd: Array) -> tuple[Array, Array]:
+        """The posterior mean and standard deviation at other configurations, whose prior is given."""
+        if not len(self.codes):
+            return mean, sd
+        covariance = similarity(self.codes, self.codes) * np.outer(self.sd, self.sd)
+        covariance[np.diag_indices_from(covariance)] += self.noise**2
+        cross = similarity(codes, self.codes) * np.outer(sd, self.sd)
+        gain = np.linalg.solve(covariance, cross.T)
+        variance = sd**2 - np.einsum("ij,ji->i", cross, gain)
+        return mean + gain.T @ (self.values - self.mean), np.sqrt(np.maximum(variance, (0.5 * NOISE) ** 2))
+
+
+def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
+    """The observed step times; those of which only a lower bound is known as the values that say the same.
+
+    The noise of a time is what one process differs from the next, the width of its own interval, and what disturbed it.
+    """
+    exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.censored_s is None]
+    late = [i for i, trial in enumerate(trials) if trial.censored_s is not None]
+    steps = [trials[i].step_time_s for i in exact]
+    observed = Observed(
+        codes=codes[exact],
+        values=np.array([math.log(step.median) for step in steps if step is not None]),
+        mean=prior.log_time[exact],
+        sd=prior.log_time_sd[exact],
+        noise=np.array([_noise(trials[i]) for i in exact]),
+    )
+    if not late:
+        return observed
+    bounds = np.log(np.array([trials[i].censored_s for i in late], dtype=float))
+    values, noise = as_value(bounds, *observed.predict(codes[late], prior.log_time[late], prior.log_time_sd[late]))
+    return Observed(
+        codes=codes[exact + late],
+        values=np.concatenate([observed.values, values]),
+        mean=prior.log_time[exact + late],
+        sd=prior.log_time_sd[exact + late],
+        noise=np.concatenate([observed.noise, noise]),
+    )
+
+
+def _noise(trial: Trial) -> float:
+    assert trial.step_time_s is not None, "only a timed trial has noise"
+    step = trial.step_time_s
+    within = math.log(step.high / step.low) / (2 * Z_95) if 0 < step.low <= step.high < math.inf else 1.0
+    return math.hypot(NOISE, within, trial.disturbed_sd)
+
+
+def as_value(bounds: Array, mean: Array, sd: Array) -> tuple[Array, Array]:
+    """Lower bounds as values with noise, so that a normal N(mean, sd) learns as much from one as from the other.
+
+    The mean and the variance of a normal that is cut off below the bound (Tobin 1958) are those after observing such a
+    value: the site of one step of expectation propagation (Minka 2001; Rasmussen and Williams, section 3.6). Far above
+    the bound the noise is so wide that nothing changes.
+
+    Args:
+        bounds: Logarithms of seconds that a step takes at least; measured, so with NOISE.
+        mean, sd: What the other trials say of them.
+    """
+    wide = np.hypot(sd, NOISE)
+    z = np.clip((bounds - mean) / wide, -30.0, 30.0)
+    hazard = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / np.maximum(0.5 * _erfc(z / math.sqrt(2.0)), 1e-300)
+    left = np.maximum(hazard * (hazard - z), 1e-12)  # by this share of itself the variance gets smaller
+    return mean + wide * hazard / left, np.sqrt(np.maximum(wide**2 / left - sd**2, NOISE**2))
+
+
 class Surrogate:
     """The Gaussian process over a fixed list of candidates.
 
@@ -103,22 +186,22 @@ class Surrogate:
 
         Args:
             prior: The cost model's predictions of the candidates, as it is calibrated now.
-            trials: The finished trials.
+            trials: The finished trials. Of one that was stopped a lower bound of its time counts (`as_value`).
             trial_prior: The same model's predictions of the configurations of the trials.
         """
-        timed = [i for i, trial in enumerate(trials) if trial.step_time_s is not None]
         with_peak = [i for i, trial in enumerate(trials) if self._observed_peak_bytes(trial) is not None]
         codes = encode([trial.config for trial in trials])
-        times = np.array([math.log(trials[i].step_time_s.median) for i in timed])  # type: ignore[union-attr]
-        log_time, log_time_sd = self._condition(
-            prior.log_time, prior.log_time_sd, codes[timed], times, trial_prior.log_time[timed],
-            trial_prior.log_time_sd[timed],
-        )  # fmt: skip
+        timed = _timed(trials, codes, trial_prior)
+        log_time, log_time_sd = timed.predict(self._codes, prior.log_time, prior.log_time_sd)
         peaks = np.array([math.log(self._observed_peak_bytes(trials[i]) or 1.0) for i in with_peak])
-        log_memory, log_memory_sd = self._condition(
-            prior.log_memory, prior.log_memory_sd, codes[with_peak], peaks, trial_prior.log_memory[with_peak],
-            trial_prior.log_memory_sd[with_peak],
-        )  # fmt: skip
+        weighed = Observed(
+            codes=codes[with_peak],
+            values=peaks,
+            mean=trial_prior.log_memory[with_peak],
+            sd=trial_prior.log_memory_sd[with_peak],
+            noise=np.full(len(peaks), NOISE),
+        )
+        log_memory, log_memory_sd = weighed.predict(self._codes, prior.log_memory, prior.log_memory_sd)
         margin = (self._log_shares - log_memory) / log_memory_sd
         return Posterior(
             log_time=log_time,
@@ -137,20 +220,6 @@ class Surrogate:
         if trial.outcome is Outcome.OK and trial.peak_memory_bytes:
             return float(trial.peak_memory_bytes)
         return None
-
-    def _condition(
-        self, mean: Array, sd: Array, codes: Array, observed: Array, observed_mean: Array, observed_sd: Array
-    ) -> tuple[Array, Array]:
-        """The posterior mean and standard deviation of each candidate, given observations at some configurations."""
-        if not len(codes):
-            return mean, sd
-        covariance = similarity(codes, codes) * np.outer(observed_sd, observed_sd)
-        covariance[np.diag_indices_from(covariance)] += NOISE**2
-        cross = similarity(self._codes, codes) * np.outer(sd, observed_sd)
-        gain = np.linalg.solve(covariance, cross.T)
-        new_mean = mean + gain.T @ (observed - observed_mean)
-        variance = sd**2 - np.einsum("ij,ji->i", cross, gain)
-        return new_mean, np.sqrt(np.maximum(variance, (0.5 * NOISE) ** 2))
 
     def _works(self, trials: Sequence[Trial], codes: Array) -> Array:
         """The probability that each candidate runs: the weighted share of similar trials that did, plus one success.
@@ -209,6 +278,7 @@ def normal_cdf(z: Array) -> Array:
 
 
 _erf = np.vectorize(math.erf, otypes=[float])
+_erfc = np.vectorize(math.erfc, otypes=[float])
 
 
 def _log_normal(middle: Array, low: Array, high: Array, least_sd: float) -> tuple[Array, Array]:

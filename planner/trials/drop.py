@@ -92,9 +92,10 @@ def half_width(logs: Sequence[float], level: float, *, sd: float = STEP_SD) -> f
 
         v^(-1/2) [(S + m d^2) / (S + m d^2 / v)]^((PRIOR_STEPS + m) / 2)
 
-    It is a martingale that begins at 1, so its chance to ever pass 1 / level is at most that level, on average over the prior (Ville's inequality; Lai
-    1976, On Confidence Sequences; Wang and Ramdas 2024, Anytime-valid t-tests, with the improper prior). The width is
-    the d at which it does. m is less than the number of samples since these are correlated (`effective`).
+    It is a martingale that begins at 1, so its chance to ever pass 1 / level is at most that level, on average over the
+    prior (Ville's inequality; Lai 1976, On Confidence Sequences; Wang and Ramdas 2024, Anytime-valid t-tests, with the
+    improper prior). The width is the d at which it does. m is less than the number of samples since these are
+    correlated (`effective`).
     """
     samples = effective(len(logs))
     mean = math.fsum(logs) / len(logs)

@@ -53,7 +53,7 @@ MOST_AGAIN_S = 5.0
 """A look whose measuring takes longer than this is not measured again within its process if other work disturbed it."""
 
 WHOLE_STEP_S = 1.0
-"""Whole steps are timed if one takes less; otherwise its parts are."""
+"""Whole steps are timed if one takes less, and its micro-steps are not expensive; otherwise its parts are."""
 
 PART_MICRO_STEPS = 6
 """Micro-steps of a short step that is timed, unless they are expensive; the first two take longer than the rest."""
@@ -80,7 +80,8 @@ def look_s(step_s: Floats, accumulation: Floats) -> Floats:
     whole_s = np.maximum(warm, step_s) + np.maximum(MEASURING_S, SAMPLES * step_s)
     part_s = np.minimum(accumulation, PART_MICRO_STEPS) * micro_step_s
     parts_s = np.where(micro_step_s > EXPENSIVE_S, 0.0, warm + np.maximum(MEASURING_S, 2 * part_s))
-    return np.asarray(fits + np.where(step_s < WHOLE_STEP_S, whole_s, parts_s))
+    whole = (step_s < WHOLE_STEP_S) & (micro_step_s <= EXPENSIVE_S)
+    return np.asarray(fits + np.where(whole, whole_s, parts_s))
 
 
 class TrialRequest(Record):

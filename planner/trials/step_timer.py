@@ -162,14 +162,14 @@ class StepTimer(StepRunner):
     # Whole steps.
 
     def choose_method(self) -> Literal["whole_steps", "parts"]:
-        """Whole steps if one takes less than WHOLE_STEP_S. Pipelines have no parts."""
+        """Whole steps if one takes less than WHOLE_STEP_S, and none of it is measured yet. Pipelines have no parts."""
         if self.request.config.pp > 1:
             self.method = "whole_steps"
         elif self.request.method is not None:
             self.method = self.request.method
         else:
             step_s = sum_interval(step_terms(self.parts, self.run.accumulation)).median
-            self.method = "whole_steps" if step_s < WHOLE_STEP_S else "parts"
+            self.method = "whole_steps" if step_s < WHOLE_STEP_S and not self._lasts_s else "parts"
         return self.method
 
     def measure_whole_steps(self) -> Interval:
@@ -235,7 +235,7 @@ class StepTimer(StepRunner):
                     self._drop_if_behind(list(interval.median * part / np.median(part)))
             times = self._timed_short_step(interval.samples if samples else 0)
             if times is not None:
-                self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sum(map(sum, times.values())))
+                self._lasts_s = self._lasts_s or max(MEASURING_S, FEWEST_SAMPLES * sum(map(sum, times.values())))
                 stretches.add(times)
                 self.parts = stretches.everything()
         counted = self._samples_that_count(dict.fromkeys(self.parts, 1) | {self._most_expensive_part(): least})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -246,16 +247,16 @@ class Estimator:
     # Learning.
 
     def observe(self, trial: Trial) -> None:
-        """Takes in a finished trial: its time where it has one, its peak where it fitted or ran out."""
-        if trial.outcome not in (Outcome.OK, Outcome.PRUNED, Outcome.OUT_OF_MEMORY):
+        """Takes in a finished trial: its time, or how long it takes at least; its peak where it fitted or ran out."""
+        known = (Outcome.OK, Outcome.PRUNED, Outcome.OUT_OF_MEMORY)
+        if trial.outcome not in known and trial.censored_s is None:
             return
         try:
             table = self.table([trial.config])
         except WorkloadError:
             return
         self.trials_seen += 1
-        if trial.step_time_s is not None and trial.outcome is not Outcome.OUT_OF_MEMORY:
-            self._observe_time(trial, table)
+        self._observe_time(trial, table)
         peak = trial.peak_memory_bytes
         if peak is None:
             return
@@ -264,23 +265,26 @@ class Estimator:
             self.memory_fit.observe(float(table.live_bytes[0]) * held, float(peak))
 
     def _observe_time(self, trial: Trial, table: CostTable) -> None:
-        """The optimizer step apart from the micro-steps, where the trial timed them apart."""
-        assert trial.step_time_s is not None
-        parts = table.parts_s[:, 0]
+        """The optimizer step apart from the micro-steps, where the trial timed them apart; or a lower bound of both."""
+        parts, bubble_s = table.parts_s[:, 0], float(table.bubble_s[0])
+        if trial.censored_s is not None:
+            self.time_fit.observe(parts, trial.censored_s - bubble_s, at_least=True)
+            return
+        if trial.step_time_s is None or trial.outcome is not Outcome.OK:
+            return
+        noise = math.hypot(NOISE_SD, trial.disturbed_sd)
         optimizer = FACTORS.index("optimizer")
         apart = trial.parts_s.get("optimizer_step")
         seconds = trial.step_time_s.median
         if apart is not None and 0 < apart < seconds and trial.config.world_size == 1:
             alone = np.zeros(len(FACTORS))
             alone[optimizer] = parts[optimizer]
-            self.time_fit.observe(alone, apart)
+            self.time_fit.observe(alone, apart, noise=noise)
             without = parts.copy()
             without[optimizer] = 0.0
-            self.time_fit.observe(without, seconds - apart)
+            self.time_fit.observe(without, seconds - apart, noise=noise)
             return
-        # a trial that was given up has seen a few steps only
-        noise = NOISE_SD if trial.outcome is Outcome.OK else 2 * NOISE_SD
-        self.time_fit.observe(parts, seconds - float(table.bubble_s[0]), noise=noise)
+        self.time_fit.observe(parts, seconds - bubble_s, noise=noise)
 
     def calibration(self) -> Calibration:
         """What the trials have taught, without what was known before them, to be saved for this device."""

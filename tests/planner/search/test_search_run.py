@@ -160,7 +160,7 @@ def test_the_search_goes_on_past_every_fault(tmp_path: Path):
     result = search(
         tmp_path / "s",
         "make",
-        fix=ONE_FAMILY,
+        fix=ONE_FAMILY | {"allocator": "own"},
         sampler="random",
         max_trials=None,
         memory_limit=1 << 30,

@@ -17,8 +17,9 @@ from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler, RedrawingSampler, make_sampler
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.stages import find_verified, manual_settings, run_manual_setting
-from autoplan.planner.search.trial_cost import COMPILE_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
+from autoplan.planner.search.trial_cost import COMPILE_S, FIXED_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
 from autoplan.planner.trials.measure import ASSUMED
+from autoplan.planner.trials.request import look_s
 from autoplan.processes import Ended, TaskFailedError
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig, knob_values
 
@@ -45,6 +46,30 @@ def trial_of(config: TrainingConfig, *, number: int = 0, seconds: float = 1.0, c
 
 def trial_cost(*configs: TrainingConfig) -> TrialCost:
     return TrialCost(configs or (PLAIN,), global_batch=8, num_blocks=12, device="cpu")
+
+
+# The length of a look.
+
+
+@pytest.mark.parametrize(
+    ("step_s", "accumulation", "expected_s"),
+    [
+        (0.002, 4, 1.2),  # warm-up and two stretches of the load monitor
+        (0.05, 1, 1.2),
+        (0.5, 8, 6 * 0.0625 + 0.5 + 2.5),  # two short steps, one whole step, five that count
+        (0.9, 1, 4 * 0.9),  # expensive: four steps, and three of them count
+        (25.6, 64, 6 * 0.4 + 2 * 6 * 0.4),  # parts
+        (100.0, 32, 3 * 3.125),  # very expensive: 1 + 2 micro-steps
+        (290.0, 64, 3 * 4.53125),
+    ],
+)
+def test_a_look_lasts_as_long_as_its_step_asks_for_whatever_the_budget_is(
+    step_s: float, accumulation: int, expected_s: float
+):
+    assert look_s(np.array([step_s]), np.array([float(accumulation)]))[0] == pytest.approx(expected_s)
+    config = PLAIN.model_copy(update={"micro_batch": 8 // min(accumulation, 8)})
+    cost = trial_cost(config)
+    assert cost.one_s(config, 0.05) == pytest.approx(FIXED_S + 1.2)
 
 
 # Compilations.

@@ -1,0 +1,81 @@
+"""What the surrogate takes from times, from lower bounds of times, and from times that were disturbed."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoplan.planner.records import Interval, Outcome, Trial, Window
+from autoplan.planner.search.surrogate import NOISE, Posterior, Prior, Surrogate, as_value
+from autoplan.strategies.config import TrainingConfig
+from tests.recorded import make_trial
+
+CONFIGS = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8)]
+PRIOR_S, SD = 1.0, 0.2
+
+
+def prior_of(count: int) -> Prior:
+    time, memory = np.full(count, math.log(PRIOR_S)), np.full(count, math.log(2**30))
+    return Prior(log_time=time, log_time_sd=np.full(count, SD), log_memory=memory, log_memory_sd=np.full(count, 0.05))
+
+
+def posterior(*trials: Trial) -> Posterior:
+    return Surrogate(CONFIGS, 2.0**33, "cpu").posterior(prior_of(len(CONFIGS)), trials, prior_of(len(trials)))
+
+
+def stopped(at_least_s: float | None, **given: Any) -> Trial:
+    return make_trial(0, CONFIGS[2], 2.5, outcome=Outcome.PRUNED, at_least_s=at_least_s, **given)
+
+
+def with_interval(trial: Trial, low: float, high: float) -> Trial:
+    return trial.model_copy(update={"step_time_s": Interval(median=2.0, low=low, high=high, samples=4)})
+
+
+@pytest.mark.parametrize("bound", [-0.6, -0.2, 0.0, 0.1, 0.3])
+def test_a_bound_as_a_value_says_what_a_normal_cut_off_there_says(bound: float):
+    values, noise = as_value(np.array([bound]), np.array([0.0]), np.array([SD]))
+    share = SD**2 / (SD**2 + noise[0] ** 2)
+    truth = np.random.default_rng(0).normal(0.0, SD, 400_000)
+    left = truth[truth + np.random.default_rng(1).normal(0.0, NOISE, truth.size) > bound]
+    assert share * values[0] == pytest.approx(left.mean(), abs=0.003)
+    assert math.sqrt(SD**2 * (1 - share)) == pytest.approx(left.std(), abs=0.003)
+
+
+def test_a_stopped_look_below_the_prediction_says_nothing_and_one_above_moves_it():
+    here = 2
+    low, high = posterior(stopped(0.4)), posterior(stopped(1.5))
+    assert low.log_time == pytest.approx(np.zeros(4), abs=1e-3)
+    assert low.log_time_sd == pytest.approx(np.full(4, SD), abs=1e-3)
+    assert high.log_time[here] > math.log(1.45)
+    assert high.log_time[here] > high.log_time[0] > 0
+    measured = posterior(make_trial(0, CONFIGS[here], 1.5))
+    assert high.log_time[here] > measured.log_time[here]  # at least that, so more is expected
+    assert high.log_time_sd[here] > measured.log_time_sd[here]
+
+
+def test_a_bound_counts_beside_what_other_trials_say():
+    near = make_trial(1, CONFIGS[3], 3.0)
+    assert posterior(near, stopped(1.0)).log_time == pytest.approx(posterior(near).log_time, abs=0.01)
+
+
+def test_a_timeout_is_a_lower_bound_and_an_older_record_has_its_intervals_low_end():
+    late = make_trial(0, CONFIGS[2], None, outcome=Outcome.TIMEOUT, at_least_s=1.5, budget_ended=True)
+    old = with_interval(stopped(None), 1.5, 3.0)
+    assert old.censored_s == late.censored_s == 1.5
+    assert posterior(late).log_time == pytest.approx(posterior(old).log_time)
+    assert make_trial(0, CONFIGS[2], 2.5).censored_s is None
+
+
+def test_what_was_disturbed_counts_less_the_more_others_took():
+    def seen(share: float | None, disturbed: str | None) -> float:
+        window = Window(seconds=1.0, others_cpu_share=share, disturbed=disturbed)
+        return float(posterior(make_trial(0, CONFIGS[2], 2.0, window=window)).log_time[2])
+
+    quiet, unknown, loud = seen(0.01, None), seen(None, "other work"), seen(0.8, "other work")
+    assert math.log(1.9) < quiet
+    assert 0 < loud < 0.1 < unknown < 0.4 < quiet
+
+
+def test_a_time_that_is_wide_counts_less():
+    assert posterior(with_interval(make_trial(0, CONFIGS[2], 2.0), 1.0, 4.0)).log_time[2] < 0.3
