@@ -40,7 +40,7 @@ OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
 
-REMEASURE = 2.0
+REMEASURE = 1.0
 """A trial may take so many times longer to measure disturbed stretches again; not at all under a load that lasts."""
 
 
