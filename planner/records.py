@@ -259,7 +259,9 @@ class Claim(Record):
     why_not: str | None = Field(default=None, description="a sentence, where no win is claimed")
     rounds: int = Field(description="rounds of runs side by side behind the speed-up; 0: single trials")
     chosen_from: int = Field(
-        default=1, description="1: its runs had no part in the choice of the plan; else among how many it was the best"
+        default=1,
+        description="the level of the interval is divided by it: the number of the claim; without rounds, how many "
+        "configurations the plan was the best of",
     )
     spread: float = Field(description="standard deviation between runs of one configuration, as a share")
     spread_repeats: int = Field(description="repeats that it was measured by; 0: assumed")
