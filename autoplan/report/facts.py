@@ -80,11 +80,11 @@ def baseline_mfu(plan: Plan) -> float | None:
 
 
 def headline(plan: Plan) -> str:
-    """How much faster the plan is than the baseline and than a hand setting, and whether that is a claim."""
+    """How much faster the plan is than the baseline, what that rests on, and a bound against the hand setting."""
     if is_plain(plan):
         return no_gain_words(plan)
     parts = "; step times put together from parts of a step" if plan.measurement.method == "parts" else ""
-    return _against_baseline(plan) + _against_hand(plan) + parts + _claim_basis(plan.claim)
+    return _against_baseline(plan) + parts + _claim_basis(plan.claim) + _against_hand(plan)
 
 
 def is_plain(plan: Plan) -> bool:
@@ -124,7 +124,7 @@ def _against_hand(plan: Plan) -> str:
     if hand is None:
         return "" if plan.claim is None else "; the hand setting was not looked at, and nothing is claimed against it"
     if hand.config == plan.baseline.config:
-        return ", which is the hand setting too"
+        return "; the baseline is the hand setting too"
     what, bound = f"the hand setting ({hand.config.describe()})", hand.speedup
     if hand.config == plan.config:
         return f"; it is {what}"

@@ -33,6 +33,10 @@ PHASES = {
 }
 
 
+AFTER_WORK = ("loader", "plan")
+"""Phases that are no part of a piece of work."""
+
+
 def describe_phase(name: str, detail: str) -> str:
     """`reading the model: looking at gpt2`; a detail that names the phase already stays as it is."""
     phase = PHASES.get(name, name)
@@ -63,7 +67,7 @@ class PlainProgress(SearchObserver):
 
     def on_phase(self, name: str, detail: str = "") -> None:
         now = time.monotonic()
-        if self.work is not None and name == self.work.kind:
+        if self.work is not None and name not in AFTER_WORK:
             return  # `on_work` has said it
         if name == "probe" and name == self._phase and now - self._said < DETAIL_S:
             return
@@ -85,6 +89,8 @@ class PlainProgress(SearchObserver):
             self.say(f"{topic}: {text}")
 
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
+        if self.work is not None:
+            return
         ruled_out = sum(family.configurations for family in left_out)
         self.say(f"space: {candidates:,} configurations to choose from, {ruled_out:,} ruled out before any trial")
 
@@ -176,7 +182,7 @@ class LiveProgress(PlainProgress):
         self.budget, self._seen = budget, time.monotonic()
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        if self.work is None or name != self.work.kind:
+        if self.work is None or name in AFTER_WORK:
             self.doing, self.running = describe_phase(name, detail), ""
         elif name != "baseline":
             self.running = detail

@@ -14,7 +14,7 @@ from autoplan.planner.plan import Choice
 from autoplan.planner.records import Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds
 from autoplan.planner.search.session import Session
-from autoplan.planner.trials.measure import pool_runs, ratio_interval
+from autoplan.planner.trials.measure import ratio_interval
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
 
@@ -123,9 +123,8 @@ def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Ag
         return None
     mine = [run.step_time_s for run, _ in quiet if run.step_time_s is not None]
     theirs = [run.step_time_s for _, run in quiet if run.step_time_s is not None]
-    again = [run.step_time_s for run in winner.claim_runs if run.step_time_s is not None and not run.disturbed]
-    if again and not side_by_side:  # the plan's speed is that of the rounds, not that of the look that it was chosen by
-        mine = [pool_runs(again)]
+    if winner.reported.counted and not side_by_side:  # not the look that it was chosen by
+        mine = [winner.reported.step_time]
     ratio = ratio_interval(mine, theirs, session.run_spread)
     return Against(ratio=ratio, side_by_side=side_by_side, other=replace(other, counted=tuple(b for _, b in quiet)))
 

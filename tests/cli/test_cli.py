@@ -224,6 +224,9 @@ def test_a_plan_without_a_gain_is_shown_explained_and_reported(cli, tmp_path) ->
     document = cli("show", path, "--json").document
     assert [line["kind"] for line in document["plan"]["ledger"]][:3] == ["setup", "baseline", "look"]
     assert "not told apart from precision=bf16" in cli("explain", path).out
+    (knob,) = cli("explain", path, "--knob", "precision", "--json").document["knobs"]
+    rates = {tried["value"]: round(tried["best_tokens_per_s"]) for tried in knob["tried"]}
+    assert rates == {"bf16": 130, "fp32": 137}, "as the rounds measured it, not as the look that chose it"
     assert cli("report", path, "--out", "plain.html").code == 0
     assert "no gain found" in (tmp_path / "plain.html").read_text()
 

@@ -321,7 +321,7 @@ def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
     parts = plan.measurement.model_copy(update={"method": "parts"})
     plan = plan.model_copy(update={"claim": CLAIMED, "measurement": parts})
     line = facts.headline(plan)
-    assert line.startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; the hand setting was not looked")
+    assert line.startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; step times")
     assert "nothing is claimed against it" in line and "put together from parts" in line
     assert "3 rounds side by side, runs differ by 1.2 % (measured over 4 repeats)" in line
     assert first_line(plan) == f"speed-up: {line}"
@@ -355,7 +355,7 @@ def test_a_hand_setting_is_compared_by_the_bound_of_its_look(low: float, high: f
     same = hand.model_copy(update={"config": plan.config})
     assert "it is the hand setting" in facts.headline(plan.model_copy(update={"hand": same}))
     plain = hand.model_copy(update={"config": plan.baseline.config})
-    assert "the plain baseline, which is the hand setting too" in facts.headline(
+    assert "; the baseline is the hand setting too" in facts.headline(
         plan.model_copy(update={"hand": plain})
     )
 
