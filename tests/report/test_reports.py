@@ -355,9 +355,7 @@ def test_a_hand_setting_is_compared_by_the_bound_of_its_look(low: float, high: f
     same = hand.model_copy(update={"config": plan.config})
     assert "it is the hand setting" in facts.headline(plan.model_copy(update={"hand": same}))
     plain = hand.model_copy(update={"config": plan.baseline.config})
-    assert "; the baseline is the hand setting too" in facts.headline(
-        plan.model_copy(update={"hand": plain})
-    )
+    assert "; the baseline is the hand setting too" in facts.headline(plan.model_copy(update={"hand": plain}))
 
 
 def test_a_plan_without_a_gain_says_so_first() -> None:

@@ -1,4 +1,4 @@
-"""Why each knob has its value, and how the plan compares with what lost: by undisturbed runs, and never against them."""
+"""Why each knob has its value, and how the plan compares with what lost: by undisturbed runs alone."""
 
 from __future__ import annotations
 

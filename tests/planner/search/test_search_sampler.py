@@ -13,7 +13,7 @@ from autoplan.errors import UsageError
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, RedrawingSampler, make_sampler
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, rank, speed_ratio
+from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, choices_of, make_distributions
@@ -465,11 +465,3 @@ def test_what_failed_as_a_finalist_is_out():
     a, b = CANDIDATES[0], CANDIDATES[1]
     trials = [finalist(0, a, 1.0), finalist(1, b, 2.0), make_trial(2, a, Outcome.CRASHED, purpose="finalist")]
     assert [entry.config for entry in collect_runs(trials)] == [b]
-
-
-def test_finalists_are_those_whose_interval_is_near():
-    trials = [
-        finalist(i, config, time) for i, (config, time) in enumerate(zip(CANDIDATES, (1.0, 1.03, 2.0), strict=False))
-    ]
-    chosen: list[CandidateRuns] = pick_finalists(collect_runs(trials))
-    assert [entry.config for entry in chosen] == list(CANDIDATES[:2])
