@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from autoplan.errors import ConfigError
-from autoplan.planner.records import Interval, Parity, Trial
+from autoplan.planner.records import Interval, Parity, Trial, WorkLine
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.config import TrainingConfig
@@ -50,6 +50,12 @@ class PlanFigures(Protocol):
 
     @property
     def speedup(self) -> Interval: ...
+
+    @property
+    def hand(self) -> Any: ...
+
+    @property
+    def ledger(self) -> Sequence[WorkLine]: ...
 
     @property
     def alternatives(self) -> Sequence[Any]: ...
@@ -177,10 +183,14 @@ def _figures(plan: PlanFigures) -> Iterator[str]:
         if isinstance(value, float) and not abs(value) <= LARGEST_NUMBER:
             yield f"{place} is {value}; no figure of a plan is so large"
     measured, baseline = plan.measurement, plan.baseline
+    for number, line in enumerate(plan.ledger):
+        if line.began_s < 0 or line.seconds < 0:
+            yield f"ledger.{number} began at {line.began_s} s and took {line.seconds} s; both are at least 0"
     for name, interval in (
         ("measurement.step_time_s", measured.step_time_s),
         ("measurement.tokens_per_s", measured.tokens_per_s),
         ("speedup", plan.speedup),
+        ("hand.speedup", None if plan.hand is None else plan.hand.speedup),
         ("baseline.step_time_s", baseline.step_time_s),
         ("baseline.tokens_per_s", baseline.tokens_per_s),
     ):
@@ -193,8 +203,13 @@ def _figures(plan: PlanFigures) -> Iterator[str]:
 def _configs(plan: PlanFigures) -> Iterator[tuple[str, TrainingConfig]]:
     yield "config", plan.config
     yield "baseline.config", plan.baseline.config
+    if plan.hand is not None:
+        yield "hand.config", plan.hand.config
     for number, trial in enumerate(plan.evidence):
         yield f"evidence.{number}.config", trial.config
+    for number, line in enumerate(plan.ledger):
+        if line.config is not None:
+            yield f"ledger.{number}.config", line.config
     for number, alternative in enumerate(plan.alternatives):
         yield f"alternatives.{number}.config", alternative.config
 

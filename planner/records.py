@@ -253,7 +253,9 @@ class CompiledAhead(Record):
 class WorkLine(Record):
     """A line of the ledger: a piece of work of a search, and where its seconds went."""
 
-    kind: str = Field(description="setup, baseline, probe, trace, look, compile ahead, hand setting, pair, parity, claim")
+    kind: str = Field(
+        description="setup, baseline, probe, trace, look, compile ahead, hand setting, pair, parity, claim"
+    )
     config: TrainingConfig | None = None
     began_s: float = Field(description="of the budget, spent before it")
     seconds: float
@@ -281,7 +283,9 @@ class Claim(Record):
     why_not: str | None = Field(default=None, description="a sentence, where no win is claimed")
     rounds: int = Field(description="rounds of runs side by side behind the speed-up; 0: single trials")
     chosen_from: int = Field(
-        default=1, description="1: its runs had no part in the choice of the plan; else among how many it was the best"
+        default=1,
+        description="the level of the interval is divided by it: the number of the claim; without rounds, how many "
+        "configurations the plan was the best of",
     )
     spread: float = Field(description="standard deviation between runs of one configuration, as a share")
     spread_repeats: int = Field(description="repeats that it was measured by; 0: assumed")

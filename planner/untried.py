@@ -11,10 +11,11 @@ from autoplan.units import format_number, format_seconds
 
 
 class Untried(Record):
-    """A configuration without a trial: what a longer search tries next, as far as that is known; a prediction."""
+    """A configuration without a verdict: what a longer search tries next, as far as that is known; a prediction."""
 
     config: TrainingConfig
-    candidates: int = Field(description="configurations that were never measured and could run")
+    candidates: int = Field(description="configurations that were never begun and could run")
+    begun: bool = Field(default=False, description="this one was begun, and the budget's end stopped it")
     speed_ratio: Interval = Field(description="predicted tokens/s over the plan's; low and high bound 90 %")
     probability: float = Field(description="that it runs, fits and is faster than the plan")
     trial_s: float = Field(description="expected seconds of a trial of it")
@@ -31,8 +32,11 @@ class Untried(Record):
         Args:
             reference: What its speed is a ratio to, in the possessive form: `the plan's`.
         """
-        many = f"{self.candidates:,} configurations were" if self.candidates > 1 else "one configuration was"
+        many = {0: "every configuration was tried", 1: "one configuration was not tried"}.get(
+            self.candidates, f"{self.candidates:,} configurations were not tried"
+        )
         config, ratio = self.config.describe(), self.speed_ratio
+        config += ", which the end of the budget stopped," if self.begun else ""
         which = {
             True: f"a longer search tries {config} next",
             False: f"none of them could still win, and a longer search tries none; the nearest is {config}",
@@ -42,6 +46,6 @@ class Untried(Record):
         probability = "over 99%" if self.probability > 0.99 else f"{self.probability:.0%}"  # no prediction is certain
         low, high = (f"{x:.3g}" if x < 100 else format_number(x) for x in (ratio.low, ratio.high))
         return (
-            f"{many} not tried; {which}: predicted {low} to {high} times {reference} {speed}, {better} with a "
+            f"{many}; {which}: predicted {low} to {high} times {reference} {speed}, {better} with a "
             f"probability of {probability}; a trial of it takes about {format_seconds(self.trial_s)}"
         )

@@ -6,7 +6,18 @@ import math
 from typing import Any
 
 from autoplan.planner.plan import Alternative, Choice, Environment, Measurement, Plan
-from autoplan.planner.records import Interval, LeftOutFamily, Outcome, Parity, PeakMemory, Prediction, Trial
+from autoplan.planner.records import (
+    Claim,
+    Interval,
+    LeftOutFamily,
+    Outcome,
+    Parity,
+    PeakMemory,
+    Prediction,
+    Trial,
+    WorkLine,
+)
+from autoplan.planner.search.plan_maker import PLAIN_PARITY
 from autoplan.probes.profile import Device, HardwareProfile, Host
 from autoplan.record import Reading
 from autoplan.strategies.config import TrainingConfig
@@ -190,3 +201,46 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
         ),
     }
     return Plan(**(facts | given)).sealed()
+
+
+def make_ledger(config: TrainingConfig, plain: TrainingConfig) -> tuple[WorkLine, ...]:
+    """Where a search of ten minutes spent its time: nine looks, then the proof of one configuration."""
+    pieces = [
+        ("setup", None, 15.0),
+        ("baseline", plain, 47.0),
+        *[("look", config, 235.0 / 9)] * 9,
+        ("hand setting", plain, 0.0),
+        ("parity", config, 50.0),
+        *[("claim", config, 35.5)] * 4,
+    ]
+    lines, began_s = [], 0.0
+    for kind, whose, seconds in pieces:
+        lines.append(WorkLine(kind=kind, config=whose, began_s=began_s, seconds=seconds, predicted_s=20.0, gain=0.04))
+        began_s += seconds
+    return tuple(lines)
+
+
+def make_plain_plan(**given: Any) -> Plan:
+    """A plan that is the plain run: the rounds did not tell the leader from it."""
+    found = make_plan()
+    plain = found.baseline.config
+    claim = Claim(claimed=False, why_not="nothing faster was found", rounds=4, spread=0.01, spread_repeats=4)
+    facts: dict[str, Any] = {
+        "measurement": found.measurement.model_copy(
+            update={"step_time_s": interval(8.0), "tokens_per_s": interval(128.0), "trials": (0,)}
+        ),
+        "accumulation": 8,
+        "speedup": Interval(median=1.0, low=1.0, high=1.0, samples=4),
+        "claim": claim,
+        "parity": PLAIN_PARITY,
+        "evidence": (*found.evidence, make_trial(4, found.config, 7.9, purpose="claim", round=0)),
+        "ledger": make_ledger(found.config, plain),
+        "choices": (
+            Choice(
+                knob="precision",
+                value="fp32",
+                reason="not told apart from precision=bf16 (trial 1), side by side: the plan is simpler",
+            ),
+        ),
+    }
+    return make_plan(plain, **(facts | given))

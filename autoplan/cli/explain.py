@@ -67,12 +67,21 @@ NOT_CHOSEN = "its plain value: the search had no other value to choose from"
 
 def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
     """The values of a knob that trials had: how many trials, the best rate, and how the others ended."""
+    from statistics import median
+
+    from autoplan.planner.search.selection import collect_runs
+
     groups: dict[Any, list[Any]] = {}
     for trial in plan.evidence:
         groups.setdefault(getattr(trial.config, knob), []).append(trial)
+    measured = [one.reported for one in collect_runs(plan.evidence)]
     tried = []
     for value, trials in groups.items():
-        rates = [t.tokens_per_s.median for t in trials if t.tokens_per_s is not None and t.outcome.value == "ok"]
+        rates = [
+            median(run.tokens_per_s.median for run in one.runs if run.tokens_per_s is not None)
+            for one in measured
+            if getattr(one.config, knob) == value
+        ]
         ends = sorted({t.outcome.value for t in trials if t.outcome.value != "ok"})
         tried.append(
             {"value": value, "trials": len(trials), "best_tokens_per_s": max(rates, default=None), "other_ends": ends}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from autoplan.cli import ends, output
 from autoplan.text import printable
 
 if TYPE_CHECKING:
+    from autoplan.planner.plan import Plan
     from autoplan.planner.records import LeftOutFamily, Trial
     from autoplan.planner.search.options import Candidate, SearchResult
 
@@ -25,13 +28,11 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
         show_dry_run(result)
         return
     if result.plan is not None:
-        console.print()
-        terminal.show_plan(console, result.plan)
+        narration.print()
+        terminal.show_plan(console, result.plan, more=command_with(larger_budget(result)))
         if result.from_record:
             terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
-        place = result.plan_path or out
-        own = "plan.apply_to(trainer)" if result.plan.workload.taken_from else "plan.prepare()"
-        terminal.say(narration, "plan", f"{place}; apply it with {own}, autoplan export or autoplan run")
+        terminal.say(narration, "plan", f"{result.plan_path or out}; {how_to_apply(result.plan)}")
         return
     if result.best is not None:
         ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
@@ -41,6 +42,40 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
     sys.stderr.write(printable(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n"))
     if result.hint:
         sys.stderr.write(f"  {result.hint}\n")
+
+
+def how_to_apply(plan: Plan) -> str:
+    """What is done with a plan."""
+    from autoplan.report import facts
+
+    if facts.is_plain(plan):
+        return "it is the plain run"
+    own = "plan.apply_to(trainer)" if plan.workload.taken_from else "plan.prepare()"
+    return f"apply it with {own}, autoplan export or autoplan run"
+
+
+def larger_budget(result: SearchResult) -> str:
+    """Twice the budget that a search has had, as `--budget` takes it."""
+    seconds = math.ceil(2 * result.budget_s)
+    return f"{seconds}s" if seconds < 120 else f"{math.ceil(seconds / 60)}m"
+
+
+def command_with(budget: str) -> str:
+    """The command that was called, with another budget, and without what ends it early or starts over."""
+    own, dashes, rest = _parted(sys.argv[1:])
+    kept, skip = [], False
+    for word in own:
+        name = word.partition("=")[0]
+        if not skip and name not in ("--budget", "--max-trials", "--fresh", "--recheck"):
+            kept.append(word)
+        skip = not skip and word in ("--budget", "--max-trials")
+    return shlex.join(["autoplan", *kept, "--budget", budget, *dashes, *rest])
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """The command's own words, `--` where it is given, and what comes after it."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at : at + 1], words[at + 1 :]
 
 
 def show_dry_run(result: SearchResult) -> None:
@@ -69,6 +104,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "plan_path": result.plan_path,
         "best": None if result.best is None else trial_document(result.best),
         "trials": [trial_document(trial) for trial in result.trials],
+        "ledger": [line.model_dump(mode="json") for line in result.ledger],
         "attempts": [attempt.model_dump(mode="json") for attempt in result.attempts],
         "left_out": [left_out_document(family) for family in result.left_out],
         "candidates": [candidate_document(candidate) for candidate in result.candidates],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from autoplan.planner.plan import Measurement, Plan
-from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
+from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial, WorkLine
 from autoplan.planner.search.options import Candidate
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from autoplan.planner.search.next_work import Work
 
 
 class Rows(NamedTuple):
@@ -76,26 +80,62 @@ def baseline_mfu(plan: Plan) -> float | None:
 
 
 def headline(plan: Plan) -> str:
-    """How much faster the plan is than the baseline and than a hand setting, and whether that is a claim."""
-    hand = plan.hand
-    base = "the plain baseline"
-    if hand is not None and hand.config == plan.baseline.config:
-        others = [t for t in plan.evidence if t.purpose == "reference" and t.config != plan.baseline.config]
-        base += ", which is the best hand setting too" if others else ""
-        hand = None
-    against = [_times(plan.speedup, plan.claim, base)]
-    if plan.claim is not None and plan.config == plan.baseline.config:
-        return f"none over {base}: {plan.claim.why_not}"
-    if hand is not None:
-        against.append(_times(hand.speedup, hand.claim, f"the hand setting ({hand.config.describe()})"))
+    """How much faster the plan is than the baseline, what that rests on, and a bound against the hand setting."""
+    if is_plain(plan):
+        return no_gain_words(plan)
     parts = "; step times put together from parts of a step" if plan.measurement.method == "parts" else ""
-    return "; ".join(against) + parts + _claim_basis(plan.claim)
+    return _against_baseline(plan) + parts + _claim_basis(plan.claim) + _against_hand(plan)
 
 
-def _times(speedup: Interval, claim: Claim | None, what: str) -> str:
+def is_plain(plan: Plan) -> bool:
+    """Whether the plan is the plain run: nothing faster was found, or proved."""
+    return plan.config == plan.baseline.config
+
+
+def no_gain_words(plan: Plan) -> str:
+    """`no gain found in 10 m: the plan is the plain run`, and what makes that uncertain."""
+    spent_s = ledger_end_s(plan.ledger)
+    text = f"no gain found{f' in {minutes(spent_s)}' if spent_s else ''}: the plan is the plain run"
+    why_not = None if plan.claim is None else plan.claim.why_not
+    return text + (f"; {why_not.partition('; ')[2]}" if why_not and "; " in why_not else "")
+
+
+def may_go_on(plan: Plan) -> bool:
+    """Whether a larger budget may change a plan that is the plain run."""
+    if plan.objective.name == "memory" or any(trial.purpose == "claim" for trial in plan.evidence):
+        return True
+    return plan.untried is not None and plan.untried.tried_next is not False
+
+
+def minutes(seconds: float) -> str:
+    """`10 m`, or `45 s`: a time as a budget is given."""
+    return f"{seconds / 60:.0f} m" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _against_baseline(plan: Plan) -> str:
     """`1.42 times (1.35 to 1.50) the speed of the plain baseline`, or why that is not claimed."""
-    text = f"{with_interval(speedup, ' times')} the speed of {what}"
-    return text if claim is None or claim.why_not is None else f"{text} - {claim.why_not}"
+    text = f"{with_interval(plan.speedup, ' times')} the speed of the plain baseline"
+    return text if plan.claim is None or plan.claim.why_not is None else f"{text} - {plan.claim.why_not}"
+
+
+def _against_hand(plan: Plan) -> str:
+    """The bound that the looks give: `at least 1.6 times the hand setting (...)`; it has no rounds of its own."""
+    hand = plan.hand
+    if hand is None:
+        return "" if plan.claim is None else "; the hand setting was not looked at, and nothing is claimed against it"
+    if hand.config == plan.baseline.config:
+        return "; the baseline is the hand setting too"
+    what, bound = f"the hand setting ({hand.config.describe()})", hand.speedup
+    if hand.config == plan.config:
+        return f"; it is {what}"
+    if hand.claim.why_not is not None and hand.claim.why_not.startswith("disturbed"):
+        return f"; nothing is claimed against {what}: {hand.claim.why_not.partition(': ')[2]}"
+    if bound.low > 1.0:
+        return f"; at least {format_number(bound.low)} times {what}"
+    if bound.high >= 1.0:
+        return f"; not told apart from {what}"
+    why = ", which fails parity" if hand.config in plan.failed_parity else ""
+    return f"; at most {format_number(bound.high)} times {what}{why}"
 
 
 def _claim_basis(claim: Claim | None) -> str:
@@ -238,6 +278,41 @@ def trial_rows(trials: Sequence[Trial], unit: str) -> Rows:
     return Rows(("#", "for", "configuration", f"{unit}/s", "peak memory", "took", "outcome"), rows)
 
 
+WORK = {
+    "baseline": "the plain run, ",
+    "probe": "probing this machine",
+    "trace": "tracing the model for ",
+    "look": "a look at ",
+    "compile ahead": "compiling ahead of the next looks",
+    "hand setting": "the hand setting, ",
+    "pair": "a pair, the best so far beside ",
+    "parity": "the parity check of ",
+    "claim": "the claim of ",
+}
+"""Kinds of work, in words that go on with the configuration."""
+
+
+def work_words(work: Work) -> str:
+    """`a look at micro_batch=2 (expected gain 4.1 %, about 23 s), because ...`."""
+    whose = "" if work.config is None else work.config.describe()
+    what = WORK.get(work.kind, f"{work.kind} ") + (whose or ("what the sampler draws" if work.kind == "look" else ""))
+    gains = work.kind in ("look", "pair") and bool(whose)  # what other pieces count as gaining makes no plan faster
+    gain = f"expected gain {percent(math.expm1(work.gain))}, " if gains else ""
+    return f"{what.rstrip(', ')} ({gain}about {format_seconds(work.cost_s)}), because {work.why}"
+
+
+def best_words(best: Trial | None, plain: Trial | None, unit: str) -> str:
+    """`best so far 195 tokens/s, 2.11 times the plain run`, by the looks."""
+    if best is None or best.tokens_per_s is None:
+        return "nothing measured yet"
+    text = f"best so far {format_number(best.tokens_per_s.median)} {unit}/s"
+    if plain is None or plain.tokens_per_s is None:
+        return text
+    if plain.config == best.config:
+        return f"{text}, the plain run"
+    return f"{text}, {best.tokens_per_s.median / plain.tokens_per_s.median:.2f} times the plain run"
+
+
 def workload_line(spec: WorkloadSpec) -> str:
     """`gpt2, 1,024 tokens a sequence, global batch 32 sequences`; a function's own figures are not known at first."""
     length = f", {spec.sequence_length:,} tokens a sequence" if spec.sequence_length else ""
@@ -304,6 +379,41 @@ def untried_words(plan: Plan) -> str | None:
     return None if plan.untried is None else plan.untried.describe("the plan's")
 
 
+PIECES = {
+    "baseline": ("plain run", "{} plain runs"),
+    "probe": ("probes", "probes"),
+    "trace": ("trace", "{} traces"),
+    "look": ("1 look", "{} looks"),
+    "compile ahead": ("compiling ahead", "compiling ahead"),
+    "pair": ("1 pair", "{} pairs"),
+    "parity": ("parity", "{} parity checks"),
+    "claim": ("claim 1 round", "claim {} rounds"),
+}
+"""Kinds of work in a ledger, as one piece and as several."""
+
+
+def time_words(ledger: Sequence[WorkLine]) -> str | None:
+    """`setup 15 s, plain run 47 s, 9 looks 235 s`: where the time went, by kind of work; None: no ledger was kept."""
+    if not ledger:
+        return None
+    spent: dict[str, list[float]] = {}
+    if ledger[0].kind != "setup":
+        spent["setup"] = [ledger[0].began_s]
+    for line in ledger:
+        spent.setdefault(line.kind, []).append(line.seconds)
+    words = []
+    for kind, seconds in spent.items():
+        one, many = PIECES.get(kind, (kind, kind))
+        if sum(seconds) >= 0.5:  # a hand setting that the search had tried takes none
+            words.append(f"{one if len(seconds) == 1 else many.format(len(seconds))} {sum(seconds):.0f} s")
+    return ", ".join(words) or None
+
+
+def ledger_end_s(ledger: Sequence[WorkLine]) -> float:
+    """Seconds of the budget that were spent when the last piece of work ended; 0: no ledger was kept."""
+    return max((line.began_s + line.seconds for line in ledger), default=0.0)
+
+
 def parity_line(plan: Plan) -> str:
     """What the plan's parity check found."""
     return parity_words(plan.parity)
@@ -313,6 +423,8 @@ def parity_words(parity: Parity) -> str:
     """What a parity check found, in a line."""
     if not parity.finished:
         return f"NOT FINISHED; {parity.note}"
+    if parity.passed and not parity.global_batch and not parity.checks:
+        return parity.note  # of the plain run, with which a check compares
     changed = "changes the numerics within tolerance" if parity.changes_numerics else "the same numerics"
     verdict = f"passed, {changed}" if parity.passed else "FAILED"
     note = f"; {parity.note.rstrip('.')}" if parity.note else ""

@@ -69,7 +69,7 @@ def render_page(plan: Plan) -> str:
 def _figures(plan: Plan) -> str:
     measured = plan.measurement
     figures = [
-        (f"{plan.speedup.median:.2f} x", "the plain fp32 run"),
+        ("no gain" if facts.is_plain(plan) else f"{plan.speedup.median:.2f} x", "over the plain fp32 run"),
         (format_number(measured.tokens_per_s.median), f"{plan.workload.unit}/s"),
         (format_seconds(measured.step_time_s.median), "an optimizer step"),
         (format_bytes(measured.peak_memory_bytes), "at the peak"),
@@ -99,7 +99,7 @@ def _drawing(title: str, drawing: str, legend: str) -> str:
 def _parity(plan: Plan) -> str:
     kind = "passed" if plan.parity.passed else "failed"
     line = facts.parity_line(plan)
-    return f'<h2>Does it still train the same thing?</h2>\n<p class="{kind}">Parity {escape(line)}.</p>'
+    return f'<h2>Does it still train the same thing?</h2>\n<p class="{kind}">Parity: {escape(line)}.</p>'
 
 
 def _predictions(plan: Plan) -> facts.Rows:
@@ -144,6 +144,8 @@ def _notes(plan: Plan) -> str:
     lines = [versions, *(f"{topic}: {text}" for topic, text in facts.workload_notes(plan.workload))]
     objective = facts.objective_words(plan)
     lines += [] if objective is None else [f"objective: {objective}"]
+    time = facts.time_words(plan.ledger)
+    lines += [] if time is None else [f"time: {time}"]
     loading = facts.loading_words(plan)
     lines += [] if loading is None else [f"loader: {loading}"]
     untried = facts.untried_words(plan)

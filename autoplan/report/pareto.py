@@ -37,7 +37,7 @@ def pareto_front(plan: Plan) -> list[Point]:
     plan (`--objective memory --min-throughput SHARE`).
     """
     found = []
-    for runs in collect_runs(plan.evidence):
+    for runs in (one.reported for one in collect_runs(plan.evidence)):
         items = [run.items_per_step for run in runs.runs if run.items_per_step]
         rates = [run.tokens_per_s.median for run in runs.runs if run.tokens_per_s is not None]
         doubtful = runs.config != plan.config and any(run.loss_differs for run in runs.runs)

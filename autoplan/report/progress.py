@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,19 +20,21 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.text import printable
 from autoplan.units import format_bytes, format_clock, format_number, format_seconds
 
+if TYPE_CHECKING:
+    from autoplan.planner.search.next_work import Work
+
 PHASES = {
     "probe": "measuring this machine",
     "inspect": "reading the model",
     "trace": "tracing the model's operations",
     "space": "listing the legal configurations",
-    "baseline": "measuring the plain baseline",
-    "search": "searching",
-    "compile ahead": "compiling ahead of the trials",
-    "finalists": "measuring the fastest few again, interleaved",
-    "parity": "checking that the plan trains the same thing",
-    "claim": "measuring the plan against the baseline, in runs of their own",
+    "loader": "measuring the loader beside the step",
     "plan": "writing the plan",
 }
+
+
+AFTER_WORK = ("loader", "plan")
+"""Phases that are no part of a piece of work."""
 
 
 def describe_phase(name: str, detail: str) -> str:
@@ -53,6 +55,8 @@ class PlainProgress(SearchObserver):
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
         self.unit = unit
+        self.baseline: Trial | None = None
+        self.work: Work | None = None
         self._trial = ""
         self._phase = ""
         self._started = self._said = time.monotonic()
@@ -63,6 +67,8 @@ class PlainProgress(SearchObserver):
 
     def on_phase(self, name: str, detail: str = "") -> None:
         now = time.monotonic()
+        if self.work is not None and name not in AFTER_WORK:
+            return  # `on_work` has said it
         if name == "probe" and name == self._phase and now - self._said < DETAIL_S:
             return
         self._phase, self._said = name, now
@@ -83,8 +89,18 @@ class PlainProgress(SearchObserver):
             self.say(f"{topic}: {text}")
 
     def on_space(self, candidates: int, left_out: tuple[LeftOutFamily, ...]) -> None:
+        if self.work is not None:
+            return
         ruled_out = sum(family.configurations for family in left_out)
         self.say(f"space: {candidates:,} configurations to choose from, {ruled_out:,} ruled out before any trial")
+
+    def on_budget(self, budget: BudgetState) -> None:
+        self.say(f"budget: {format_clock(budget.left_s)} left")
+
+    def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
+        self.work = work
+        so_far = facts.best_words(best, self.baseline, self.unit)
+        self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {facts.work_words(work)}")
 
     def on_trial_started(
         self,
@@ -94,8 +110,6 @@ class PlainProgress(SearchObserver):
         prediction: Prediction | None,
         budget: BudgetState,
     ) -> None:
-        expected = f", predicted {format_seconds(prediction.step_time_s)} a step" if prediction else ""
-        self.say(f"trial {number} ({purpose}): {config.describe()}{expected}; {format_clock(budget.left_s)} left")
         self._trial = f"trial {number}"
         self._started = self._said = time.monotonic()
 
@@ -107,7 +121,13 @@ class PlainProgress(SearchObserver):
 
     def on_trial_finished(self, trial: Trial, best: Trial | None, budget: BudgetState) -> None:
         self._trial = ""
-        self.say(f"trial {trial.number} {self.ending(trial, best)}")
+        self.remember_baseline(trial)
+        self.say(f"trial {trial.number} ({trial.purpose}) {trial.config.describe()}: {self.ending(trial, best)}")
+
+    def remember_baseline(self, trial: Trial) -> None:
+        """Keeps the plain run, which the best so far is compared with."""
+        if trial.purpose == "baseline" and trial.outcome is Outcome.OK:
+            self.baseline = trial
 
     def ending(self, trial: Trial, best: Trial | None) -> str:
         """How a trial ended, in a line."""
@@ -122,7 +142,7 @@ class PlainProgress(SearchObserver):
 
 
 class LiveProgress(PlainProgress):
-    """A live line under the finished trials: the phase, the budget as a bar, the best so far."""
+    """Live lines under the finished trials: the budget as a bar, what runs and why, the best so far."""
 
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         super().__init__(console, unit)
@@ -130,7 +150,6 @@ class LiveProgress(PlainProgress):
         self.running = ""
         self.budget: BudgetState | None = None
         self.best: Trial | None = None
-        self.baseline: Trial | None = None
         self._seen = time.monotonic()
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
 
@@ -144,19 +163,17 @@ class LiveProgress(PlainProgress):
     def render(self) -> Group:
         """The live part."""
         left = self.budget.left_s - (time.monotonic() - self._seen) if self.budget else None
-        head = Table.grid(padding=(0, 1))
+        lines: list[Table | Text] = []
         if self.budget is not None and left is not None:
             bar = ProgressBar(total=max(self.budget.budget_s, 1e-9), completed=self.budget.budget_s - left, width=24)
-            head.add_row(bar, Text(f"{format_clock(left)} left", style="bold"), Text(self.doing))
-        else:
-            head.add_row(Text(self.doing))
-        lines: list[Table | Text] = [head]
+            head = Table.grid(padding=(0, 1))
+            head.add_row(bar, Text(f"{format_clock(left)} left", style="bold"))
+            lines.append(head)
+        lines.append(Text(self.doing))
         if self.running:
             lines.append(Text(self.running, style="dim", overflow="ellipsis", no_wrap=True))
-        if self.best is not None and self.best.tokens_per_s is not None:
-            text = f"best so far: {format_number(self.best.tokens_per_s.median)} {self.unit}/s"
-            if self.baseline is not None and self.baseline.tokens_per_s is not None:
-                text += f", {self.best.tokens_per_s.median / self.baseline.tokens_per_s.median:.2f} x the baseline"
+        if self.best is not None:
+            text = facts.best_words(self.best, self.baseline, self.unit)
             lines.append(Text(f"{text}: {self.best.config.describe()}", overflow="ellipsis", no_wrap=True))
         return Group(*lines)
 
@@ -165,8 +182,18 @@ class LiveProgress(PlainProgress):
         self.budget, self._seen = budget, time.monotonic()
 
     def on_phase(self, name: str, detail: str = "") -> None:
-        self.doing = describe_phase(name, detail)
-        self.running = ""
+        if self.work is None or name in AFTER_WORK:
+            self.doing, self.running = describe_phase(name, detail), ""
+        elif name != "baseline":
+            self.running = detail
+
+    def on_budget(self, budget: BudgetState) -> None:
+        self.remember(budget)
+
+    def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
+        self.remember(budget)
+        self.work, self.best = work, best
+        self.doing, self.running = facts.work_words(work), ""
 
     def on_trial_started(
         self,
@@ -177,7 +204,9 @@ class LiveProgress(PlainProgress):
         budget: BudgetState,
     ) -> None:
         self.remember(budget)
-        self.running = f"trial {number}: {config.describe()}"
+        detail = f"{self.running}, " if purpose == "claim" and self.running else ""
+        expected = f", predicted {format_seconds(prediction.step_time_s)} a step" if prediction else ""
+        self.running = f"{detail}trial {number}: {config.describe()}{expected}"
 
     def on_progress(self, phase: str, facts: dict[str, Any], budget: BudgetState) -> None:
         self.remember(budget)
@@ -189,8 +218,7 @@ class LiveProgress(PlainProgress):
         self.remember(budget)
         self.running = ""
         self.best = best
-        if trial.purpose == "baseline":
-            self.baseline = trial
+        self.remember_baseline(trial)
         good = trial.outcome is Outcome.OK
         self.console.print(
             Text.assemble(

@@ -85,11 +85,25 @@ def show_lines(console: Console, content: facts.Rows, title: str) -> None:
     console.print()
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """The plan for a person: what it is, what it gains, why, what was ruled out, what came next."""
+GO_ON = "the same search with a larger --budget"
+
+
+def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
+    """The plan for a person: what it is, what it gains, why, what was ruled out, what came next.
+
+    Args:
+        console: Where.
+        plan: The plan.
+        more: What goes on from here, where no gain was found.
+    """
     if plan.edited:
         say(console, "edited", f"nobody measured this plan as it is now (changed: {', '.join(plan.edited)})")
-    say(console, "speed-up", facts.headline(plan))
+    if facts.is_plain(plan):
+        console.print(Text(facts.headline(plan), style="bold"), soft_wrap=not console.is_terminal)
+        if facts.may_go_on(plan):
+            say(console, "go on", more)
+    else:
+        say(console, "speed-up", facts.headline(plan))
     objective = facts.objective_words(plan)
     if objective is not None:
         say(console, "objective", objective)
@@ -98,6 +112,9 @@ def show_plan(console: Console, plan: Plan) -> None:
         say(console, topic, text)
     say(console, "hardware", facts.hardware_line(plan))
     say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
+    time = facts.time_words(plan.ledger)
+    if time is not None:
+        say(console, "time", time)
     console.print()
     show_table(console, facts.comparison(plan), title="Baseline against plan")
     show_table(console, facts.configuration(plan), title="The plan")

@@ -99,6 +99,15 @@ class SearchRun:
         """What something outside ended each time, in sentences."""
         return [] if self.session is None else self.session.did_not_run
 
+    def budget(self) -> BudgetState:
+        """How much of the budget is used, for the observer."""
+        return BudgetState(
+            budget_s=self.budget_s,
+            spent_s=self.store.spent_s,
+            trials_done=self.trials_done,
+            max_trials=self.options.max_trials,
+        )
+
     @property
     def trials_done(self) -> int:
         """Trials that count towards --max-trials: all but those that measure again."""
@@ -127,12 +136,7 @@ def finished_before(run: SearchRun) -> SearchResult | None:
             return None  # the record makes it again; its loader is to be measured
         path = _place(run, plan)
     run.budget_s = run.store.finished_budget_s  # a smaller one that is given now has no part in it
-    budget = BudgetState(
-        budget_s=run.budget_s,
-        spent_s=run.store.spent_s,
-        trials_done=run.trials_done,
-        max_trials=most,
-    )
+    budget = run.budget()
     for trial in run.store.trials:
         run.observer.on_trial_finished(trial, best_trial(run.store.trials), budget)
     text = (

@@ -173,7 +173,7 @@ class SearchOptions:
 
 
 class BudgetState(Record):
-    """The time of a search: its budget, what is spent and what is reserved."""
+    """The time of a search: its budget, and what is spent of it."""
 
     budget_s: float
     spent_s: float = Field(description="over all runs of this search")
@@ -195,6 +195,9 @@ class Candidate(Record):
 
 class SearchObserver:
     """Its methods are called with what the search does, in the search's thread; each does nothing unless overridden."""
+
+    def on_budget(self, budget: BudgetState) -> None:
+        """The clock of the search begins, or goes on where an earlier run ended."""
 
     def on_phase(self, name: str, detail: str = "") -> None:
         """A phase begins: probe, inspect, trace, space, baseline, compile ahead, hand setting, pair,

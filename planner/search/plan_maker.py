@@ -14,11 +14,19 @@ from autoplan.planner.plan import Alternative, HandSetting, Measurement, Plan
 from autoplan.planner.records import Objective, Parity, Trial
 from autoplan.planner.search.claim import compare
 from autoplan.planner.search.objective import order
-from autoplan.planner.search.reasons import explain_choices, tie_reason
+from autoplan.planner.search.reasons import (
+    NOT_PROVED,
+    Against,
+    against,
+    barred,
+    explain_choices,
+    inverse,
+    speed_words,
+    tie_reason,
+)
 from autoplan.planner.search.selection import (
     CandidateRuns,
     collect_runs,
-    match_rounds,
     speed_ratio,
 )
 from autoplan.planner.search.session import Session
@@ -206,42 +214,29 @@ def _alternatives(
     for candidate in order(session.objective, candidates, spread):
         if candidate.config == winner.config:
             continue
-        beside = compare(candidate, winner, spread, chosen_from=1) if candidate.claim_runs else None
-        if beside is not None and beside.candidate.counted:  # in the rounds of the claim: baseline, hand setting
-            candidate, ratio = beside.candidate, beside.speedup
+        beside = against(session, winner, candidate)
+        if beside is None:
+            ratio, lost = speed_ratio(candidate, winner, spread), "other work disturbed its run or the plan's"
         else:
-            ratio = speed_ratio(candidate, winner, spread)
-            candidate, _ = match_rounds(candidate, winner)
-        parity = session.store.parity_of(candidate.config)
-        if parity is not None and not parity.passed:
-            why = "it fails parity: it would not train the same thing"
-            if not parity.finished:
-                why = f"its parity check did not come to its end: {parity.note}"
-        elif not session.options.allows(candidate.config):
-            why = "the plain baseline; it does not keep what was fixed or bounded"
-        elif session.objective.name != "throughput":
-            why = _other_trade(session.objective, candidate, winner)
-        elif ratio.low > 1.0:
-            why = "measured faster in a single run, but not among the finalists"
-        elif ratio.high >= 1.0:
-            why = tie_reason(winner, candidate)
-        else:
-            why = f"{_percent_slower(ratio.median)} slower"
+            candidate, ratio = beside.other, inverse(beside.ratio)
+            lost = _why_lost(session.objective, beside, winner)
+        why = barred(session, candidate.config) or lost
         measurement = measurement_of(session, candidate)
         found.append(Alternative(config=candidate.config, measurement=measurement, speed_ratio=ratio, why=why))
     return found[:MAX_ALTERNATIVES]
 
 
-def _other_trade(objective: Objective, candidate: CandidateRuns, winner: CandidateRuns) -> str:
-    """Why a configuration is not the plan where throughput alone does not decide."""
-    speed = winner.step_time.median / candidate.step_time.median
-    faster = f"{speed - 1:.0%} faster" if speed >= 1 else f"{_percent_slower(speed)} slower"
+def _why_lost(objective: Objective, beside: Against, winner: CandidateRuns) -> str:
+    """Why a configuration that may be the plan is not; where throughput alone does not decide, what it trades."""
+    speed, other = 1 / beside.ratio.median, beside.other
     if objective.name == "cost":
-        cost = candidate.config.world_size / winner.config.world_size / speed
-        return f"{faster}, at {cost:.2f} times the cost"
-    memory = candidate.peak_memory_bytes / max(1, winner.peak_memory_bytes)
-    return f"{faster}, with {memory:.2f} times the memory"
-
-
-def _percent_slower(ratio: float) -> str:
-    return f"{(1 - ratio) * 100:.0f} %" if ratio > 0.5 else f"{1 / ratio:.1f} times"
+        cost = other.config.world_size / winner.config.world_size / speed
+        return f"{speed_words(speed)}, at {cost:.2f} times the cost"
+    if objective.name == "memory":
+        memory = other.peak_memory_bytes / max(1, winner.peak_memory_bytes)
+        return f"{speed_words(speed)}, with {memory:.2f} times the memory"
+    if beside.ratio.high < 1.0:
+        return f"{speed_words(speed)}, {beside.how}; {NOT_PROVED}"
+    if beside.ratio.low <= 1.0:
+        return f"no measurable difference in speed; {tie_reason(winner, other)}"
+    return speed_words(speed)

@@ -1,17 +1,20 @@
-"""Explains why each knob of a plan has its value.
+"""Explains why each knob of a plan has its value, and how the plan compares with what lost.
 
 In: a `Session`, the winner, all configurations that ran. Out: a `Choice` per knob: the value was fixed by the user, is
-the only one, was measured against others, or is predicted to be better, and then why the others were not tried.
+the only one, was measured against others, or is predicted to be better, and then why the others were not tried. Only
+undisturbed runs are compared: those of the claim's rounds before pairs, pairs before looks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autoplan.planner.plan import Choice
-from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search.selection import CandidateRuns, match_rounds, speed_ratio
+from autoplan.planner.records import Interval, Outcome, Trial
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds
 from autoplan.planner.search.session import Session
+from autoplan.planner.trials.measure import ratio_interval
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
 
@@ -41,47 +44,105 @@ def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[Candid
         return "fixed by you"
     if len(session.context.space.values.get(knob, ())) <= 1:
         return _only_reason(session, knob)
-    predicted = _reason_one_by_one(session, winner, knob)
+    one_by_one = _reason_one_by_one(session, winner, knob)
     others = [candidate for candidate in candidates if getattr(candidate.config, knob) != value]
     if not others:
-        return predicted
+        return one_by_one
     other = min(others, key=lambda runs: (len(_differences(runs.config, winner.config)), runs.step_time.median))
+    found = against(session, winner, other)
+    if found is None:
+        return one_by_one
+    measured = _measured(session, found, winner, f"{knob}={getattr(other.config, knob)} (trial {other.first.number})")
     rest = [name for name in _differences(other.config, winner.config) if name != knob]
-    rival = f"{knob}={getattr(other.config, knob)} (trial {other.first.number})"
-    ratio = _side_by_side(session, winner, other)
-    if ratio is None and (winner.first.disturbed or other.first.disturbed):
-        return f"other work disturbed the run of {rival} or of this; {predicted}"
-    ratio = winner.step_time.median / other.step_time.median if ratio is None else ratio
-    if rest:
-        return f"{_compare(ratio)} {rival}, which differs in {', '.join(rest)} too; taken alone, {predicted}"
-    if ratio > 1.02 and session.objective.name != "throughput":
+    return f"{measured}, which differs in {', '.join(rest)} too; taken alone, {one_by_one}" if rest else measured
+
+
+def _measured(session: Session, found: Against, winner: CandidateRuns, rival: str) -> str:
+    """How the plan did against a configuration, in words."""
+    ratio, other = found.ratio, found.other
+    if ratio.low > 1.0:
+        return f"{ratio.median:.2f} times as fast as {rival}, {found.how}"
+    if ratio.high >= 1.0:
+        return f"not told apart from {rival}, {found.how}: {tie_reason(winner, other)}"
+    faster = f"{rival} is {speed_words(1 / ratio.median)}, {found.how}"
+    if session.objective.name != "throughput":
         memory = winner.peak_memory_bytes / max(1, other.peak_memory_bytes)
-        wanted = session.objective.describe()
-        return f"{rival} is {ratio - 1:.0%} faster; this takes {memory:.2f} times its memory: {wanted}"
-    if ratio > 1.02:
-        return f"{rival} was faster in its single run, but not side by side, or it failed parity"
-    if ratio >= 0.98:
-        return f"as fast as {rival}; " + tie_reason(winner, other).partition("; ")[2]
-    return f"measured: {_compare(ratio)} {rival}"
+        return f"{faster}; this takes {memory:.2f} times its memory: {session.objective.describe()}"
+    return f"{faster}; {barred(session, other.config) or NOT_PROVED}"
 
 
-def _side_by_side(session: Session, winner: CandidateRuns, other: CandidateRuns) -> float | None:
-    """The step time over the other's in the rounds of the claim or in pairs; None: they did not run side by side."""
-    if other.config == session.plain_config and winner.claim_runs:
-        against = session.comparison(winner)
-        return None if against is None else 1 / against.speedup.median
+NOT_PROVED = "it was not proved to be"
+"""Why a configuration that ran faster, and may be the plan, is not."""
+
+
+def barred(session: Session, config: TrainingConfig) -> str | None:
+    """Why a configuration may not be the plan, however fast it is; None: it may."""
+    parity = session.store.parity_of(config)
+    if parity is not None and not parity.passed:
+        if not parity.finished:
+            return f"its parity check did not come to its end: {parity.note}"
+        return "it fails parity: it would not train the same thing"
+    return None if session.options.allows(config) else "it does not keep what was fixed or bounded"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Against:
+    """The plan against another configuration, by the best runs that there are.
+
+    Attributes:
+        ratio: The plan's speed over the other's.
+        side_by_side: In the rounds of the claim, or in pairs; else a look of the other one.
+        other: The other one, with the runs that counted.
+    """
+
+    ratio: Interval
+    side_by_side: bool
+    other: CandidateRuns
+
+    @property
+    def how(self) -> str:
+        """How the two were compared."""
+        return "side by side" if self.side_by_side else "one run each"
+
+
+def against(session: Session, winner: CandidateRuns, other: CandidateRuns) -> Against | None:
+    """How the plan compares with another configuration; None: other work disturbed the runs."""
+    if session.plain_config in (winner.config, other.config):
+        plain_won = winner.config == session.plain_config
+        rounds = session.comparison(other if plain_won else winner)
+        if rounds is not None and rounds.candidate.counted:
+            if rounds.claim.why_not is not None and rounds.claim.why_not.startswith("disturbed"):
+                return None
+            ratio = inverse(rounds.speedup) if plain_won else rounds.speedup
+            return Against(ratio=ratio, side_by_side=True, other=rounds.candidate if plain_won else rounds.reference)
     one, two = match_rounds(winner, other)
-    return 1 / speed_ratio(one, two).median if one.finalist_runs else None
+    pairs = list(zip(one.finalist_runs, two.finalist_runs, strict=True))
+    side_by_side = bool(pairs)
+    quiet = [(a, b) for a, b in pairs or [(winner.first, other.first)] if not (a.disturbed or b.disturbed)]
+    if not quiet:
+        return None
+    mine = [run.step_time_s for run, _ in quiet if run.step_time_s is not None]
+    theirs = [run.step_time_s for _, run in quiet if run.step_time_s is not None]
+    if winner.reported.counted and not side_by_side:  # not the look that it was chosen by
+        mine = [winner.reported.step_time]
+    ratio = ratio_interval(mine, theirs, session.run_spread)
+    return Against(ratio=ratio, side_by_side=side_by_side, other=replace(other, counted=tuple(b for _, b in quiet)))
+
+
+def inverse(ratio: Interval) -> Interval:
+    """The same comparison seen from the other side."""
+    return Interval(median=1 / ratio.median, low=1 / ratio.high, high=1 / ratio.low, samples=ratio.samples)
+
+
+def speed_words(ratio: float) -> str:
+    """`25% slower`: at 0.75 times the speed; `as fast`. On all screens it is the speed that these words compare."""
+    if abs(ratio - 1) <= SAME_SPEED:
+        return "as fast"
+    return f"{ratio - 1:.0%} faster" if ratio > 1 else f"{1 - ratio:.0%} slower"
 
 
 def _differences(a: TrainingConfig, b: TrainingConfig) -> list[str]:
     return [knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)]
-
-
-def _compare(ratio: float) -> str:
-    if ratio < 0.98:
-        return f"{1 / ratio:.2f} times as fast as"
-    return "as fast as" if ratio <= 1.02 else f"{1 / ratio:.2f} times as fast (one run) as"
 
 
 def _only_reason(session: Session, knob: str) -> str:
@@ -107,7 +168,7 @@ def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str 
 def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> str:
     """How the plan compares with each other value of the knob, all else equal: as measured, else as predicted."""
     config = winner.config
-    tried = {trial.config: trial for trial in session.store.trials if not trial.is_repeat}
+    tried = {trial.config: trial for trial in session.store.trials if not trial.is_repeat}  # the last look at each
     sentences: list[str] = []
     values = list(session.context.space.values.get(knob, ()))
     chosen = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
@@ -124,27 +185,29 @@ def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> st
 
 def _compare_with(session: Session, winner: CandidateRuns, other: TrainingConfig, trial: Trial | None) -> str:
     """What is known of one other configuration: how its trial ended, how fast it was, or what is predicted."""
-    if trial is not None and trial.step_time_s is None:
+    if trial is None:
+        ratio = session.predict(winner.config).step_time_s / session.predict(other).step_time_s
+        why = "" if ratio < 1 - SAME_SPEED else f"; {NOT_TRIED[session.ended_by]}"
+        return f"is expected to be {speed_words(ratio)} (cost model{why})"
+    if trial.budget_ended:
+        return f"had no time to be measured (trial {trial.number})"
+    if trial.step_time_s is None:
         return f"ended as {trial.outcome.value} (trial {trial.number})"
-    if trial is not None and trial.step_time_s is not None:
-        ratio = winner.step_time.median / trial.step_time_s.median
-        early = ", stopped early" if trial.outcome is Outcome.PRUNED else ""
-        if trial.disturbed or winner.first.disturbed:
-            return f"was measured while other work disturbed it (trial {trial.number}{early}), which says little"
-        return f"was measured in one run, the plan being {_compare(ratio)} it (trial {trial.number}{early})"
-    change = session.predict(other).step_time_s / session.predict(winner.config).step_time_s - 1
-    if change > SAME_SPEED:
-        return f"is expected to be {change:.0%} slower (cost model)"
-    expected = f"{-change:.0%} faster" if change < -SAME_SPEED else "as fast"
-    return f"is expected to be {expected} (cost model; {NOT_TRIED[session.ended_by]})"
+    runs = next((one for one in collect_runs(session.store.trials) if one.config == other), None)
+    found = against(session, winner, runs or CandidateRuns(config=other, first=trial))
+    if found is None:
+        return f"ran while other work disturbed it or the plan (trial {trial.number})"
+    how = "when it was stopped" if trial.outcome is Outcome.PRUNED else found.how
+    return f"ran at {1 / found.ratio.median:.2f} times the plan's speed, {how} (trial {trial.number})"
 
 
 def tie_reason(winner: CandidateRuns, other: CandidateRuns) -> str:
     """Why the winner was chosen in a tie."""
-    text = "no measurable difference in speed; "
     difference = other.peak_memory_bytes - winner.peak_memory_bytes
     if difference > 0.05 * winner.peak_memory_bytes:
-        return text + f"the plan takes {difference / 2**30:.2f} GiB less memory"
+        return f"the plan takes {difference / 2**30:.2f} GiB less memory"
     if len(other.config.knobs_off_default()) > len(winner.config.knobs_off_default()):
-        return text + "the plan is simpler"
-    return text + "the plan has the better median"
+        return "the plan is simpler"
+    if winner.step_time.median <= other.step_time.median:
+        return "the plan has the better median"
+    return "more runs would tell"

@@ -113,6 +113,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         try:
             with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
                 store.start_clock()
+                observer.on_budget(run.budget())
                 return _search(run)
         except KeyboardInterrupt:
             return answer.interrupted(run)  # while it waited

@@ -55,6 +55,12 @@ class CandidateRuns:
         return self.finalist_runs if len(self.finalist_runs) >= ENOUGH_PAIRS else (self.first, *self.finalist_runs)
 
     @property
+    def reported(self) -> CandidateRuns:
+        """With the undisturbed runs of the claim as those that count, if it has any: what a plan reports."""
+        quiet = tuple(run for run in self.claim_runs if not run.disturbed)
+        return replace(self, counted=quiet) if quiet else self
+
+    @property
     def step_times(self) -> list[Interval]:
         """The step time of each run that counts."""
         return [run.step_time_s for run in self.runs if run.step_time_s is not None]

@@ -17,7 +17,6 @@ from autoplan.planner.search.surrogate import Z_90, expected_improvement, normal
 from autoplan.planner.untried import Untried
 
 if TYPE_CHECKING:
-    from autoplan.planner.search.candidate_model import CandidateModel
     from autoplan.planner.search.sampler import CandidateSampler
     from autoplan.strategies.config import TrainingConfig
 
@@ -59,18 +58,15 @@ def find_untried(sampler: CandidateSampler, found: TrainingConfig, step_time_s: 
         high=math.exp(best - mean + Z_90 * sd),
         samples=0,
     )
+    begun = {trial.config for trial in model.trials if trial.budget_ended}
+    free = [config for config, untried in zip(model.candidates, known.untried, strict=True) if untried]
     return Untried(
         config=model.candidates[first],
-        candidates=int(known.untried.sum()) - _begun(model),
+        candidates=sum(config not in begun for config in free),
+        begun=model.candidates[first] in begun,
         speed_ratio=ratio,
         probability=better * runs,
         trial_s=float(known.cost_s[first]),
         tried_next=tried_next,
         per_rank=model.objective.name == "cost",
     )
-
-
-def _begun(model: CandidateModel) -> int:
-    """How many of the untried candidates had a trial that the budget ended: they were tried, and have no verdict."""
-    ended = {trial.config for trial in model.trials if trial.budget_ended}
-    return sum(config in ended for config, free in zip(model.candidates, model.assess().untried, strict=True) if free)

@@ -183,7 +183,7 @@ def _needless_families(
         by_value.setdefault(f"{knob}={getattr(candidates[index], knob)}", []).append(index)
     left_out = []
     for family, members in by_value.items():
-        slower = table.step_time_s[members] / table.step_time_s[[needless[index] for index in members]] - 1
+        slower = 1 - table.step_time_s[[needless[index] for index in members]] / table.step_time_s[members]
         left_out.append(
             LeftOutFamily(
                 family=family,
@@ -218,7 +218,7 @@ def _gainless_families(
         families.setdefault(f"{knob}={getattr(candidates[index], knob)}, {compiled}", []).append(index)
     left_out = []
     for family, members in families.items():
-        slower = table.step_time_s[members] / table.step_time_s[[gainless[index] for index in members]] - 1
+        slower = 1 - table.step_time_s[[gainless[index] for index in members]] / table.step_time_s[members]
         left_out.append(
             LeftOutFamily(
                 family=family,

@@ -10,6 +10,7 @@ In the order of the data:
 - first_loss.py: the loss before any update, which has to be the baseline's;
 - step_timer.py: times the steps, whole or in parts; step_runner.py runs single ones for it;
 - stretches.py: the samples by stretches of the window; disturbed ones are measured again;
+- drop.py: when a look ends early, since a bound puts it behind the leader;
 - load.py: what others do to the device meanwhile;
 - rank_sync.py: the slowest rank's times for all ranks;
 - device_monitor.py: memory peaks, throttling and compilations while a trial runs;

@@ -14,7 +14,7 @@ import pytest
 
 from autoplan.cli import app
 from autoplan.planner.plan import Plan
-from tests.recorded import make_plan
+from tests.recorded import make_plain_plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -212,6 +212,50 @@ def test_show(cli, plan_file) -> None:
         assert words in ended.out, words
     assert "other hardware" in ended.err and "\x1b" not in ended.out + ended.err
     assert "out_of_memory" in ended.out
+
+
+def test_a_plan_without_a_gain_is_shown_explained_and_reported(cli, tmp_path) -> None:
+    plan = make_plain_plan()
+    path = plan.save(tmp_path / "plain.json")
+    assert Plan.load(path) == plan
+    ended = cli("show", path, "--trials")
+    assert ended.out.startswith("no gain found in 8 m: the plan is the plain run\ngo on: the same search with a larger")
+    assert "time: setup 15 s, plain run 47 s" in ended.out
+    document = cli("show", path, "--json").document
+    assert [line["kind"] for line in document["plan"]["ledger"]][:3] == ["setup", "baseline", "look"]
+    assert "not told apart from precision=bf16" in cli("explain", path).out
+    (knob,) = cli("explain", path, "--knob", "precision", "--json").document["knobs"]
+    rates = {tried["value"]: round(tried["best_tokens_per_s"]) for tried in knob["tried"]}
+    assert rates == {"bf16": 130, "fp32": 137}, "as the rounds measured it, not as the look that chose it"
+    assert cli("report", path, "--out", "plain.html").code == 0
+    assert "no gain found" in (tmp_path / "plain.html").read_text()
+
+
+def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monkeypatch, capsys) -> None:
+    from autoplan.cli.search_result import search_document, show_result
+    from autoplan.planner.search.options import SearchResult
+
+    plan = make_plain_plan()
+    result = SearchResult(status="plan_found", plan=plan, plan_path="plan.json", budget_s=600.0, ledger=plan.ledger)
+    given = ["--trainer", "my train.py:make", "--budget", "10m", "--max-trials=9", "--fresh", "--seed", "1"]
+    monkeypatch.setattr(sys, "argv", ["autoplan", "search", *given, "--", "--budget", "3"])
+    show_result(result, Path("plan.json"), "tokens")
+    printed = capsys.readouterr()
+    first, second = printed.out.splitlines()[:2]
+    assert first == "no gain found in 8 m: the plan is the plain run"
+    assert second == "go on: autoplan search --trainer 'my train.py:make' --seed 1 --budget 20m -- --budget 3"
+    assert "plan: plan.json; it is the plain run" in printed.err and "apply it" not in printed.err
+    ledger = search_document(result)["ledger"]
+    assert ledger[1] | {"config": None} == {
+        "kind": "baseline",
+        "config": None,
+        "began_s": 15.0,
+        "seconds": 47.0,
+        "predicted_s": 20.0,
+        "gain": 0.04,
+        "why": "",
+        "over": "",
+    }
 
 
 def test_show_json_holds_the_plan(cli, plan_file) -> None:

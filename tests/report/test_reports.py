@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Choice, HandSetting
-from autoplan.planner.records import Claim, LeftOutFamily, Outcome
+from autoplan.planner.plan import Choice, HandSetting, Plan
+from autoplan.planner.plan_checks import broken_rules
+from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome
+from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import BudgetState
 from autoplan.report import facts, terminal
 from autoplan.report.html import render_page
@@ -28,7 +30,7 @@ from autoplan.units import (
     parse_duration_s,
     parse_memory_bytes,
 )
-from tests.recorded import interval, make_plan, make_trial
+from tests.recorded import make_ledger, make_plain_plan, make_plan, make_trial
 
 
 @pytest.mark.parametrize(
@@ -124,43 +126,79 @@ def test_no_color_and_pipes_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def drive(progress: PlainProgress) -> None:
     """The events of a short search."""
     plan = make_plan()
-    budget = BudgetState(budget_s=600, spent_s=60, reserved_s=100, trials_done=1, max_trials=None)
+    budget = BudgetState(budget_s=600, spent_s=60, trials_done=1, max_trials=None)
+    fast, lost = plan.evidence[1], make_trial(2, TrainingConfig(micro_batch=16), None, outcome=Outcome.CRASHED)
+    lost = lost.model_copy(update={"reason": "SIGSEGV in build"})
+    progress.on_budget(budget)
     progress.on_phase("probe")
     progress.on_hardware(plan.hardware, 8 * 2**30)
     progress.on_space(120, (LeftOutFamily(family="f", limit="l", by="b", configurations=30),))
+    plain = Work(kind="baseline", config=plan.baseline.config, cost_s=47.0, why="all others are compared with it")
+    progress.on_work(plain, None, budget)
+    progress.on_phase("baseline", "the plain fp32 run")
     progress.on_trial_started(0, "baseline", plan.baseline.config, plan.prediction, budget)
     progress.on_progress("warmup", {}, budget)
     progress.on_trial_finished(plan.baseline, plan.baseline, budget)
-    lost = make_trial(1, TrainingConfig(micro_batch=16), None, outcome=Outcome.CRASHED, reason="SIGSEGV in build")
-    progress.on_trial_started(1, "search", lost.config, None, budget)
-    progress.on_trial_finished(lost, plan.baseline, budget)
+    why = "it has the largest expected gain for its cost"
+    progress.on_work(
+        Work(kind="look", config=fast.config, gain=0.04, cost_s=23.0, why=why, over="the rest"), plan.baseline, budget
+    )
+    progress.on_trial_started(1, "search", fast.config, None, budget)
+    progress.on_trial_finished(fast, fast, budget)
+    progress.on_work(Work(kind="look", gain=1.0, cost_s=23.0, why="--sampler tpe draws it"), fast, budget)
+    progress.on_trial_started(2, "search", lost.config, None, budget)
+    progress.on_trial_finished(lost, fast, budget)
     progress.on_note("[not markup]")
+    progress.on_work(Work(kind="claim", config=fast.config, cost_s=47.0, why="it rests on its own runs"), fast, budget)
+    progress.on_phase("claim", "round 2 of 4")
+    progress.on_trial_started(3, "claim", fast.config, None, budget)
 
 
-def test_progress_as_plain_lines() -> None:
+def test_a_log_has_one_line_for_each_piece_of_work_and_one_for_each_trial() -> None:
     stream = io.StringIO()
     drive(PlainProgress(make_console(stream)))
-    text = stream.getvalue()
-    for words in (
-        "120 configurations",
-        "30 ruled out",
-        "9:00 left",
-        "128 tokens/s",
-        "the best so far",
-        "SIGSEGV",
-    ):
-        assert words in text, words
-    assert "note: [not markup]" in text and "\x1b" not in text
+    fast = make_plan().config.describe()
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().splitlines() == [
+        "budget: 9:00 left",
+        "measuring this machine",
+        "hardware: Test CPU <3 GHz>; a trial may take 8.00 GiB",
+        "space: 120 configurations to choose from, 30 ruled out before any trial",
+        "9:00 left, nothing measured yet; next: the plain run, micro_batch=2 (about 47.0 s), because all others are "
+        "compared with it",
+        "trial 0 (baseline) micro_batch=2: 128 tokens/s, 3.00 GiB at the peak, the best so far, took 12.0 s",
+        f"9:00 left, best so far 128 tokens/s, the plain run; next: a look at {fast} (expected gain 4.1 %, about "
+        "23.0 s), because it has the largest expected gain for its cost",
+        f"trial 1 (search) {fast}: 410 tokens/s, 3.00 GiB at the peak, the best so far, took 12.0 s",
+        "9:00 left, best so far 410 tokens/s, 3.20 times the plain run; next: a look at what the sampler draws (about "
+        "23.0 s), because --sampler tpe draws it",
+        "trial 2 (search) micro_batch=16: crashed: SIGSEGV in build, took 12.0 s",
+        "note: [not markup]",
+        f"9:00 left, best so far 410 tokens/s, 3.20 times the plain run; next: the claim of {fast} (about 47.0 s), "
+        "because it rests on its own runs",
+    ]
+
+
+def on_screen(live: LiveProgress) -> str:
+    screen = Console(file=io.StringIO(), width=200)
+    screen.print(live.render())
+    return screen.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_progress_on_a_terminal() -> None:
     stream = Terminal()
     with LiveProgress(Console(file=stream, force_terminal=True, width=100)) as live:
+        budget = BudgetState(budget_s=600, spent_s=60, trials_done=0, max_trials=None)
+        live.on_budget(budget)
+        live.on_phase("inspect", "looking at gpt2")
+        text = on_screen(live)
+        assert ":00 left" in text or ":59 left" in text, "before the first trial too"
+        assert "reading the model: looking at gpt2" in text
         drive(live)
-        screen = Console(file=io.StringIO(), width=100)
-        screen.print(live.render())
-        text = screen.file.getvalue()  # type: ignore[attr-defined]
-    assert "left" in text and "best so far: 128 tokens/s" in text
+        text = on_screen(live)
+    assert "best so far 410 tokens/s, 3.20 times the plain run: micro_batch=4" in text
+    assert "the claim of micro_batch=4" in text and "because it rests on its own runs" in text
+    assert "round 2 of 4, trial 3:" in text
     assert "SIGSEGV" in stream.getvalue()
 
 
@@ -249,7 +287,7 @@ def test_a_long_trial_says_so_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     progress = PlainProgress(make_console(stream))
-    budget = BudgetState(budget_s=600, spent_s=60, reserved_s=100, trials_done=1, max_trials=None)
+    budget = BudgetState(budget_s=600, spent_s=60, trials_done=1, max_trials=None)
     progress.on_trial_started(3, "search", TrainingConfig(micro_batch=1), None, budget)
     for now[0] in (30.0, 61.0, 62.0, 130.0):
         progress.on_progress("measure", {}, budget)
@@ -268,39 +306,92 @@ def test_the_baseline_shown_is_the_one_the_speedup_stands_on() -> None:
     assert {row[0]: row[1] for row in facts.comparison(plan).rows}["step time"].startswith("8.00 s")
 
 
-def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
-    plan = make_plan()
-    facts_of_claim = {"rounds": 3, "spread": 0.012, "spread_repeats": 4}
-    claimed = Claim(claimed=True, **facts_of_claim)
-    hand = HandSetting(
-        config=TrainingConfig(micro_batch=8, precision="bf16"),
-        measurement=plan.measurement,
-        speedup=interval(1.1, 0.2),
-        claim=Claim(claimed=False, why_not="no win is claimed: the runs do not tell the two apart", **facts_of_claim),
-    )
-    parts = plan.measurement.model_copy(update={"method": "parts"})
-    plan = plan.model_copy(update={"claim": claimed, "hand": hand, "measurement": parts})
-    line = facts.headline(plan)
-    assert line.startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; 1.10 times (0.88 to 1.32) the")
-    assert "hand setting (micro_batch=8 precision=bf16) - no win is claimed" in line
-    assert "put together from parts" in line
-    assert "3 rounds side by side, runs differ by 1.2 % (measured over 4 repeats)" in line
+CLAIMED = Claim(claimed=True, rounds=3, spread=0.012, spread_repeats=4)
+
+
+def first_line(plan: Plan) -> str:
     console = Console(file=io.StringIO(), width=300)
     terminal.show_plan(console, plan)
-    assert console.file.getvalue().startswith(f"speed-up: {line}")  # type: ignore[attr-defined]
-    assert "hand setting" in render_page(plan)
+    line: str = console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
+    return line
+
+
+def test_the_first_line_says_what_is_claimed_and_what_is_not() -> None:
+    plan = make_plan()
+    parts = plan.measurement.model_copy(update={"method": "parts"})
+    plan = plan.model_copy(update={"claim": CLAIMED, "measurement": parts})
+    line = facts.headline(plan)
+    assert line.startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; step times")
+    assert "nothing is claimed against it" in line and "put together from parts" in line
+    assert "3 rounds side by side, runs differ by 1.2 % (measured over 4 repeats)" in line
+    assert first_line(plan) == f"speed-up: {line}"
     why = "disturbed: not a claim (other work took 48% of the CPU time while it was measured)"
-    loud = plan.model_copy(update={"claim": claimed.model_copy(update={"claimed": False, "why_not": why})})
+    loud = plan.model_copy(update={"claim": CLAIMED.model_copy(update={"claimed": False, "why_not": why})})
     assert f"the plain baseline - {why}" in facts.headline(loud)
-    same = loud.model_copy(update={"config": plan.baseline.config})
-    assert facts.headline(same).startswith("none over the plain baseline: disturbed")
-    own = same.model_copy(update={"hand": hand.model_copy(update={"config": plan.baseline.config})})
-    assert "hand setting" not in facts.headline(own), "no other hand setting ran"
-    other = make_trial(7, TrainingConfig(micro_batch=8, precision="bf16"), 9.0, purpose="reference")
-    own = own.model_copy(update={"evidence": (*own.evidence, other)})
-    assert "the plain baseline, which is the best hand setting too" in facts.headline(own)
     earlier = plan.model_copy(update={"claim": None, "hand": None})
     assert facts.headline(earlier).startswith("3.20 times (3.10 to 3.30) the speed of the plain baseline; step times")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (1.6, 1.9, "; at least 1.60 times the hand setting (micro_batch=8 precision=bf16)"),
+        (0.9, 1.3, "; not told apart from the hand setting (micro_batch=8 precision=bf16)"),
+        (0.5, 0.8, "; at most 0.8 times the hand setting (micro_batch=8 precision=bf16), which fails parity"),
+    ],
+)
+def test_a_hand_setting_is_compared_by_the_bound_of_its_look(low: float, high: float, words: str) -> None:
+    config = TrainingConfig(micro_batch=8, precision="bf16")
+    bound = Interval(median=(low + high) / 2, low=low, high=high, samples=1)
+    looked = Claim(claimed=low > 1, rounds=0, chosen_from=9, spread=0.012, spread_repeats=4)
+    plan = make_plan(claim=CLAIMED, failed_parity=(config,) if high < 1 else ())
+    hand = HandSetting(config=config, measurement=plan.measurement, speedup=bound, claim=looked)
+    line = facts.headline(plan.model_copy(update={"hand": hand}))
+    assert words in line and not broken_rules(plan.model_copy(update={"hand": hand}))
+    assert "hand setting" in render_page(plan.model_copy(update={"hand": hand}))
+    loud = looked.model_copy(update={"why_not": "disturbed: not a claim (others computed while it was measured)"})
+    line = facts.headline(plan.model_copy(update={"hand": hand.model_copy(update={"claim": loud})}))
+    assert f"nothing is claimed against the hand setting ({config.describe()}): not a claim (others computed" in line
+    same = hand.model_copy(update={"config": plan.config})
+    assert "it is the hand setting" in facts.headline(plan.model_copy(update={"hand": same}))
+    plain = hand.model_copy(update={"config": plan.baseline.config})
+    assert "; the baseline is the hand setting too" in facts.headline(plan.model_copy(update={"hand": plain}))
+
+
+def test_a_plan_without_a_gain_says_so_first() -> None:
+    plan = make_plain_plan()
+    assert not broken_rules(plan)
+    assert first_line(plan) == "no gain found in 8 m: the plan is the plain run"
+    console = Console(file=io.StringIO(), width=300)
+    terminal.show_plan(console, plan, more="autoplan search --model gpt2 --budget 20m")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.splitlines()[1] == "go on: autoplan search --model gpt2 --budget 20m"
+    assert "parity: the plan is the plain run, with which a parity check compares: nothing was checked\n" in text
+    assert "not told apart from precision=bf16 (trial 1), side by side: the plan is simpler" in text
+    assert plan.claim is not None
+    why = "nothing faster was found; disturbed: others may be faster (other work took 48% of the CPU time)"
+    loud = plan.model_copy(update={"claim": plan.claim.model_copy(update={"why_not": why})})
+    assert first_line(loud).endswith(
+        "the plain run; disturbed: others may be faster (other work took 48% of the CPU time)"
+    )
+    done = make_plain_plan(evidence=make_plan().evidence)  # no rounds, and nothing left that could win
+    assert not facts.may_go_on(done) and facts.may_go_on(plan)
+    page = Page()
+    page.feed(render_page(plan))
+    assert "no gain found in 8 m: the plan is the plain run." in page.text and "1.00 x" not in page.text
+    assert "nothing was checked." in page.text and "time: setup 15 s" in page.text
+
+
+def test_the_end_screen_has_one_line_of_the_ledger() -> None:
+    plan = make_plan()
+    ledger = make_ledger(plan.config, plan.baseline.config)
+    words = "setup 15 s, plain run 47 s, 9 looks 235 s, parity 50 s, claim 4 rounds 142 s"
+    assert facts.time_words(ledger) == words
+    assert facts.time_words(()) is None, "a plan of an earlier version"
+    assert facts.time_words(ledger[1:]) == words, "what was spent before the first piece"
+    console = Console(file=io.StringIO(), width=300)
+    terminal.show_plan(console, plan.model_copy(update={"ledger": ledger}))
+    assert f"\ntime: {words}\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_no_setting_is_cut_on_a_narrow_terminal():

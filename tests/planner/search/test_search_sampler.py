@@ -10,11 +10,10 @@ import optuna
 import pytest
 
 from autoplan.errors import UsageError
-from autoplan.planner.records import Interval, LeftOutFamily, Outcome, PeakMemory, Trial
+from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.reasons import explain_choices
 from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, RedrawingSampler, make_sampler
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, pick_finalists, rank, speed_ratio
+from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, choices_of, make_distributions
@@ -448,67 +447,6 @@ def test_only_runs_made_side_by_side_are_compared():
     assert (ratio.samples, ratio.median) == (2, pytest.approx(2.0))
 
 
-@pytest.mark.parametrize(
-    ("ended_by", "words"), [("time", "there was no time left"), ("max_trials", "--max-trials was reached")]
-)
-def test_a_value_expected_to_be_faster_comes_with_why_it_was_not_tried(ended_by: str, words: str):
-    reasons = reasons_for([finalist(0, TrainingConfig(micro_batch=2), 1.0)], ended_by)
-    assert f"precision=bf16 is expected to be 9% faster (cost model; not tried: {words}" in reasons["precision"]
-    assert "full is expected to be 33% slower (cost model)" in reasons["checkpointing"]
-
-
-def test_a_value_that_was_tried_comes_with_what_became_of_it():
-    plain = TrainingConfig(micro_batch=2)
-    trials = [
-        finalist(0, plain, 1.0),
-        make_trial(1, plain.model_copy(update={"precision": "bf16"}), Outcome.CRASHED),
-        finalist(2, plain.model_copy(update={"checkpointing": "full"}), 1.5, outcome=Outcome.PRUNED),
-    ]
-    reasons = reasons_for(trials, "time")
-    assert reasons["precision"] == "precision=bf16 ended as crashed (trial 1)"
-    assert reasons["checkpointing"] == (
-        "checkpointing=full was measured in one run, the plan being 1.50 times as fast as it (trial 2, stopped early)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ({"dp_replicate": 2}, "gradient_sync=every needs FSDP2"),
-        ({"dp_shard": 2, "micro_batch": 8}, "gradient_sync=every needs several micro-batches per step"),
-        ({"dp_shard": 2}, "gradient_sync=every left out: it is not needed"),
-    ],
-)
-def test_a_value_that_does_not_go_with_the_plan_says_which_rule_forbids_it(knobs: dict[str, int], words: str):
-    config = TrainingConfig(**({"micro_batch": 2} | knobs))
-    family = LeftOutFamily(family="gradient_sync=every", limit="it is not needed", by="", configurations=1)
-    reasons = reasons_for(
-        [finalist(0, config, 1.0)], "time", values={"gradient_sync": ("last", "every")}, left_out=(family,)
-    )
-    assert reasons["gradient_sync"].startswith(words)
-
-
-def reasons_for(
-    trials: list[Trial], ended_by: str, values: dict[str, Any] = VALUES, left_out: tuple[LeftOutFamily, ...] = ()
-) -> dict[str, str]:
-    def predict(config: TrainingConfig) -> Any:
-        slower = (0.91 if config.precision == "bf16" else 1.0) * (4 / 3 if config.checkpointing == "full" else 1.0)
-        return SimpleNamespace(step_time_s=slower)
-
-    session: Any = SimpleNamespace(
-        options=SimpleNamespace(fix={}),
-        context=SimpleNamespace(
-            space=SimpleNamespace(values=values), left_out=left_out, spec=SimpleNamespace(global_batch=16)
-        ),
-        store=SimpleNamespace(trials=tuple(trials)),
-        model=SimpleNamespace(legal=frozenset(CANDIDATES)),
-        predict=predict,
-        ended_by=ended_by,
-    )
-    entries = collect_runs(trials)
-    return {choice.knob: choice.reason for choice in explain_choices(session, entries[0], entries)}
-
-
 def test_a_tie_goes_to_less_memory_and_then_to_fewer_knobs():
     plain, knobby = TrainingConfig(micro_batch=2), TrainingConfig(micro_batch=2, precision="bf16")
     lean = TrainingConfig(micro_batch=1)
@@ -527,11 +465,3 @@ def test_what_failed_as_a_finalist_is_out():
     a, b = CANDIDATES[0], CANDIDATES[1]
     trials = [finalist(0, a, 1.0), finalist(1, b, 2.0), make_trial(2, a, Outcome.CRASHED, purpose="finalist")]
     assert [entry.config for entry in collect_runs(trials)] == [b]
-
-
-def test_finalists_are_those_whose_interval_is_near():
-    trials = [
-        finalist(i, config, time) for i, (config, time) in enumerate(zip(CANDIDATES, (1.0, 1.03, 2.0), strict=False))
-    ]
-    chosen: list[CandidateRuns] = pick_finalists(collect_runs(trials))
-    assert [entry.config for entry in chosen] == list(CANDIDATES[:2])

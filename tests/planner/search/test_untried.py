@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Interval, Objective
+from autoplan.planner.records import Interval, Objective, Outcome
 from autoplan.planner.search.answer import SearchRun, budget_ended
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
@@ -56,6 +56,20 @@ def test_it_is_what_the_search_would_try_next():
         said.append(config)
     assert len(said) > 3
     assert untried is None or untried.tried_next is False
+
+
+def test_what_the_budget_stopped_is_not_untried():
+    model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
+    for number, config in enumerate(CANDIDATES[:-2]):
+        model.observe(make_trial(number, config))
+    late = {"outcome": Outcome.TIMEOUT, "budget_ended": True, "step_time_s": None}
+    model.observe(make_trial(90, CANDIDATES[-2], **late))
+    model.observe(make_trial(91, CANDIDATES[-1], **late | {"budget_ended": False}))  # too slow for any budget
+    untried = find_untried(AutoplanSampler(model), CANDIDATES[0], 1.0)
+    assert untried is not None and (untried.config, untried.candidates, untried.begun) == (CANDIDATES[-2], 0, True)
+    text = untried.describe("the plan's")
+    assert text.startswith("every configuration was tried; ")
+    assert f"{CANDIDATES[-2].describe()}, which the end of the budget stopped" in text
 
 
 def test_where_another_sampler_draws_the_next_one_is_not_known():

@@ -9,7 +9,7 @@ import pytest
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.cost.traced.estimator import CostTable
 from autoplan.planner.search.answer import nothing_fits
-from autoplan.planner.search.stages import needed_offload
+from autoplan.planner.search.references import needed_offload
 from autoplan.planner.space import prune as prune_module
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.planner.space.generate import Space, generate
@@ -82,7 +82,7 @@ def test_a_precision_that_was_measured_to_lose_is_left_out_with_the_numbers():
     space = generate(CHOICES, global_batch=12, device=device(float32=100e9, bfloat16=10e9))
     assert {config.precision for config in space.candidates} == {"fp32"}
     family = next(family for family in space.left_out if family.family == "precision=bf16")
-    assert "10.0 times slower" in family.by
+    assert "90% slower" in family.by
 
 
 def test_a_precision_that_was_measured_to_win_stays():
@@ -254,7 +254,7 @@ def test_gradients_are_scattered_at_every_micro_step_only_where_memory_asks_for_
     kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda")
     assert kept == [0, 2, 3, 5]
     needless = next(family for family in families if family.family == "gradient_sync=every")
-    assert needless.configurations == 1 and "20.0%" in needless.by and "sends less" in needless.limit
+    assert needless.configurations == 1 and "16.7%" in needless.by and "sends less" in needless.limit
     fixed = keep_what_may_win(configs[1::2], columns(5.0, 6.0, 8.0), 10 * 2**30, "cuda")
     assert fixed == ([0, 1, 2], [])
 
@@ -286,7 +286,7 @@ def test_fp8_is_tried_only_where_it_is_predicted_to_gain_unless_it_was_named():
     said = {family.family: (family.limit, family.by, family.configurations) for family in families}
     assert set(said) == {"fp8=tensorwise, not compiled", "fp8=tensorwise, compiled"}
     limit, by, count = said["fp8=tensorwise, not compiled"]
-    assert limit.startswith("no gain: the same with fp8=off") and "30.0% slower" in by and count == 1
+    assert limit.startswith("no gain: the same with fp8=off") and "23.1% slower" in by and count == 1
     assert keep_what_may_win(configs, table, 2 * 2**30, "cuda", named={"fp8"}) == ([0, 1, 2, 3, 4, 5], [])
     alone = [config for config in configs if config.fp8 != "off"]
     assert keep_what_may_win(alone, columns(*[2**30] * 3), 2 * 2**30, "cuda")[0] == [0, 1, 2], "nothing to compare with"
