@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    ModelOption,
+    PlanArgument,
+    TrustOption,
+    UnverifiedOption,
+    load_plan,
+)
 
 
 def export_command(
@@ -42,6 +50,7 @@ def export_command(
         ),
     ] = None,
     changed_ok: ChangedOption = False,
+    unverified_ok: UnverifiedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there already.")] = False,
@@ -55,7 +64,7 @@ def export_command(
     from autoplan.planner.export.run import export_plan
 
     exported = export_plan(
-        load_plan(plan),
+        load_plan(plan, unverified_ok),
         to,
         out,
         budget=budget,

@@ -87,6 +87,7 @@ def show_lines(console: Console, content: facts.Rows, title: str) -> None:
 
 def show_plan(console: Console, plan: Plan) -> None:
     """The plan for a person: what it is, what it gains, why, what was ruled out, what came next."""
+    say_unverified(console, plan)
     if plan.edited:
         say(console, "edited", f"nobody measured this plan as it is now (changed: {', '.join(plan.edited)})")
     say(console, "speed-up", facts.headline(plan))
@@ -115,6 +116,12 @@ def show_plan(console: Console, plan: Plan) -> None:
         say(console, "MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns")
     for note in plan.notes:
         say(console, "note", note)
+
+
+def say_unverified(console: Console, plan: Plan) -> None:
+    """The first line about a plan that nobody verified."""
+    if plan.unverified is not None:
+        say(console, "UNVERIFIED", plan.unverified)
 
 
 def show_left_out(
