@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
 from autoplan.planner.apply.loader import make_plan_loader
-from autoplan.planner.apply.parts import AS_SEARCHED
+from autoplan.planner.apply.parts import AS_SEARCHED, refuse_unverified
 from autoplan.planner.apply.prepare import prepare_plan
 from autoplan.planner.loading import Loading
 from autoplan.planner.plan_checks import broken_rules
@@ -428,6 +428,7 @@ class Plan(Record):
         from autoplan.planner.apply.trainer import apply_to_trainer
 
         plan = self.accepted(unverified_ok)
+        refuse_unverified(plan)  # before the training is read
         applied = apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
         if applied is not None:
             return applied

@@ -145,9 +145,9 @@ def keep_unverified(run: SearchRun, ended: str, out: str | Path | None = None) -
 
 
 def keep_leader(run: SearchRun, session: Session) -> None:
-    """The same while the search runs, where another configuration leads: what SIGKILL ends leaves a plan too."""
+    """The same while the search runs, where another configuration leads: what SIGKILL ends leaves one too."""
     leader = session.leader
-    if leader is not None and leader.config != run.kept:
+    if leader is not None and leader.config not in (run.kept, session.plain_config):
         run.kept = leader.config
         keep_unverified(run, "something ended the search")
 
@@ -282,12 +282,8 @@ def did_not_run(run: SearchRun, what: str) -> SearchResult:
 
 def interrupted(run: SearchRun) -> SearchResult:
     """Ctrl-C: nothing is closed, so that the same call goes on."""
-    best = best_trial(run.store.trials)
-    known = "" if best is None else f". Best so far: {best.config.describe()}"
     return run.result(
-        "interrupted",
-        reason="every finished trial is on disk" + known,
-        hint="The same command goes on from here.",
+        "interrupted", reason="every finished trial is on disk", hint="The same command goes on from here."
     )
 
 
