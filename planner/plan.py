@@ -288,8 +288,8 @@ class Plan(Record):
         global_batch: int | None = None,
         head: OutputHead | None = None,
         count: Callable[[Any], int] | None = None,
-        changed_ok: bool = False,
         unverified_ok: bool = False,
+        changed_ok: bool = False,
         trust_code: bool = False,
         workload: str | Path | None = None,
     ) -> TrainingRun:
@@ -317,11 +317,12 @@ class Plan(Record):
             count: With a loss of your own: the items of a batch that its mean is over (`Workload.count`). With it the
                 gradients are right as they are made; without it they are scaled once a step, which is the same but for
                 rounding.
+            unverified_ok: Use a plan that is unverified: the best so far of a search that ended before its proof. Without
+                it that is refused.
             changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
                 groups or other values in them, or from files whose code changed. Without it that is refused; changed
                 weights and versions are a warning. A plan that was edited, or that failed its parity check, is
                 refused without it too.
-            unverified_ok: Use a plan that is unverified: the best so far of a search that ended before its proof.
             trust_code: Run the file that the plan names (`file.py:function`), whoever made the plan. Without it the
                 file runs only where you searched it yourself; with model, optimizer and loss it is not needed.
             workload: The plan's file, named again: where it is now. It is trusted then.
@@ -331,7 +332,7 @@ class Plan(Record):
 
         Raises:
             PlanError: the global batch, the optimizer or the code is not the search's, or its schedule was not given;
-                the plan was edited, is unverified, or names code that nobody vouches for.
+                the plan was edited, or names code that nobody vouches for.
             ConfigError: the world does not have the plan's ranks, or a knob does not apply to this model.
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.

@@ -49,8 +49,8 @@ def export_command(
             "--memory-limit", metavar="SIZE", help="Memory for that: 8GiB, or 80% of all. Default: 80% of the free."
         ),
     ] = None,
-    changed_ok: ChangedOption = False,
     unverified_ok: UnverifiedOption = False,
+    changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there already.")] = False,

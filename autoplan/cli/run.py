@@ -45,8 +45,8 @@ def run_command(
             "--steps", metavar="N", help="Without a script: optimizer steps. The first does not count for the speed."
         ),
     ] = None,
-    changed_ok: ChangedOption = False,
     unverified_ok: UnverifiedOption = False,
+    changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
     json_output: output.JsonOption = False,

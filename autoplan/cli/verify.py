@@ -41,8 +41,8 @@ def verify_command(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait while a search measures on the device. Default: exit code 4.")
     ] = False,
-    changed_ok: ChangedOption = False,
     unverified_ok: UnverifiedOption = False,
+    changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
     json_output: output.JsonOption = False,

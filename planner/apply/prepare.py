@@ -102,7 +102,7 @@ def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = 
     """What every verb asks before a plan meets code: prepare, run, verify and export. Reads files; runs none.
 
     Args:
-        plan: The plan.
+        plan: The plan. One that is unverified is refused, unless the user accepted it so.
         changed_ok: Use it although it, or the training code, changed.
         checks_parity: False where the verb makes the parity check itself.
 
@@ -110,8 +110,7 @@ def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = 
         What is to be said of the plan: that it is unverified, and what else changed since it was found; None: nothing.
 
     Raises:
-        PlanError: the plan is unverified, was edited, failed its parity check, or names a file that is none; or the
-            code changed.
+        PlanError: the plan was edited, failed its parity check, or names a file that is none; or the code changed.
     """
     unverified = refuse_unverified(plan)
     if plan.edited and not changed_ok:

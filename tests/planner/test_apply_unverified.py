@@ -23,13 +23,13 @@ from tests.recorded import make_plan
 from tests.strategies.loops import Points, Regressor
 
 WHY = "the search was interrupted before it had verified a plan"
-WORKLOAD = Path(__file__).parent / "data" / "faulty.py"
+WORKLOAD = f"{Path(__file__).parent / 'data' / 'faulty.py'}:make_sound"
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan was found on other hardware")
 
 
 def unverified(**given: Any) -> Plan:
-    facts: dict[str, Any] = {"workload": make_spec(model=f"{WORKLOAD}:make_sound"), "accumulation": 16}
+    facts: dict[str, Any] = {"workload": make_spec(model=WORKLOAD), "accumulation": 16}
     return make_plan(TrainingConfig(micro_batch=2), parity=UNCHECKED, unverified=WHY, **(facts | given))
 
 
@@ -45,11 +45,11 @@ def of_loop() -> Plan:
 
 
 VERBS: dict[str, Callable[..., Any]] = {
-    "prepare": lambda folder, **ok: unverified().prepare(trust_code=True, **ok),
+    "prepare": lambda folder, **ok: unverified().prepare(workload=WORKLOAD, **ok),
     "loader": lambda folder, **ok: unverified().loader(Points(400), **ok),
     "apply_to": lambda folder, **ok: of_loop().apply_to(*loop(), **ok),
     "export": lambda folder, **ok: autoplan.export(unverified(), "json", folder / "x.json", **ok),
-    "verify": lambda folder, **ok: autoplan.verify(unverified(), trust_code=True, **ok),
+    "verify": lambda folder, **ok: autoplan.verify(unverified(), workload=WORKLOAD, **ok),
 }
 
 
@@ -77,7 +77,7 @@ def test_it_is_refused_before_the_training_is_read() -> None:
 @pytest.mark.filterwarnings("ignore:the plan is unverified")
 def test_the_word_of_one_call_is_not_that_of_the_next() -> None:
     plan = unverified()
-    plan.prepare(trust_code=True, unverified_ok=True)
+    plan.prepare(workload=WORKLOAD, unverified_ok=True)
     with pytest.raises(PlanError, match="unverified"):
         plan.loader(Points(400))
 
@@ -85,7 +85,7 @@ def test_the_word_of_one_call_is_not_that_of_the_next() -> None:
 def test_a_plan_that_failed_its_check_is_refused_as_before() -> None:
     plan = make_plan(parity=UNCHECKED)
     with pytest.raises(PlanError, match="failed its parity check"):
-        plan.prepare(trust_code=True, unverified_ok=True)
+        plan.prepare(unverified_ok=True)
 
 
 def test_the_field_is_sealed(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_the_field_is_sealed(tmp_path: Path) -> None:
     path.write_text(json.dumps(document | {"unverified": None}))
     assert Plan.load(path).edited == ("unverified",)
     with pytest.raises(PlanError, match="edited"):
-        Plan.load(path).prepare(trust_code=True, unverified_ok=True)
+        Plan.load(path).prepare(unverified_ok=True)
