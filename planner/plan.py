@@ -317,8 +317,8 @@ class Plan(Record):
             count: With a loss of your own: the items of a batch that its mean is over (`Workload.count`). With it the
                 gradients are right as they are made; without it they are scaled once a step, which is the same but for
                 rounding.
-            unverified_ok: Use a plan that is unverified: the best so far of a search that ended before its proof. Without
-                it that is refused.
+            unverified_ok: Use a plan that is unverified: the best so far of a search that ended before its proof.
+                Without it that is refused.
             changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
                 groups or other values in them, or from files whose code changed. Without it that is refused; changed
                 weights and versions are a warning. A plan that was edited, or that failed its parity check, is

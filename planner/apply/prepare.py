@@ -48,7 +48,8 @@ def prepare_plan(
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them.
 
-    `read` has fields of the workload that none of these is, where the parts were read from a loop.
+    The answer to `unverified_ok` comes with the plan. `read` has fields of the workload that none of these is, where
+    the parts were read from a loop.
     """
     from torch import nn
 

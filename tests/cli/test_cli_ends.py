@@ -127,7 +127,7 @@ def test_sigterm_ends_a_search_like_ctrl_c_and_an_ignored_sighup_does_not(folder
 @pytest.mark.usefixtures("probed_machine")
 def test_ctrl_c_after_the_first_look_leaves_the_best_so_far_as_a_plan(folder: Path) -> None:
     before = (folder / "plan.json").read_text()
-    search = Search(folder, "--fix=micro_batch=128", "--fix=allocator=own", function="make_sound", until="trial 2")
+    search = Search(folder, function="make_sound", until="trial 2")
     search.process.send_signal(signal.SIGINT)
     code, _, err = search.end()
     assert code == 130 and "The best so far is in plan.unverified.json" in err and "Traceback" not in err
