@@ -345,6 +345,7 @@ def export(
     *,
     budget: str | float | None = None,
     memory_limit: str | int | None = None,
+    unverified_ok: bool = False,
     changed_ok: bool = False,
     trust_code: bool = False,
     workload: str | Path | None = None,
@@ -358,6 +359,7 @@ def export(
         out: The file to write; None: `plan-<target>` in the current folder.
         budget: Time for building the workload's model, where the target needs it, like `"2m"`. Default: 5 minutes.
         memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
+        unverified_ok: Export it although it is unverified: the best so far of a search that ended before its proof.
         changed_ok: Export it although the plan was edited, or the workload's code changed.
         trust_code: Run the file that the plan names, whoever made the plan.
         workload: The plan's file, named again: where it is now. It is trusted then.
@@ -369,7 +371,7 @@ def export(
         ExportError: the target cannot carry the plan, or the export failed its own check.
     """
     return export_plan(
-        plan if isinstance(plan, Plan) else Plan.load(plan),
+        (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok),
         to,
         out,
         budget=budget,

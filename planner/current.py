@@ -18,6 +18,9 @@ from autoplan.planner.plan import Plan
 PLAN_VARIABLE = "AUTOPLAN_PLAN"
 """The environment variable with the absolute path of the plan that a script is run with."""
 
+UNVERIFIED_VARIABLE = "AUTOPLAN_UNVERIFIED_OK"
+"""Is set where `autoplan run --unverified-ok` started the script: the script's own calls take the plan then."""
+
 TAKEN = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """What is taken over from where the plan was found, unless it is set here."""
 
@@ -37,7 +40,7 @@ def current_plan() -> Plan | None:
         PlanError: the file is gone, or is no plan any more.
     """
     path = os.environ.get(PLAN_VARIABLE)
-    return Plan.load(path) if path else None
+    return Plan.load(path).accepted(UNVERIFIED_VARIABLE in os.environ) if path else None
 
 
 def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -> dict[str, str]:
@@ -49,7 +52,7 @@ def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -
         here: The environment; a variable that is set wins, but for the plan's own threads and allocator.
         cores: That the script may use.
     """
-    variables = {PLAN_VARIABLE: str(path.absolute())}
+    variables = {PLAN_VARIABLE: str(path.absolute())} | ({UNVERIFIED_VARIABLE: "1"} if plan.unverified_ok else {})
     for name in TAKEN:
         value = plan.environment.variables.get(name)
         if value is not None and name not in here and _PLAIN.fullmatch(value):

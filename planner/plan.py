@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
 from autoplan.planner.apply.loader import make_plan_loader
-from autoplan.planner.apply.parts import AS_SEARCHED
+from autoplan.planner.apply.parts import AS_SEARCHED, refuse_unverified
 from autoplan.planner.apply.prepare import prepare_plan
 from autoplan.planner.loading import Loading
 from autoplan.planner.plan_checks import broken_rules
@@ -112,7 +112,7 @@ class Environment(Record):
 
 
 class Plan(Record):
-    """A verified plan."""
+    """What a search hands over: a verified plan, or the best so far of one that ended before (`unverified`)."""
 
     schema_version: int = SCHEMA_VERSION
     created: str
@@ -137,6 +137,9 @@ class Plan(Record):
         default=None, description="what a longer search tries next; None: all were tried, or not known"
     )
     parity: Parity
+    unverified: str | None = Field(
+        default=None, description="why nobody verified it: the search ended before; None: it is verified"
+    )
     failed_parity: tuple[TrainingConfig, ...] = Field(default=(), description="checked, and they would train otherwise")
     choices: tuple[Choice, ...]
     left_out: tuple[LeftOutFamily, ...]
@@ -158,6 +161,7 @@ class Plan(Record):
     )
     _edited: tuple[str, ...] = PrivateAttr(default=())
     _load_notes: tuple[str, ...] = PrivateAttr(default=())
+    _unverified_ok: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -185,6 +189,17 @@ class Plan(Record):
     def load_notes(self) -> tuple[str, ...]:
         """What is to be said of the file that the plan was loaded from, in sentences."""
         return self._load_notes
+
+    @property
+    def unverified_ok(self) -> bool:
+        """Whether the user takes it although it is unverified."""
+        return self._unverified_ok
+
+    def accepted(self, unverified_ok: bool) -> Plan:
+        """The plan as the user takes it: with `unverified_ok` although it is unverified."""
+        plan = self.model_copy()
+        plan._unverified_ok = self._unverified_ok or unverified_ok
+        return plan
 
     def sealed(self) -> Plan:
         """The plan with the digests of its measured part as it is now."""
@@ -273,6 +288,7 @@ class Plan(Record):
         global_batch: int | None = None,
         head: OutputHead | None = None,
         count: Callable[[Any], int] | None = None,
+        unverified_ok: bool = False,
         changed_ok: bool = False,
         trust_code: bool = False,
         workload: str | Path | None = None,
@@ -301,6 +317,8 @@ class Plan(Record):
             count: With a loss of your own: the items of a batch that its mean is over (`Workload.count`). With it the
                 gradients are right as they are made; without it they are scaled once a step, which is the same but for
                 rounding.
+            unverified_ok: Use a plan that is unverified: the best so far of a search that ended before its proof.
+                Without it that is refused.
             changed_ok: Train otherwise than the search did: with an optimizer of another class, with other parameter
                 groups or other values in them, or from files whose code changed. Without it that is refused; changed
                 weights and versions are a warning. A plan that was edited, or that failed its parity check, is
@@ -320,7 +338,7 @@ class Plan(Record):
             DeviceError: the plan's kind of device is not here.
         """
         return prepare_plan(
-            self,
+            self.accepted(unverified_ok),
             model,
             optimizer,
             loss,
@@ -345,6 +363,7 @@ class Plan(Record):
         shuffle: bool | None = None,
         seed: int = 0,
         start: int = 0,
+        unverified_ok: bool = False,
     ) -> DataLoader[Any]:
         """The DataLoader of a dataset, with the setting that the search measured and batches for `run.step`.
 
@@ -353,18 +372,27 @@ class Plan(Record):
             run: What `plan.prepare` gave: it knows which data-parallel rank this is; one rank needs none.
             collate_fn, shuffle: None: as the DataLoader has them, else torch's own, and True.
             seed, start: Of the order; the training has seen `start` samples, `run.steps * global_batch`.
+            unverified_ok: See `prepare`.
 
         Returns:
             One epoch each time, without a last, smaller batch; without workers where none were measured.
 
         Raises:
-            PlanError: the plan has several data-parallel ranks, and it is not known which of them this is.
+            PlanError: the plan has several data-parallel ranks, and it is not known which of them this is; or it is
+                unverified.
             WorkloadError: it is no dataset, or has fewer samples than a step takes.
         """
-        return make_plan_loader(self, dataset, run=run, collate_fn=collate_fn, shuffle=shuffle, seed=seed, start=start)
+        plan = self.accepted(unverified_ok)
+        return make_plan_loader(plan, dataset, run=run, collate_fn=collate_fn, shuffle=shuffle, seed=seed, start=start)
 
     def apply_to(
-        self, training: Any, *parts: Any, measure: bool = False, changed_ok: bool = False, **settings: Any
+        self,
+        training: Any,
+        *parts: Any,
+        measure: bool = False,
+        changed_ok: bool = False,
+        unverified_ok: bool = False,
+        **settings: Any,
     ) -> Any:
         """The training that was searched, as the plan runs it: of a Trainer, a loop, a LightningModule or a step.
 
@@ -381,6 +409,7 @@ class Plan(Record):
             measure: Of a Trainer: run some steps of the new Trainer's own loop in a process of its own, and say, in a
                 warning, how their speed compares with what the search measured.
             changed_ok: Apply it although the model's or the loss's code, or the optimizer, is not that of the search.
+            unverified_ok: See `prepare`.
             settings: Of a loop: schedule, schedule_interval, max_grad_norm, loss_mean and accelerator, as the search
                 had them; of a LightningModule trainer instead of accelerator, and no schedule_interval.
 
@@ -392,14 +421,16 @@ class Plan(Record):
 
         Raises:
             PlanError: train() began; the plan needs another number of processes; the training is not that of the
-                search; or the plan uses tensor or pipeline parallelism.
+                search; or the plan uses tensor or pipeline parallelism, or is unverified.
             ExportError: a lightning.Trainer cannot do what the plan has.
             WorkloadError: it is no training, or one that a search refuses.
         """
         from autoplan.planner.apply.loops import apply_parts
         from autoplan.planner.apply.trainer import apply_to_trainer
 
-        applied = apply_parts(self, training, parts, changed_ok=changed_ok, **settings)
+        plan = self.accepted(unverified_ok)
+        refuse_unverified(plan)  # before the training is read
+        applied = apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
         if applied is not None:
             return applied
-        return apply_to_trainer(self, training, measure=measure, changed_ok=changed_ok)
+        return apply_to_trainer(plan, training, measure=measure, changed_ok=changed_ok)

@@ -103,6 +103,7 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
     from autoplan.report import facts, terminal
 
     console = output.console(stderr=False)
+    terminal.say_unverified(console, plan)
     unit = plan.workload.unit
     rows: list[tuple[str, ...]] = []
     for entry in knobs:

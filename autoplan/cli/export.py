@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    ModelOption,
+    PlanArgument,
+    TrustOption,
+    UnverifiedOption,
+    load_plan,
+)
 
 
 def export_command(
@@ -41,6 +49,7 @@ def export_command(
             "--memory-limit", metavar="SIZE", help="Memory for that: 8GiB, or 80% of all. Default: 80% of the free."
         ),
     ] = None,
+    unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
@@ -55,7 +64,7 @@ def export_command(
     from autoplan.planner.export.run import export_plan
 
     exported = export_plan(
-        load_plan(plan),
+        load_plan(plan, unverified_ok),
         to,
         out,
         budget=budget,

@@ -35,12 +35,20 @@ ChangedOption = Annotated[
     typer.Option("--changed-ok", help="Go on although the plan was edited, or the workload's code changed since."),
 ]
 
+UnverifiedOption = Annotated[
+    bool,
+    typer.Option(
+        "--unverified-ok",
+        help="Go on although the plan is unverified: the best so far of a search that ended before its proof.",
+    ),
+]
 
-def load_plan(path: Path) -> Plan:
+
+def load_plan(path: Path, unverified_ok: bool = False) -> Plan:
     """The plan in a file; what is to be known of the file goes to stderr; PlanError says what is wrong with it."""
     from autoplan.planner.plan import Plan
 
     plan = Plan.load(path)
     for note in plan.load_notes:
         output.console().print(f"note: {note}", markup=False, soft_wrap=True)
-    return plan
+    return plan.accepted(unverified_ok)

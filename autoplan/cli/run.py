@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli import ends, output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    ModelOption,
+    PlanArgument,
+    TrustOption,
+    UnverifiedOption,
+    load_plan,
+)
 from autoplan.errors import ConfigError, DeviceError, UsageError
 from autoplan.units import format_number, format_seconds
 
@@ -37,6 +45,7 @@ def run_command(
             "--steps", metavar="N", help="Without a script: optimizer steps. The first does not count for the speed."
         ),
     ] = None,
+    unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
@@ -52,8 +61,8 @@ def run_command(
         raise UsageError(f"{plan} was given as the plan", hint=f"The plan comes first: autoplan run plan.json {plan}.")
     if script is not None:
         _refuse_options(steps=steps, trust_code=trust_code, model=model, json=json_output)
-        run_script(plan, script, arguments or [], changed_ok=changed_ok)
-    loaded = load_plan(plan)
+        run_script(plan, script, arguments or [], changed_ok=changed_ok, unverified_ok=unverified_ok)
+    loaded = load_plan(plan, unverified_ok)
     if loaded.config.world_size > 1 and "RANK" not in os.environ:
         _refuse_untrusted(loaded, model, changed_ok=changed_ok, trust_code=trust_code)
         _end(start([*_COMMAND, *_own_arguments()], loaded, plan))
@@ -63,7 +72,9 @@ def run_command(
 _COMMAND = ("-m", "autoplan")
 
 
-def run_script(path: Path, script: Path, arguments: list[str], *, changed_ok: bool) -> NoReturn:
+def run_script(
+    path: Path, script: Path, arguments: list[str], *, changed_ok: bool, unverified_ok: bool = False
+) -> NoReturn:
     """Runs a script with a plan and ends this process with its exit code.
 
     Raises:
@@ -79,7 +90,7 @@ def run_script(path: Path, script: Path, arguments: list[str], *, changed_ok: bo
             f"there is no script {script}",
             hint="Give the file of a training script after the plan, and its own arguments after --.",
         )
-    loaded = load_plan(path)
+    loaded = load_plan(path, unverified_ok)
     said = check_before_use(loaded, changed_ok=changed_ok)
     if said is not None:
         output.console().print(f"warning: {said}", markup=False, soft_wrap=True)

@@ -102,6 +102,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "baseline": None if result.baseline is None else trial_document(result.baseline),
         "plan": None if result.plan is None else result.plan.model_dump(mode="json"),
         "plan_path": result.plan_path,
+        "unverified_path": result.unverified_path,
         "best": None if result.best is None else trial_document(result.best),
         "trials": [trial_document(trial) for trial in result.trials],
         "ledger": [line.model_dump(mode="json") for line in result.ledger],

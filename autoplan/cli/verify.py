@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, TrustOption, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    ModelOption,
+    PlanArgument,
+    TrustOption,
+    UnverifiedOption,
+    load_plan,
+)
 from autoplan.errors import AutoplanError, DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
@@ -33,6 +41,7 @@ def verify_command(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait while a search measures on the device. Default: exit code 4.")
     ] = False,
+    unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     trust_code: TrustOption = False,
     model: ModelOption = None,
@@ -47,7 +56,7 @@ def verify_command(
     from autoplan.api import found_elsewhere
     from autoplan.planner.verify.measure import refuse_unverifiable, verify_plan
 
-    loaded = load_plan(plan)
+    loaded = load_plan(plan, unverified_ok)
     if model is not None:
         loaded = loaded.with_workload_at(model)
     seconds = parse_duration_s(time_box)

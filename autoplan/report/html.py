@@ -57,7 +57,9 @@ def render_page(plan: Plan) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}: autoplan</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n<p>{escape(facts.headline(plan))}.</p>\n"
+        f"<h1>{escape(title)}</h1>\n"
+        + ("" if plan.unverified is None else f'<p class="failed">UNVERIFIED: {escape(plan.unverified)}.</p>\n')
+        + f"<p>{escape(facts.headline(plan))}.</p>\n"
         f'<p class="soft">{escape(facts.workload_line(plan.workload))}. {escape(facts.hardware_line(plan))}. '
         f"Found {escape(plan.created)}, study <code>{escape(plan.study)}</code>.</p>\n"
         + _figures(plan)

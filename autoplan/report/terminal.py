@@ -96,6 +96,7 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
         plan: The plan.
         more: What goes on from here, where no gain was found.
     """
+    say_unverified(console, plan)
     if plan.edited:
         say(console, "edited", f"nobody measured this plan as it is now (changed: {', '.join(plan.edited)})")
     if facts.is_plain(plan):
@@ -132,6 +133,12 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
         say(console, "MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns")
     for note in plan.notes:
         say(console, "note", note)
+
+
+def say_unverified(console: Console, plan: Plan) -> None:
+    """The first line about a plan that nobody verified."""
+    if plan.unverified is not None:
+        say(console, "UNVERIFIED", plan.unverified)
 
 
 def show_left_out(

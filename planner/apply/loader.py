@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import PlanError
+from autoplan.planner.apply.parts import refuse_unverified
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def make_plan_loader(
     """What Plan.loader calls; its docstring says the parameters and errors."""
     from autoplan.strategies.workloads.loading.source import make_loader, source_of
 
+    refuse_unverified(plan)
     source = source_of(dataset)
     if collate_fn is not None:
         source = dataclasses.replace(source, collate_fn=collate_fn)

@@ -55,7 +55,31 @@ class PlanLike(Protocol):
     @property
     def edited(self) -> tuple[str, ...]: ...
 
+    @property
+    def unverified(self) -> str | None: ...
+
+    @property
+    def unverified_ok(self) -> bool: ...
+
     def with_workload_at(self, model: str) -> PlanLike: ...
+
+
+def refuse_unverified(plan: PlanLike) -> str | None:
+    """Refuses the best so far of a search that verified nothing, unless the user takes it so; returns what it is.
+
+    Raises:
+        PlanError: it is unverified, and that was not allowed.
+    """
+    if plan.unverified is None:
+        return None
+    text = f"the plan is unverified: {plan.unverified}"
+    if not plan.unverified_ok:
+        raise PlanError(
+            text,
+            hint="The same autoplan search command goes on from there and verifies it. To use it all the same: "
+            "unverified_ok=True, --unverified-ok.",
+        )
+    return text
 
 
 class _AsSearched:

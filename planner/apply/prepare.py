@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
-from autoplan.planner.apply.parts import AS_SEARCHED, Parts, PlanLike, make_workload
+from autoplan.planner.apply.parts import AS_SEARCHED, Parts, PlanLike, make_workload, refuse_unverified
 from autoplan.planner.changes import HINT, name_pieces, refuse_changed_parts
 from autoplan.planner.trust import TRAINING_CODE, refuse_odd_file
 
@@ -48,7 +48,8 @@ def prepare_plan(
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them.
 
-    `read` has fields of the workload that none of these is, where the parts were read from a loop.
+    The answer to `unverified_ok` comes with the plan. `read` has fields of the workload that none of these is, where
+    the parts were read from a loop.
     """
     from torch import nn
 
@@ -102,29 +103,31 @@ def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = 
     """What every verb asks before a plan meets code: prepare, run, verify and export. Reads files; runs none.
 
     Args:
-        plan: The plan.
+        plan: The plan. One that is unverified is refused, unless the user accepted it so.
         changed_ok: Use it although it, or the training code, changed.
         checks_parity: False where the verb makes the parity check itself.
 
     Returns:
-        What else changed since the plan was found, in words; None: nothing.
+        What is to be said of the plan: that it is unverified, and what else changed since it was found; None: nothing.
 
     Raises:
         PlanError: the plan was edited, failed its parity check, or names a file that is none; or the code changed.
     """
+    unverified = refuse_unverified(plan)
     if plan.edited and not changed_ok:
         raise PlanError(
             f"the plan was edited after the search wrote it (changed: {', '.join(plan.edited)}), so nobody measured it "
             "as it is now",
             hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
         )
-    if checks_parity and not plan.parity.passed and not changed_ok:
+    if checks_parity and not plan.parity.passed and not changed_ok and unverified is None:
         raise PlanError(
             "the plan failed its parity check: it does not train the same thing",
             hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
         )
     refuse_odd_file(plan.workload)
-    return refuse_changed_code(plan.workload, changed_ok=changed_ok)
+    said = (unverified, refuse_changed_code(plan.workload, changed_ok=changed_ok))
+    return "; ".join(text for text in said if text) or None
 
 
 def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:

@@ -113,7 +113,7 @@ def export_plan(
     target = load_target(to)
     if workload is not None:
         plan, trust_code = plan.with_workload_at(str(workload)), True
-    if not plan.parity.passed:
+    if not plan.parity.passed and plan.unverified is None:
         raise ExportError(
             "the plan failed its parity check: it does not train the same thing, and is not exported",
             hint="Search again: autoplan search.",

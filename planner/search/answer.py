@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,27 @@ from autoplan.errors import PlanError
 from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome
+from autoplan.planner.search.objective import order
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
+from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
 from autoplan.planner.search.selection import best_trial, is_late
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.untried import find_untried
 from autoplan.planner.space.prune import HOST_LIMIT
-from autoplan.planner.store.journal import write_atomically
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import make_attempt
 from autoplan.processes import ProcessReport
+from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_bytes
 
-PLAN_FILE, BEST_FILE = "plan.json", "best.json"
+PLAN_FILE = "plan.json"
+
+ENDED = {
+    "interrupted": "the search was interrupted",
+    "budget_ended": "the time of the search ended",
+    "did_not_run": "something outside ended what the search needed",
+}
 
 
 @dataclass(kw_only=True)
@@ -37,6 +46,7 @@ class SearchRun:
         fingerprint, device: Of this machine; cuda or cpu.
         context: None until the machine and the workload are known.
         session: None until trials can run.
+        kept: The configuration of the unverified plan in the store; None: there is none of this run of the search.
     """
 
     options: SearchOptions
@@ -47,6 +57,7 @@ class SearchRun:
     device: str
     context: SearchContext | None = None
     session: Session | None = None
+    kept: TrainingConfig | None = None
 
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
         """Ends the search without a plan: the record keeps it, so that the same call is answered from there.
@@ -67,8 +78,10 @@ class SearchRun:
         """The result, with the trials of the store; `facts` are further fields of it."""
         trials = self.store.trials
         best = best_trial(trial for trial in trials if not trial.loss_differs)
-        if status in ("budget_ended", "interrupted") and best is not None:
-            write_atomically(self.store.folder / BEST_FILE, best.model_dump_json(indent=2) + "\n")
+        if facts.get("plan") is not None:
+            drop_unverified(self)
+        elif (path := keep_unverified(self, ENDED.get(status, "the search ended"), self.options.out)) is not None:
+            facts |= {"unverified_path": path, "reason": f"{facts.get('reason')}. The best so far is in {path}"}
         known: dict[str, Any] = {
             "left_out": () if self.context is None else self.context.left_out,
             "notes": () if self.session is None else tuple(self.session.notes),
@@ -112,6 +125,67 @@ class SearchRun:
     def trials_done(self) -> int:
         """Trials that count towards --max-trials: all but those that measure again."""
         return sum(not trial.is_repeat for trial in self.store.trials)
+
+
+# The best so far, as a plan that nobody verified.
+
+
+def keep_unverified(run: SearchRun, ended: str, out: str | Path | None = None) -> str | None:
+    """Writes it to the store and beside `out`, and returns where; never where the search found a verified plan.
+
+    What goes wrong is a note: no end of a search becomes another one by it.
+    """
+    kept, path, session = run.store.folder / _beside(PLAN_FILE), None, run.session
+    try:
+        if run.store.plan_was_found:
+            return None
+        plan = None if session is None else _best_so_far(session, f"{ended} before it had verified a plan")
+        if plan is not None:
+            path = plan.save(kept, private=True)
+        elif session is not None:
+            kept.unlink(missing_ok=True)  # it failed its parity check since
+        elif kept.exists():
+            plan, path = Plan.load(kept), kept
+        if plan is not None and out is not None:
+            path = plan.save(_beside(out))
+    except Exception as error:
+        run.observer.on_note(f"the best so far could not be written as a plan: {error}")
+    return None if path is None else str(path)
+
+
+def keep_leader(run: SearchRun, session: Session) -> None:
+    """The same while the search runs, where another configuration leads: what SIGKILL ends leaves one too."""
+    leader = session.leader
+    if leader is not None and leader.config not in (run.kept, session.plain_config):
+        run.kept = leader.config
+        keep_unverified(run, "something ended the search")
+
+
+def drop_unverified(run: SearchRun) -> None:
+    """Removes what an earlier run of the search left: there is a verified plan now."""
+    paths = [run.store.folder / PLAN_FILE, *([] if run.options.out is None else [run.options.out])]
+    for path in map(_beside, paths):
+        try:
+            if (plan := Plan.load(path)).unverified is not None and plan.study == run.store.identity:
+                path.unlink()
+        except (PlanError, OSError):
+            pass  # there is none, or it is somebody else's
+
+
+def _beside(path: str | Path) -> Path:
+    """`mine.unverified.json` of `mine.json`."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}.unverified{path.suffix}")
+
+
+def _best_so_far(session: Session, why: str) -> Plan | None:
+    """The plan of the fastest that may still pass its proof; None: nothing may, or the plain run has not run."""
+    plain, runs = session.baseline, [one for one in session.may_be_plan if not one.first.loss_differs]
+    if plain is None or not runs:
+        return None
+    leader = order(session.objective, runs, session.run_spread)[0]
+    parity = PLAIN_PARITY if leader.config == plain.config else session.store.parity_of(leader.config)
+    return make_plan(session, leader, parity or UNCHECKED, plain, unverified=why)
 
 
 # Each end by its name.
@@ -212,12 +286,8 @@ def did_not_run(run: SearchRun, what: str) -> SearchResult:
 
 def interrupted(run: SearchRun) -> SearchResult:
     """Ctrl-C: nothing is closed, so that the same call goes on."""
-    best = best_trial(run.store.trials)
-    known = "" if best is None else f". Best so far: {best.config.describe()}"
     return run.result(
-        "interrupted",
-        reason="every finished trial is on disk" + known,
-        hint="The same command goes on from here.",
+        "interrupted", reason="every finished trial is on disk", hint="The same command goes on from here."
     )
 
 

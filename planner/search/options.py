@@ -245,6 +245,7 @@ class SearchResult(Record):
     hint: str | None = Field(default=None, description="what to do then")
     plan: Plan | None = None
     plan_path: str | None = None
+    unverified_path: str | None = Field(default=None, description="the best so far as a plan that is not verified")
     baseline: Trial | None = None
     best: Trial | None = Field(default=None, description="fastest so far, verified or not")
     trials: tuple[Trial, ...] = ()

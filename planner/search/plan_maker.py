@@ -58,11 +58,20 @@ PLAIN_PARITY = Parity(
 )
 """Of a plan that is the plain run."""
 
+UNCHECKED = PLAIN_PARITY.model_copy(update={"passed": False, "finished": False, "note": "it was not checked"})
+"""Of a plan whose parity check the search had not come to."""
+
 
 def make_plan(
-    session: Session, winner: CandidateRuns, parity: Parity, baseline: Trial, loading: Loading | None = None
+    session: Session,
+    winner: CandidateRuns,
+    parity: Parity,
+    baseline: Trial,
+    loading: Loading | None = None,
+    *,
+    unverified: str | None = None,
 ) -> Plan:
-    """The plan for a winner; `parity` says whether it is verified."""
+    """The plan for a winner, or the best so far as it stands; `unverified` says why it is not verified."""
     context = session.context
     candidates = collect_runs(session.store.trials)
     winner = _runs_of(winner.first, candidates)  # with the runs of the claim
@@ -70,6 +79,9 @@ def make_plan(
     if against is None:
         plain = CandidateRuns(config=baseline.config, first=baseline)
         against = compare(winner, plain, session.run_spread, chosen_from=len(candidates))
+    claim = against.claim
+    if unverified is not None:
+        claim = claim.model_copy(update={"claimed": False, "why_not": claim.why_not or "unverified: not a claim"})
     return Plan(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         study=session.store.identity,
@@ -82,11 +94,12 @@ def make_plan(
         measurement=measurement_of(session, against.candidate),
         baseline=with_all_runs(session, against.reference),
         speedup=against.speedup,
-        claim=against.claim,
+        claim=claim,
         hand=_against_hand(session, winner, candidates),
         alternatives=tuple(_alternatives(session, winner, candidates, session.run_spread)),
         untried=find_untried(session.sampler, winner.config, against.candidate.step_time.median),
         parity=parity,
+        unverified=unverified,
         failed_parity=_failed_parity(session),
         choices=tuple(explain_choices(session, winner, candidates)),
         left_out=context.left_out,

@@ -282,6 +282,7 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
             break
         session.observer.on_work(work, session.best, session.budget())
         do(session, work, ahead)
+        answer.keep_leader(run, session)
     ahead.say()
     if session.baseline is None and not session.plain_failed:
         return answer.budget_ended(run, f"the budget is too small: {work.why}", needed_s=work.needed_s)

@@ -172,13 +172,13 @@ class Session:
 
         Those that ran, keep what the user fixed, and did not fail a parity check.
         """
-        return [
-            runs
-            for runs in collect_runs(self.store.trials)
-            if self.options.allows(runs.config)
-            and runs.config not in self.unchecked
-            and not failed_parity(self.store, runs.config)
-        ]
+        return [runs for runs in self.may_be_plan if runs.config not in self.unchecked]
+
+    @property
+    def may_be_plan(self) -> list[CandidateRuns]:
+        """The same, with those whose parity check did not come to its end."""
+        ran = collect_runs(self.store.trials)
+        return [r for r in ran if self.options.allows(r.config) and not failed_parity(self.store, r.config)]
 
     @property
     def leader(self) -> CandidateRuns | None:

@@ -23,7 +23,8 @@ OWN_FILES = (
     "hardware.json",
     "learned.json",
     "plan.json",
-    "best.json",
+    "plan.unverified.json",
+    "best.json",  # of earlier versions
     "trials",
     "parity",
     "lock",

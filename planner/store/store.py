@@ -11,7 +11,7 @@ FOLDER/record.jsonl   the record: study, budget, trials, attempts, what was comp
        parity/        the reference of the parity check
        hardware.json  the hardware profile that every run of the search uses
        plan.json      the plan
-       best.json      the fastest trial so far, not verified, where a search ended without a plan
+       plan.unverified.json  the best so far as a plan, where nothing is verified yet
 """
 
 from __future__ import annotations

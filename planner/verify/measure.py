@@ -30,6 +30,7 @@ def verify(
     *,
     budget: str | float | None = None,
     memory_limit: str | int | None = None,
+    unverified_ok: bool = False,
     changed_ok: bool = False,
     trust_code: bool = False,
     workload: str | Path | None = None,
@@ -42,6 +43,7 @@ def verify(
         budget: Time for the measurement, like `"2m"`, or seconds. Default: 60 s. The parity check takes its own time.
         memory_limit: What the plan may take, like `"8GiB"` or `"80%"` of all the memory (of the GPU on CUDA). Default:
             as in a search, 80 % of what is available; of a GPU 95 %, less its context.
+        unverified_ok: Verify it although it is unverified: the best so far of a search that ended before its proof.
         changed_ok: Verify it although the plan was edited, or the workload's code changed.
         trust_code: Run the file that the plan names, whoever made the plan.
         workload: The plan's file, named again: where it is now. It is trusted then.
@@ -56,7 +58,7 @@ def verify(
         DeviceError: the plan's kind of device is not here.
         DeviceBusyError: a search measures on the device.
     """
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    loaded = (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok)
     if workload is not None:
         loaded = loaded.with_workload_at(str(workload))
     changed = refuse_unverifiable(loaded, changed_ok=changed_ok, trust_code=trust_code, named=workload is not None)

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from autoplan.cli import app
+from autoplan.errors import PlanError
 from autoplan.planner.plan import Plan
+from autoplan.planner.search.plan_maker import UNCHECKED
 from tests.recorded import make_plain_plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,3 +313,45 @@ def test_schema_is_the_plans(cli) -> None:
     schema = cli("schema").document
     assert schema["$schema"].endswith("2020-12/schema")
     assert set(schema["properties"]) == set(Plan.model_fields)
+
+
+WHY = "the search was interrupted before it had verified a plan"
+
+
+@pytest.fixture
+def unverified_file(tmp_path: Path) -> Path:
+    return make_plan(parity=UNCHECKED, unverified=WHY).save(tmp_path / "plan.unverified.json")
+
+
+@pytest.mark.parametrize("verb", ["export", "run", "verify"])
+def test_a_command_refuses_an_unverified_plan_without_the_flag(
+    cli, unverified_file: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autoplan.planner.apply import prepare
+    from autoplan.planner.export import run
+    from autoplan.planner.verify import measure
+
+    ended = cli(verb, unverified_file)
+    assert ended.code == 2 and f"error: the plan is unverified: {WHY}" in ended.err and "--unverified-ok" in ended.err
+
+    def past_the_question(plan: Plan, **_: object) -> None:
+        raise PlanError(f"asked, and the answer was {plan.unverified_ok}")
+
+    for module in (prepare, run, measure):
+        monkeypatch.setattr(module, "check_before_use", past_the_question)
+    ended = cli(verb, unverified_file, "--unverified-ok")
+    assert "the answer was True" in ended.err
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("explain",), ("explain", "--knob", "precision")])
+def test_the_first_line_about_an_unverified_plan_says_so(cli, unverified_file: Path, arguments: tuple[str]) -> None:
+    ended = cli(arguments[0], unverified_file, *arguments[1:])
+    assert ended.out.splitlines()[0] == f"UNVERIFIED: {WHY}"
+
+
+def test_the_page_of_an_unverified_plan_says_so_first(cli, unverified_file: Path, plan_file: Path) -> None:
+    assert cli("report", unverified_file, "--out", "r.html").code == 0
+    page = Path("r.html").read_text()
+    assert page.index(f"UNVERIFIED: {WHY}") < page.index("the speed of the plain baseline")
+    cli("report", plan_file, "--out", "r.html")
+    assert "UNVERIFIED" not in Path("r.html").read_text() and "UNVERIFIED" not in cli("show", plan_file).out

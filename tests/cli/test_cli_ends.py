@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.planner.plan import Plan
 from tests.recorded import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,13 +71,20 @@ def test_a_place_for_the_plan_that_cannot_be_written_is_found_first(folder: Path
 class Search:
     """A running search of a slow workload, up to a line of its narration."""
 
-    def __init__(self, folder: Path, *options: str, ignore: tuple[int, ...] = (), until: str = "trial 0") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        ignore: tuple[int, ...] = (),
+        until: str = "trial 0",
+        function: str = "make_slow",
+    ) -> None:
         def before() -> None:
             for number in ignore:
                 signal.signal(number, signal.SIG_IGN)
 
         fixed = [f"--fix={knob}" for knob in ("precision=fp32", "compile=off", "threads=1", "checkpointing=none")]
-        command = [sys.executable, "-m", "autoplan", "search", "--model", f"{WORKLOAD}:make_slow", *fixed, *options]
+        command = [sys.executable, "-m", "autoplan", "search", "--model", f"{WORKLOAD}:{function}", *fixed, *options]
         self.process = subprocess.Popen(
             [*command, "--budget", "120s", "--store", "s", "--device", "cpu"],
             cwd=folder,
@@ -113,6 +121,20 @@ def test_sigterm_ends_a_search_like_ctrl_c_and_an_ignored_sighup_does_not(folder
     assert "same command goes on" in document["hint"] and "Traceback" not in err
     record = next((folder / "s").glob("*/record.jsonl")).read_text()
     assert '"kind":"finished"' not in record and '"kind":"attempt"' not in record
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("probed_machine")
+def test_ctrl_c_after_the_first_look_leaves_the_best_so_far_as_a_plan(folder: Path) -> None:
+    before = (folder / "plan.json").read_text()
+    search = Search(folder, function="make_sound", until="trial 2")
+    search.process.send_signal(signal.SIGINT)
+    code, _, err = search.end()
+    assert code == 130 and "The best so far is in plan.unverified.json" in err and "Traceback" not in err
+    plan = Plan.load(folder / "plan.unverified.json")
+    assert plan.unverified is not None and plan.evidence and plan.config in {trial.config for trial in plan.evidence}
+    assert (folder / "plan.json").read_text() == before, "of another search, and verified"
+    assert list((folder / "s").glob("*/plan.unverified.json"))
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.processes import linux
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
@@ -100,6 +101,16 @@ def test_one_rank_takes_the_place_of_the_command(folder: Path) -> None:
     assert facts["plan"] == ONE.describe()
     assert facts["env"]["OMP_NUM_THREADS"] == "1" and "WORLD_SIZE" not in facts["env"]
     assert facts["env"]["MALLOC_TRIM_THRESHOLD_"] == str(2**31 - 1)
+
+
+def test_a_script_takes_an_unverified_plan_where_the_command_did(folder: Path) -> None:
+    make_plan(ONE, parity=UNCHECKED, unverified="the search was interrupted").save(folder / "best.json")
+    (folder / "asks.py").write_text(
+        "import json, autoplan; print(json.dumps({'ok': autoplan.current_plan().unverified_ok}))"
+    )
+    code, said, err = run(folder, "best.json", "asks.py")
+    assert code == 2 and not said and "unverified: the search was interrupted" in err
+    assert run(folder, "--unverified-ok", "best.json", "asks.py")[:2] == (0, [{"ok": True}])
 
 
 def test_the_allocator_of_the_environment_keeps_what_is_freed(folder: Path) -> None:
