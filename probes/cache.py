@@ -16,7 +16,7 @@ from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 
 # raise it when what is measured, or how, changes: older files are then not found
-PROBES_VERSION = 3
+PROBES_VERSION = 4
 
 
 class CachedProfile(Record):

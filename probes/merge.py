@@ -21,6 +21,24 @@ SEVERE_SPREAD = 0.25
 SEVERE_OTHERS_SHARE = 0.10
 
 
+def widened(measured: Measured, spread: float) -> Measured:
+    """What was measured, with spreads of at least so much: the samples alone do not show how far off it may be."""
+
+    def wider(reading: Reading) -> Reading:
+        return reading.model_copy(update={"spread": max(reading.spread or 0.0, spread)})
+
+    def both(reading: OperationReading) -> OperationReading:
+        return reading.model_copy(update={"seconds": wider(reading.seconds), "rate": wider(reading.rate)})
+
+    launch = measured.kernel_launch_s
+    return measured.model_copy(
+        update={
+            "operations": tuple(map(both, measured.operations)),
+            "kernel_launch_s": None if launch is None else wider(launch),
+        }
+    )
+
+
 def merge_measured(device: Device, measured: Iterable[Measured]) -> Device:
     """The device with what was measured on it; as it is where nothing was."""
     for found in measured:
@@ -81,19 +99,25 @@ def refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> Hardwa
         update={
             "devices": tuple(merge_measured(d, measured) for d in now.devices),
             "collectives": cached.collectives,
+            "disturbed": cached.disturbed,
+            "probed_s": cached.probed_s,
             "notes": (*now.notes, *notes),
         }
     )
 
 
+def is_busy(host: Host) -> bool:
+    """Whether so much runs on the machine now that rates would be lower than it can do."""
+    load = host.load_average.value
+    return load is not None and load > BUSY_SHARE * host.cores_usable
+
+
 def busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
     """What makes rates lower than the machine can do before anything is measured: load, utilisation, throttling."""
     notes = []
-    load = host.load_average.value
-    if load is not None and load > BUSY_SHARE * host.cores_usable:
-        notes.append(
-            f"the machine was busy (load {load:.1f} on {host.cores_usable} cores): rates may be lower than it can do"
-        )
+    if is_busy(host):
+        load = f"load {host.load_average.value:.1f} on {host.cores_usable} cores"
+        notes.append(f"the machine was busy ({load}): rates may be lower than it can do")
     for device in devices:
         use = device.state["utilisation"].value if "utilisation" in device.state else None
         if use is not None and use > BUSY_SHARE:

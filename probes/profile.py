@@ -146,8 +146,9 @@ class HardwareProfile(Record):
     collectives: tuple[CollectiveReading, ...] = ()
     notes: tuple[str, ...] = Field(default=(), description="what could not be read and why, in sentences")
     disturbed: str | None = Field(
-        default=None, description="a sentence, where it was measured under load: such a profile is not kept"
+        default=None, description="a sentence, where it was measured under load: its spreads are wider for that"
     )
+    probed_s: float = Field(default=0.0, description="what measuring was allowed; 0: nothing was measured")
 
     def device(self, kind: str) -> Device:
         """The first device of that type; raises KeyError if there is none."""

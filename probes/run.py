@@ -23,6 +23,7 @@ from autoplan.probes.merge import (
     contention_notes,
     merge_measured,
     refresh,
+    widened,
 )
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.probes.worker import Measured, ProbeRequest, ShapesRequest
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET_S = 12.0
 # A GPU has four formats and the larger shapes: 52 products, for which 12 s leave 80 ms each.
 CUDA_BUDGET_S = 20.0
+# The first rates of a search, before the plain run: the largest single calls decide how long they take.
+BRIEF_BUDGET_S = 1.0
+# Interquartile range over the median that is taken for rates of so few samples of small operations. Assumed.
+BRIEF_SPREAD = 0.5
 # All collectives together; a sweep over two ranks takes about half of it.
 COLLECTIVES_S = 5.0
 # More ranks than this on one CPU share cores that the collective itself needs.
@@ -74,8 +79,11 @@ def run_probes(
     cache_dir: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
     collective_ranks: int | None = None,
+    brief: bool = False,
 ) -> HardwareProfile:
     """Everything the probes can find out about this machine, from the cache where it was measured before.
+
+    What was measured while other work ran is kept too, with wider spreads (`disturbed` says so).
 
     Args:
         zygote: Starts the rank that measures; None: one is made for this call and closed.
@@ -86,6 +94,7 @@ def run_probes(
         on_progress: Called with the name of what is measured, each time that it changes.
         collective_ranks: The largest group of ranks for collectives; None: all GPUs, or the CPU's cores up to
             MOST_CPU_RANKS; 1: no collectives.
+        brief: The first rates will do, and no collectives: what the cache has, else a second or two of measuring.
 
     Raises:
         UsageError: `device` is neither "cuda" nor "cpu".
@@ -94,31 +103,37 @@ def run_probes(
     started = time.perf_counter()
     profile = read_host_profile()
     kind = pick_device(profile, device)
-    if budget_s is None:
-        budget_s = default_budget_s(kind)
+    if budget_s is None or brief:
+        budget_s = BRIEF_BUDGET_S if brief else default_budget_s(kind)
     path = cache_path(profile.fingerprint, kind, cache_dir)
-    ranks = collective_ranks or default_ranks(profile, kind)
-    if not fresh:
-        cached, problem = load_cached(path)
-        if cached is not None and _is_good_enough(cached, profile, budget_s):
-            return _from_cache(zygote, profile, cached, path, kind, ranks, on_progress)
-        if problem is not None:
-            profile = _with_notes(profile, [problem])
+    ranks = 1 if brief else collective_ranks or default_ranks(profile, kind)
+    cached, problem = load_cached(path)
+    if not fresh and cached is not None and cached.budget_s >= budget_s:
+        return _from_cache(zygote, profile, cached, path, kind, ranks, on_progress)
+    if problem is not None and not fresh:
+        profile = _with_notes(profile, [problem])
     with _own_or_given(zygote) as running:
         spent = time.perf_counter() - started
         # a slow start of the interpreter must not leave nothing for the measuring
         measure_s = max(budget_s - spent, 0.4 * budget_s)
-        measured, notes = _measure(running, profile, kind, measure_s, on_progress)
+        measured, notes = _measure(running, profile, kind, measure_s, on_progress, brief=brief)
         profile = with_collectives(running, profile, kind, ranks, on_progress)
-    devices = tuple(merge_measured(d, measured) for d in profile.devices)
-    profile = profile.model_copy(update={"devices": devices, "seconds_spent": time.perf_counter() - started})
-    profile = _with_notes(profile, [*notes, *contention_notes(measured)])
     others = max(m.others_cpu_share for m in measured)
     disturbed = load_sentence(profile, kind, others)
-    if disturbed is not None:
-        return profile.model_copy(update={"disturbed": disturbed})
-    if not _came_to_their_end(measured, profile, kind):
-        return profile  # a later call measures what is missing, and more
+    spread = max(0.0 if disturbed is None else load_spread(kind, others), BRIEF_SPREAD if brief else 0.0)
+    found = [widened(one, spread) for one in measured] if spread else measured
+    profile = profile.model_copy(
+        update={
+            "devices": tuple(merge_measured(d, found) for d in profile.devices),
+            "seconds_spent": time.perf_counter() - started,
+            "disturbed": disturbed,
+            "probed_s": budget_s,
+        }
+    )
+    profile = _with_notes(profile, [*notes, *contention_notes(measured)])
+    quieter = cached is not None and cached.budget_s >= budget_s and cached.others_cpu_share < others
+    if (quieter and disturbed is not None) or not _came_to_their_end(measured, profile, kind):
+        return profile  # the cache has better ones, or a later call measures what is missing, and more
     problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
     return profile if problem is None else _with_notes(profile, [problem])
 
@@ -257,7 +272,7 @@ def choose_threads(host: Host) -> int:
 
 
 def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) -> str | None:
-    """Why a measured profile is not kept: others used the device meanwhile. None: they did not.
+    """What others did with the device while it was measured; None: nothing that matters.
 
     Where a container has a share of a host's cores, the others' share of all the cores says little; then it does not
     count.
@@ -271,17 +286,18 @@ def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) 
         use = device.state["utilisation"].value if "utilisation" in device.state else None
         if kind == "cuda" and device.type == "cuda" and use is not None and use > BUSY_SHARE:
             why = f"other work used {use:.0%} of cuda:{device.index} before it was measured"
-    return None if why is None else f"{why}: its rates are not kept, and the next run measures again"
+    if why is None:
+        return None
+    return f"{why}: its rates are taken as less certain; autoplan probe --fresh measures again"
 
 
-def _is_good_enough(cached: CachedProfile, now: HardwareProfile, budget_s: float) -> bool:
-    """Whether a cached profile is used: same machine, at least this budget, and not measured under load.
+def load_spread(kind: str, others_cpu_share: float) -> float:
+    """How far off rates may be that were taken beside other work: its time over what was left.
 
-    Earlier versions kept profiles that were measured under load.
+    Of a GPU that others used, half of the time is taken to have been theirs.
     """
-    if cached.profile.fingerprint != now.fingerprint or cached.budget_s < budget_s:
-        return False
-    return load_sentence(cached.profile.model_copy(update={"devices": ()}), "cpu", cached.others_cpu_share) is None
+    share = min(0.5 if kind == "cuda" else others_cpu_share, 0.66)
+    return share / (1 - share)
 
 
 def _measure(
@@ -290,6 +306,8 @@ def _measure(
     kind: str,
     measure_s: float,
     on_progress: Callable[[str], None] | None,
+    *,
+    brief: bool = False,
 ) -> tuple[list[Measured], list[str]]:
     """What a rank measured, and what is missing."""
     from autoplan.processes import run_again
@@ -303,6 +321,7 @@ def _measure(
             threads=choose_threads(profile.host),
             memory_limit_bytes=_tensor_limit_bytes(device),
             cache_bytes=_cache_bytes(device),
+            brief=brief,
         )
         for device in targets
     ]

@@ -15,6 +15,9 @@ from pydantic import Field
 from autoplan.probes.profile import OperationReading
 from autoplan.record import Reading, Record
 
+BRIEF_CAP_S, BRIEF_LIMIT_S = 0.05, 5.0
+"""Of the first rates, the most seconds for the samples of one operation, and after which no further one is begun."""
+
 
 class Context(Protocol):
     """What a rank needs of `autoplan.processes.RankContext`."""
@@ -38,6 +41,7 @@ class ProbeRequest(Record):
     threads: int
     memory_limit_bytes: float | None = Field(default=None, description="None: half of what is free on the GPU")
     cache_bytes: int | None = None
+    brief: bool = Field(default=False, description="the first rates alone, in a second or two")
 
 
 class ShapesRequest(Record):
@@ -206,7 +210,7 @@ def _series(rank: Context, request: ProbeRequest) -> Any:
     operations: list[OperationReading] = []
     notes: list[str] = []
     rates = Rates()
-    series = _all_series(device, request)
+    series = _brief_series(device, request) if request.brief else _all_series(device, request, operations)
     left = sum(share for share, _ in series)  # 1, up to rounding
     for position, (share, make) in enumerate(series):
         spent = time.perf_counter() - started
@@ -216,8 +220,8 @@ def _series(rank: Context, request: ProbeRequest) -> Any:
         readings, left_out = measure_operations(
             make(),
             device=device,
-            budget=Budget(seconds=seconds),
-            cap_s=0.4 if device.type == "cpu" else 0.25,
+            budget=Budget(seconds=BRIEF_LIMIT_S if request.brief else seconds),
+            cap_s=BRIEF_CAP_S if request.brief else 0.4 if device.type == "cpu" else 0.25,
             memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
             rates=rates,
             on_progress=lambda label: rank.heartbeat(doing=label),
@@ -241,21 +245,57 @@ def _series(rank: Context, request: ProbeRequest) -> Any:
         )
 
 
-def _all_series(device: Any, request: ProbeRequest) -> list[tuple[float, Callable[[], list[Any]]]]:
-    """(share of the time, the operations), in the order in which they are measured."""
+Series = list[tuple[float, Callable[[], list[Any]]]]
+"""(share of the time, the operations), in the order in which they are measured."""
+
+
+def _brief_series(device: Any, request: ProbeRequest) -> Series:
+    """A few of each kind, small ones: enough to tell which of two configurations is far faster."""
     from autoplan.probes import attention, matmul, memory
 
     on_cpu = device.type == "cpu"
     dtypes = matmul.dtypes_of(device)
+    products = tuple(dtype for dtype in dtypes if dtype != "float16")
+    shapes = matmul.CPU_BRIEF_SHAPES if on_cpu else matmul.CUDA_BRIEF_SHAPES
+    train_shapes = (matmul.CPU_BRIEF_TRAIN_SHAPE,) if on_cpu else matmul.CUDA_TRAIN_SHAPES[:1]
+    attention_shapes = (attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES)[:1]
+    return [
+        (0.25, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
+        (0.25, lambda: list(matmul.matmul_operations(device, products, shapes))),
+        (0.3, lambda: list(memory.bandwidth_operations(device, cache_bytes=None))[1::-1]),
+        (0.2, lambda: list(attention.attention_operations(device, ("float32", "bfloat16"), attention_shapes))[::2]),
+    ]
+
+
+def _all_series(device: Any, request: ProbeRequest, done: Sequence[OperationReading]) -> Series:
+    """Every kind; `done` is filled as they are measured, and tells which dtypes are not worth more time."""
+    from autoplan.probes import attention, matmul, memory
+
+    on_cpu = device.type == "cpu"
+    dtypes = matmul.dtypes_of(device)
+
+    def worth() -> tuple[str, ...]:
+        """Without the dtypes that a CPU computes in by other means: they would take half of the time."""
+        rates = {reading.dtype: reading.rate.value or 0.0 for reading in done if reading.kind == "linear_train"}
+        least = matmul.LOSING_SHARE * rates.get("float32", 0.0) if on_cpu else 0.0
+        return tuple(dtype for dtype in dtypes if rates.get(dtype, least) >= least)
+
     mixed = tuple(d for d in dtypes if d != "tf32")
     # float16 attention on a CPU is not trained with; a GPU is
     attention_dtypes = ("float32", "bfloat16") if on_cpu else mixed
     shapes = matmul.CPU_SHAPES if on_cpu else matmul.CUDA_SHAPES
     train_shapes = matmul.CPU_TRAIN_SHAPES if on_cpu else matmul.CUDA_TRAIN_SHAPES
     attention_shapes = attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES
-    series: list[tuple[float, Callable[[], list[Any]]]] = [
-        (0.40, lambda: list(matmul.matmul_operations(device, dtypes, shapes))),
-        (0.20 if on_cpu else 0.15, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
+
+    def first() -> list[Any]:
+        """Small ones in every dtype, which show what a dtype is worth."""
+        trained = matmul.linear_train_operations(device, dtypes, (matmul.CPU_BRIEF_TRAIN_SHAPE,))
+        return [*matmul.matmul_operations(device, dtypes, shapes[:2]), *trained]
+
+    series: Series = [
+        *([(0.15, first)] if on_cpu else []),
+        (0.25 if on_cpu else 0.40, lambda: list(matmul.matmul_operations(device, worth(), shapes[2 * on_cpu :]))),
+        (0.20 if on_cpu else 0.15, lambda: list(matmul.linear_train_operations(device, worth(), train_shapes))),
         *([] if on_cpu else [(0.05, lambda: list(matmul.float8_operations(device, shapes)))]),
         (0.17, lambda: list(memory.bandwidth_operations(device, cache_bytes=request.cache_bytes))),
         (0.17, lambda: list(attention.attention_operations(device, attention_dtypes, attention_shapes))),

@@ -6,8 +6,9 @@ on two samples. Runs in a rank (it loads torch); the records load none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ConfigError, DeviceError, UsageError, WorkloadError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from autoplan.strategies.workloads.data_files import DataFiles
     from autoplan.strategies.workloads.workload import Workload
 
+
+SMALL_PARAMETERS = 10_000_000
+"""Models up to this size are looked at on one thread."""
 
 LARGEST_RUN_PARAMETERS = 200_000_000
 """Models up to this size are run once, on two short samples, to look at their loss."""
@@ -54,12 +58,19 @@ class Inspection(Record):
     hint: str | None = None
 
 
-def run_inspect_rank(context: Any, spec: WorkloadSpec, hardware: HardwareProfile, device: str) -> Inspection:
+def run_inspect_rank(
+    context: Any, spec: WorkloadSpec, hardware: HardwareProfile, device: str, parallel: bool = True
+) -> Inspection:
     """inspect_workload() in a rank, with the user's errors as data."""
     phase, report = (_ignore, _ignore) if context is None else (context.phase, context.report)
     try:
         facts = inspect_workload(
-            spec, hardware, device, phase=phase, early=lambda known: report(Inspection(facts=known))
+            spec,
+            hardware,
+            device,
+            parallel=parallel,
+            phase=phase,
+            early=lambda known: report(Inspection(facts=known)),
         )
         answer = Inspection(facts=facts)
     except UsageError as error:
@@ -92,6 +103,7 @@ def inspect_workload(
     hardware: HardwareProfile,
     device: str,
     *,
+    parallel: bool = True,
     phase: Callable[[str], None] = _ignore,
     early: Callable[[WorkloadFacts], None] = _ignore,
 ) -> WorkloadFacts:
@@ -101,6 +113,7 @@ def inspect_workload(
         spec: What is trained.
         hardware: The machine.
         device: cuda or cpu.
+        parallel: Look at what the model allows of several ranks, which traces it; False: one rank trains it.
         phase: Is told which of FUNCTIONS runs next.
         early: Is given the facts before the loss is run, which only adds whether it is a sum over samples.
 
@@ -137,9 +150,13 @@ def inspect_workload(
     )
 
     def facts_of(structure: Structure) -> WorkloadFacts:
-        offered = (strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES)
+        with _enough_threads(model):
+            offered = [strategy.choices(workload, structure, hardware, device) for strategy in STRATEGIES]
         choices = [limited(choice, workload.knobs) for choice in offered]
-        return _facts(spec, workload, model, structure, choices)
+        facts = _facts(spec, workload, model, structure, choices)
+        if not parallel:
+            return facts
+        return facts.model_copy(update={"parallel": _parallel_facts(spec, model, structure, workload)})
 
     _build_optimizer(workload, model)
     facts = facts_of(structure)
@@ -151,8 +168,23 @@ def inspect_workload(
         return facts
     early(facts)
     phase(LOSS_PHASE)
-    dependent = find_dependent_loss(workload, model, device)
+    with _enough_threads(model):
+        dependent = find_dependent_loss(workload, model, device)
     return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent)) if dependent else facts
+
+
+@contextlib.contextmanager
+def _enough_threads(model: nn.Module) -> Iterator[None]:
+    """One thread for a small model: more would wait for each other, above all beside other work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in model.parameters()) <= SMALL_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build_on_meta(workload: Workload) -> nn.Module:
@@ -227,7 +259,7 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     try:
         if (check := getattr(workload.loss, "check", None)) is not None:
             check(real, move_batch(workload.make_batch(2, 0), torch.device(device)))
-        found = measure_additivity(workload, real, torch.device(device))
+        found = measure_additivity(workload, real, torch.device(device), noise=False)
     except WorkloadError:
         raise
     except Exception as error:
@@ -333,7 +365,6 @@ def _facts(
         ),
         fixed_micro_batch=workload.fixed_micro_batch,
         choices=tuple(choices),
-        parallel=_parallel_facts(spec, model, structure, workload),
         training=read_training_facts(workload, model),
     )
 

@@ -10,6 +10,7 @@ from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanErro
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
+from autoplan.strategies.config import DEGREES
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -57,6 +58,7 @@ def look_at(
     options: SearchOptions,
     hardware: HardwareProfile,
     device: str,
+    ranks: int,
     *,
     allowed: UserCodeLimits,
     observer: SearchObserver,
@@ -64,7 +66,16 @@ def look_at(
 ) -> WorkloadFacts:
     """The facts of what a search was given, its dataset checked too; raises what `inspect` and `check_loader` raise."""
     observer.on_phase("inspect", f"looking at {options.spec.name}")
-    facts = inspect(zygote, options.spec, hardware, device, allowed=allowed, observer=observer, on_attempt=on_attempt)
+    facts = inspect(
+        zygote,
+        options.spec,
+        hardware,
+        device,
+        allowed=allowed,
+        observer=observer,
+        on_attempt=on_attempt,
+        parallel=ranks > 1 or not options.fix.keys().isdisjoint(DEGREES),
+    )
     spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
     for note in spec.notes:
@@ -85,8 +96,9 @@ def inspect(
     allowed: UserCodeLimits,
     observer: SearchObserver,
     on_attempt: Callable[[ProcessReport], None] | None = None,
+    parallel: bool = True,
 ) -> WorkloadFacts:
-    """The workload's facts, from a rank.
+    """The workload's facts, from a rank; `parallel`: what it allows of several ranks is among them.
 
     Where the loss alone takes too much memory, the facts without it do: the trials find a micro-batch that fits, and
     the parity check looks at the loss again.
@@ -101,7 +113,7 @@ def inspect(
 
     task = Task(
         target="autoplan.strategies.inspect:run_inspect_rank",
-        args=(spec, hardware, device),
+        args=(spec, hardware, device, parallel),
         total_deadline_s=allowed.inspect_deadline_s,
         memory_limit_bytes=allowed.memory_limit_bytes,
     )

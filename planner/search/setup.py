@@ -47,6 +47,9 @@ TRACE_SHARE = 0.1
 VARIANT_SHARE = 0.3
 """Of what the plain variant's trace took, for one more variant: fewer recordings, and no check of the depth."""
 
+TIMED = "operations timed"
+"""Stands among the variants that were asked for: the timing of operations."""
+
 OnAttempt = Callable[[str, ProcessReport], None]
 
 
@@ -95,6 +98,7 @@ class SearchContext:
         estimator: The cost model.
         candidates: Those worth a trial, in the space's order.
         left_out: Families never tried, by any limit.
+        asked: The variants that a trace was asked for, by their text: one that did not come to its end stays rough.
     """
 
     means: Means
@@ -112,6 +116,7 @@ class SearchContext:
     estimator: Estimator
     candidates: tuple[TrainingConfig, ...] = ()
     left_out: tuple[LeftOutFamily, ...] = ()
+    asked: frozenset[str] = frozenset()
 
     def variants(self, *configs: TrainingConfig) -> tuple[VariantKey, ...]:
         """The variants that the predictions of these configurations read, the plain one first."""
@@ -164,26 +169,26 @@ def begin_search(
         options,
         now,
         target.device,
+        target.nproc,
         allowed=UserCodeLimits(budget_s=whole_s, left_s=means.left_s, memory_limit_bytes=host_limit),
         observer=observer,
         on_attempt=partial(on_attempt, "inspect"),
     )
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
-    hardware, probed = _probe(means, now, target.device, target.nproc)
-    memory_limit, host_limit = limits(now, target.device, target.given_limit_bytes, measured=hardware)
-    observer.on_hardware(hardware, memory_limit)
     choices = facts.choices if options.numerics == "lossy" else without_lossy(facts.choices)
     named = {*options.fix, *options.bound}
     make_space = partial(
         generate,
         global_batch=facts.spec.global_batch,
-        device=hardware.device(target.device),
         fixed=options.fix,
         bounds=options.bound,
         degrees=degrees,
         degrees_left_out=degrees_left_out,
     )
     space = make_space(without_last_resorts(choices, named))
+    hardware, probed = _first_rates(means, now, target.device, target.nproc)
+    memory_limit, host_limit = limits(now, target.device, target.given_limit_bytes, measured=hardware)
+    observer.on_hardware(hardware, memory_limit)
     profile = _trace(means, hardware, target.device, facts, host_limit, _variants(facts, space.candidates))
     context = SearchContext(
         means=means,
@@ -200,8 +205,7 @@ def begin_search(
         profile=profile,
         estimator=_estimator(means, profile, hardware, target.device, facts.spec.global_batch, memory_limit),
     )
-    sure = [config for config in space.candidates if not context.rough(config)]
-    if context.held and _needless(context, sure) is None:
+    if context.held and _needless(context, [c for c in space.candidates if not context.rough(c)]) is None:
         why = "little memory is looked for" if options.objective == "memory" else "nothing is sure to fit"
         observer.on_phase("space", f"{why}: {', '.join(dict(context.held))} enters the space")
         space = make_space(choices)
@@ -231,10 +235,25 @@ def probe_cost_s(context: SearchContext) -> float:
 
 def probe_more(context: SearchContext) -> SearchContext:
     """The context with the rates of the whole probes."""
+    from autoplan.probes.run import run_probes
+
     if context.probed:
         return context
-    hardware, probed = _probe(context.means, context.hardware, context.device, context.nproc)
-    return _predicted(replace(context, hardware=hardware, probed=probed))
+    means, observer = context.means, context.means.observer
+    observer.on_phase("probe", f"measuring this machine's {'GPU' if context.device == 'cuda' else 'CPU'}")
+    hardware = run_probes(
+        means.zygote,
+        device=context.device,
+        budget_s=_probe_limit_s(means, context.device),
+        fresh=context.hardware.disturbed is not None,
+        on_progress=lambda text: observer.on_phase("probe", text),
+        collective_ranks=context.nproc,
+    )
+    if hardware.disturbed is not None:
+        observer.on_note(hardware.disturbed)
+    if means.saved is not None:
+        write_atomically(means.saved, hardware.model_dump_json(indent=1))
+    return _predicted(replace(context, hardware=hardware, probed=True))
 
 
 def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> float:
@@ -266,7 +285,7 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
         more=wanted,
         known=context.profile,
     )
-    return _predicted(replace(context, profile=profile))
+    return _predicted(replace(context, profile=profile, asked=context.asked | {key.text() for key in wanted} | {TIMED}))
 
 
 def _variants(facts: WorkloadFacts, configs: Sequence[TrainingConfig]) -> tuple[VariantKey, ...]:
@@ -276,15 +295,17 @@ def _variants(facts: WorkloadFacts, configs: Sequence[TrainingConfig]) -> tuple[
 
 
 def _rough(context: SearchContext, variants: Sequence[VariantKey] | None) -> tuple[VariantKey, ...]:
-    """Which of some variants, or of all, are predicted without a trace."""
+    """Which of some variants, or of all, are rough, and were not asked for yet."""
     known = context.profile
     wanted = [known.variants[name].key for name in known.rough_variants] if variants is None else variants
-    return tuple(key for key in wanted if key.text() in known.rough_variants)
+    missing = {*known.rough_variants} - context.asked
+    return tuple(key for key in wanted if key.text() in missing)
 
 
 def _is_untimed(context: SearchContext) -> bool:
     """Whether no operation was timed yet."""
-    return context.facts.step_s is None and context.profile.timing_s < _timing_s(context.means)
+    timing_s = _timing_s(context.means)
+    return context.facts.step_s is None and TIMED not in context.asked and context.profile.timing_s < timing_s
 
 
 def _timing_s(means: Means) -> float:
@@ -409,31 +430,29 @@ def _probe_limit_s(means: Means, device: Literal["cuda", "cpu"]) -> float:
     return min(default_budget_s(device), PROBE_SHARE * means.budget_s)
 
 
-def _probe(
+def _first_rates(
     means: Means, now: HardwareProfile, device: Literal["cuda", "cpu"], ranks: int
 ) -> tuple[HardwareProfile, bool]:
-    """The profile this study began with, if it is of this machine, else a new one; and whether its probes are whole."""
-    from autoplan.probes.run import run_probes
+    """The rates that are known at once, and whether whole probes would not better them.
 
-    saved, observer = means.saved, means.observer
-    if saved is not None and saved.exists():
+    They are those that this study began with, or what the cache has, or a second of measuring. Whole ones that were
+    taken under load are bettered as soon as the load is over.
+    """
+    from autoplan.probes.merge import is_busy
+    from autoplan.probes.run import most_ranks, run_probes
+
+    known = None
+    if means.saved is not None and means.saved.exists():
         try:
-            earlier = HardwareProfile.model_validate_json(saved.read_text())
+            known = HardwareProfile.model_validate_json(means.saved.read_text())
         except (OSError, ValueError):
-            earlier = None  # of another version, or torn: measured again
-        if earlier is not None and earlier.fingerprint == now.fingerprint:
-            observer.on_phase("probe", "as measured when this search began")
-            return earlier, True
-    observer.on_phase("probe", f"measuring this machine's {'GPU' if device == 'cuda' else 'CPU'}")
-    hardware = run_probes(
-        means.zygote,
-        device=device,
-        budget_s=_probe_limit_s(means, device),
-        on_progress=lambda text: observer.on_phase("probe", text),
-        collective_ranks=ranks,
-    )
-    if hardware.disturbed is not None:
-        observer.on_note(hardware.disturbed)
-    elif saved is not None:
-        write_atomically(saved, hardware.model_dump_json(indent=1))
-    return hardware, True
+            known = None  # of another version, or torn: measured again
+        if known is not None and known.fingerprint != now.fingerprint:
+            known = None
+    if known is None:
+        means.observer.on_phase("probe", f"a first look at this machine's {'GPU' if device == 'cuda' else 'CPU'}")
+        known = run_probes(means.zygote, device=device, brief=True)
+    if known.disturbed is not None:
+        means.observer.on_note(known.disturbed)
+    whole = known.probed_s >= _probe_limit_s(means, device) and (ranks < 2 or most_ranks(known) >= ranks)
+    return known, whole and (known.disturbed is None or is_busy(now.host))

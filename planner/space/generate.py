@@ -14,8 +14,7 @@ from typing import Any
 from autoplan.errors import ConfigError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.space.knob_values import drop_losing_precisions, family_of, narrow, offered_values
-from autoplan.probes.profile import Device
+from autoplan.planner.space.knob_values import family_of, narrow, offered_values
 from autoplan.strategies.analysis.facts import Choices, LeftOut
 from autoplan.strategies.config import (
     DEGREES,
@@ -51,7 +50,6 @@ def generate(
     choices: Sequence[Choices],
     *,
     global_batch: int,
-    device: Device,
     fixed: Mapping[str, Any] | None = None,
     bounds: Mapping[str, Bound] | None = None,
     degrees: Sequence[Mapping[str, Any]] = ({},),
@@ -62,7 +60,6 @@ def generate(
     Args:
         choices: What each technique offers for this workload on this machine.
         global_batch: Samples per optimizer step; never changed.
-        device: The device with its measured rates.
         fixed: Knobs the user fixed.
         bounds: Knobs the user bounded.
         degrees: The legal combinations of degrees; one rank: the empty one.
@@ -79,7 +76,6 @@ def generate(
     for knob in set(values) - {*fixed, *bounds}:
         if not knobs()[knob].searched:
             values[knob] = [getattr(PLAIN, knob)]
-    drop_losing_precisions(values, dropped, device, fixed)
     for knob in list(values):
         values[knob] = narrow(knob, values[knob], dropped, fixed, bounds)
     combinations = _combinations(degrees, degrees_left_out, fixed, bounds)

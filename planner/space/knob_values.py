@@ -5,25 +5,20 @@ What may go with what is `autoplan.planner.space.generate`'s business. Loads no 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
+from autoplan.probes.merge import SEVERE_SPREAD
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.facts import Choices, LeftOut
 from autoplan.strategies.config import LOSSY, micro_batches
 from autoplan.strategies.knob_input import check_knob
 
-LOSING_RATE_SHARE = 0.6
-"""A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
-everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
-bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
-
 LOSSY_REASON = "it loses bits at each step, which three steps cannot judge; tried by your word alone: --numerics lossy"
-
-PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
 
 
 def offered_values(
@@ -60,29 +55,6 @@ def without_lossy(choices: Sequence[Choices]) -> list[Choices]:
     return kept
 
 
-def drop_losing_precisions(
-    values: dict[str, list[Any]], dropped: list[LeftOut], device: Device, fixed: Mapping[str, Any]
-) -> None:
-    """Leaves out precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
-    if "fp32" not in values.get("precision", ()) or "precision" in fixed:
-        return
-    for precision in [p for p in values["precision"] if p in PRECISION_DTYPES]:
-        rates = paired_rates(device, PRECISION_DTYPES[precision], "float32")
-        if rates is None:
-            continue
-        rate, plain = rates
-        if rate < LOSING_RATE_SHARE * plain:
-            values["precision"].remove(precision)
-            dropped.append(
-                LeftOut(
-                    knob="precision",
-                    value=precision,
-                    reason="measured: a linear layer's forward and backward is slower than in fp32 on this device",
-                    by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {1 - rate / plain:.0%} slower",
-                )
-            )
-
-
 def paired_rates(device: Device, dtype: str, other: str) -> tuple[float, float] | None:
     """FLOP/s of two dtypes, training a linear layer, each the best over the shapes that were measured in both."""
 
@@ -95,6 +67,13 @@ def paired_rates(device: Device, dtype: str, other: str) -> tuple[float, float] 
     if not common:
         return None
     return max(mine[shape] for shape in common), max(theirs[shape] for shape in common)
+
+
+def doubt(device: Device) -> float:
+    """By how much more two rates have to differ, as a share, where they had little time or were taken under load."""
+    spreads = [reading.rate.spread or 0.0 for reading in device.readings("linear_train")]
+    typical = statistics.median(spreads) if spreads else 0.0
+    return typical if typical > SEVERE_SPREAD else 0.0
 
 
 def narrow(

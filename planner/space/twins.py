@@ -1,5 +1,7 @@
 """Leaves out the candidates that cannot beat another one beside them, by rule: trials go to what differs.
 
+The rules go by measured rates; where these are uncertain, they have to be further apart.
+
 In: a `Space`, the probed device, and how long launches take beside the work. Out: the space without the twins, with the
 reasons. A knob that the user fixed or bounded keeps the values that the user named. Loads no torch.
 """
@@ -14,9 +16,16 @@ from autoplan.planner.cost.calibrate import PRIOR_SD
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.generate import Space
-from autoplan.planner.space.knob_values import paired_rates
+from autoplan.planner.space.knob_values import doubt, paired_rates
 from autoplan.probes.profile import Device
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
+
+LOSING_RATE_SHARE = 0.6
+"""A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
+everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
+bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
+
+PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
 
 SAME_RATE = 0.9
 """bf16 at this share of the rate of fp16, or more, is as fast: the formats have the same size and the same units."""
@@ -49,6 +58,7 @@ def without_twins(
     candidates = list(space.candidates)
     found: list[LeftOutFamily] = []
     if "precision" not in named:
+        candidates = _without_losing_precisions(candidates, device, found)
         candidates = _without_fp16(candidates, device, found)
         if device.type == "cuda" and "compile" not in named and stored_in_fp32:
             candidates = _without_compiled_fp32(candidates, device, found)
@@ -61,10 +71,32 @@ def without_twins(
     return replace(space, candidates=tuple(candidates), left_out=(*space.left_out, *found), values=values)
 
 
+def _without_losing_precisions(
+    candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]
+) -> list[TrainingConfig]:
+    """Drops precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
+    offered = {config.precision for config in candidates}
+    for precision, dtype in PRECISION_DTYPES.items():
+        rates = paired_rates(device, dtype, "float32")
+        if not {precision, "fp32"} <= offered or rates is None:
+            continue
+        rate, plain = rates
+        if rate < LOSING_RATE_SHARE * max(0.0, 1 - doubt(device)) * plain:
+            candidates = _leave_out(
+                candidates,
+                lambda config, slow=precision: config.precision == slow,  # type: ignore[misc]
+                family=f"precision={precision}",
+                limit="measured: a linear layer's forward and backward is slower than in fp32 on this device",
+                by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {1 - rate / plain:.0%} slower",
+                found=found,
+            )
+    return candidates
+
+
 def _without_fp16(candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]) -> list[TrainingConfig]:
     rates = paired_rates(device, "bfloat16", "float16")
     has_bf16 = any(config.precision == "bf16" for config in candidates)
-    if rates is None or not has_bf16 or rates[0] < SAME_RATE * rates[1]:
+    if rates is None or not has_bf16 or rates[0] < SAME_RATE * (1 + doubt(device)) * rates[1]:
         return candidates
     return _leave_out(
         candidates,
@@ -81,7 +113,7 @@ def _without_compiled_fp32(
 ) -> list[TrainingConfig]:
     rates = paired_rates(device, "bfloat16", "float32")
     has_bf16 = any(config.precision == "bf16" and config.compile != "off" for config in candidates)
-    if rates is None or not has_bf16 or rates[0] < FASTER * rates[1]:
+    if rates is None or not has_bf16 or rates[0] < FASTER * (1 + doubt(device)) * rates[1]:
         return candidates
     return _leave_out(
         candidates,

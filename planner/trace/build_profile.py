@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
+from autoplan.planner.trace.linear_fit import GroupKey
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
-from autoplan.planner.trace.op_benchmark import time_operations
+from autoplan.planner.trace.op_benchmark import OpTiming, time_operations
 from autoplan.planner.trace.record_step import make_batch
 from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
@@ -49,11 +50,13 @@ class TraceRequest:
         time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
             plain variant has no limit, nor has the first one besides it, unless this is 0.
         timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+        timed: What earlier traces timed already.
     """
 
     variants: tuple[VariantKey, ...] | None = None
     time_limit_s: float | None = None
     timing_budget_s: float = 0.0
+    timed: Mapping[GroupKey, OpTiming] = field(default_factory=dict)
 
 
 def profile_workload(
@@ -126,18 +129,14 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     variants = found.variants
     if request.timing_budget_s > 0:
         device = torch.device(tracer.device)
-        tracer.timings = time_operations(tracer.timing_requests(), device, request.timing_budget_s, notes)
+        new = {key: one for key, one in tracer.timing_requests().items() if key not in request.timed}
+        tracer.timings = {**request.timed, **time_operations(new, device, request.timing_budget_s, notes)}
         variants = {
             name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
             for name, variant in variants.items()
         }
     profile = _assemble(tracer, structure, variants, identity, notes)
-    profile = profile.model_copy(
-        update={
-            "failed_variants": found.failed,
-            "timing_s": request.timing_budget_s,
-        }
-    )
+    profile = profile.model_copy(update={"failed_variants": found.failed, "timing_s": request.timing_budget_s})
     return with_rough_variants(profile, found.untraced)
 
 

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from autoplan.planner.trace.model_profile import (
     LinearFit,
+    ModelProfile,
     OperationGroup,
     PeakFit,
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.trace.op_benchmark import TimingRequest
+from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
 from autoplan.planner.trace.op_recorder import Operation, Recording
 
 GroupKey = tuple[Any, ...]
@@ -212,6 +213,20 @@ def group_key(group: OperationGroup) -> GroupKey:
     """The key that a group of a profile was made from."""
     fits = (group.flops, group.bytes_moved, group.output_bytes, group.m, group.n, group.k, group.batch)
     return (group.name, group.kind, group.phase, group.dtype, *((fit.fixed, fit.per_sample) for fit in fits))
+
+
+def timings_of(profile: ModelProfile) -> dict[GroupKey, OpTiming]:
+    """What was timed of the operations of a profile."""
+    return {
+        group_key(group): OpTiming(
+            seconds=group.measured_s,
+            larger_s=group.measured_more_s,
+            larger_factor=max(1, round(group.measured_more_samples / group.measured_samples)),
+        )
+        for variant in profile.variants.values()
+        for group in variant.groups
+        if group.measured_s is not None
+    }
 
 
 def make_variant_profile(

@@ -141,7 +141,7 @@ def trace_profile(
     ends_at = None if limits.left_s is None else time.monotonic() + limits.left_s
     report = run_again(
         zygote,
-        _task(spec, device, variants, limits),
+        _task(spec, device, variants, limits, known),
         on_attempt=on_attempt,
         left_s=None if ends_at is None else lambda: ends_at - time.monotonic(),
     ).report
@@ -167,10 +167,16 @@ def trace_profile(
     return with_rough_variants(rough_profile(facts, device, why), variants or ())
 
 
-def _task(spec: WorkloadSpec, device: str, variants: tuple[VariantKey, ...] | None, limits: TraceLimits) -> Task:
+def _task(
+    spec: WorkloadSpec,
+    device: str,
+    variants: tuple[VariantKey, ...] | None,
+    limits: TraceLimits,
+    known: ModelProfile | None = None,
+) -> Task:
     return Task(
         target="autoplan.planner.trace.trace:_trace_rank",
-        args=(spec, device, limits.timing_budget_s, limits.time_limit_s, variants),
+        args=(spec, device, limits.timing_budget_s, limits.time_limit_s, variants, known),
         deadlines_s={"*": limits.deadline_s, INPUT_PHASE: limits.input_deadline_s},
         memory_limit_bytes=limits.memory_limit_bytes,
     )
@@ -274,6 +280,7 @@ def _trace_rank(
     timing_budget_s: float,
     time_limit_s: float | None,
     variants: tuple[VariantKey, ...] | None,
+    known: ModelProfile | None,
 ) -> None:
     def before_input(profile: ModelProfile) -> None:
         context.report(json.loads(profile.model_dump_json()))
@@ -287,6 +294,7 @@ def _trace_rank(
             timing_budget_s=timing_budget_s,
             time_limit_s=time_limit_s,
             variants=variants,
+            known=known,
             before_input=before_input,
         )
     except AutoplanError as error:
@@ -305,6 +313,7 @@ def trace_workload(
     timing_budget_s: float = 0.0,
     time_limit_s: float | None = None,
     variants: tuple[VariantKey, ...] | None = None,
+    known: ModelProfile | None = None,
     before_input: Callable[[ModelProfile], None] | None = None,
 ) -> ModelProfile:
     """Traces a workload in this process and times its make_batch. Imports torch.
@@ -317,6 +326,7 @@ def trace_workload(
         timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
         time_limit_s: Seconds for tracing the variants; None: no limit.
         variants: The variants that are needed; None: every variant that the model has.
+        known: What was traced before: its operations are not timed again.
         before_input: Is given the profile before make_batch is timed.
 
     Raises:
@@ -324,11 +334,17 @@ def trace_workload(
     """
     from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
     from autoplan.planner.trace.input_benchmark import measure_input
+    from autoplan.planner.trace.linear_fit import timings_of
     from autoplan.strategies.workloads.sources import load_workload
 
     started = time.perf_counter()
     workload = load_workload(spec)
-    request = TraceRequest(variants=variants, time_limit_s=time_limit_s, timing_budget_s=timing_budget_s)
+    request = TraceRequest(
+        variants=variants,
+        time_limit_s=time_limit_s,
+        timing_budget_s=timing_budget_s,
+        timed={} if known is None else timings_of(known),
+    )
     profile = profile_workload(workload, device, identity=spec.identity, request=request)
     if before_input is not None:
         before_input(profile.model_copy(update={"seconds_spent": time.perf_counter() - started}))

@@ -69,7 +69,7 @@ def check_additivity(workload: Workload, model: nn.Module, device: torch.device)
     return found.additive, found.deterministic
 
 
-def measure_additivity(workload: Workload, model: nn.Module, device: torch.device) -> Additivity:
+def measure_additivity(workload: Workload, model: nn.Module, device: torch.device, *, noise: bool = True) -> Additivity:
     """Whether the summed loss of two samples is the sum of their losses. Buffers are put back.
 
     Where the loss is another with each seed (noise in the loss, layerdrop), whether it adds up is not known.
@@ -78,6 +78,7 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
         workload: Makes the samples and computes the loss.
         model: In train mode, on the device, with its dropout off.
         device: Where.
+        noise: Look for noise in a loss that adds up, too.
 
     Raises:
         WorkloadError: the loss is not a LossSum.
@@ -86,17 +87,19 @@ def measure_additivity(workload: Workload, model: nn.Module, device: torch.devic
     # A window or a pooling may need longer sequences, and a loss that differentiates by its inputs needs a graph.
     for batch, graph in ((shorten(whole, SHORT_LENGTH), False), (whole, False)):
         with contextlib.suppress(Exception):
-            found = _measure(workload, model, batch, device, graph=graph)
+            found = _measure(workload, model, batch, device, graph=graph, noise=noise)
             break
     else:
-        found = _measure(workload, model, whole, device, graph=True)
+        found = _measure(workload, model, whole, device, graph=True, noise=noise)
     if not (found.additive and found.deterministic):
         return found
     share = padding_share(workload.loss, model, workload.make_batch, device, seed=workload.seed)
     return found if share is None else replace(found, additive=False, padding=share)
 
 
-def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.device, *, graph: bool) -> Additivity:
+def _measure(
+    workload: Workload, model: nn.Module, given: Batch, device: torch.device, *, graph: bool, noise: bool
+) -> Additivity:
     both_samples = slice_batch(given, 0, 2)
     batch = move_batch(both_samples, device)
 
@@ -112,16 +115,23 @@ def _measure(workload: Workload, model: nn.Module, given: Batch, device: torch.d
         return float(result.total) if float(result.count) else 0.0  # a mean over nothing is not a number
 
     both = loss_of(batch)
-    others = (loss_of(batch, workload.seed + number) for number in range(1, SEEDS))
-    if any(abs(both - other) > 1e-5 * max(abs(both), 1e-12) for other in others):
+
+    def draws() -> bool:
+        others = (loss_of(batch, workload.seed + number) for number in range(1, SEEDS))
+        return any(abs(both - other) > 1e-5 * max(abs(both), 1e-12) for other in others)
+
+    if noise and draws():
         return Additivity(additive=False, deterministic=False)  # one sample alone draws something else
     try:
         alone = tuple(loss_of(move_batch(slice_batch(both_samples, i, i + 1), device)) for i in range(2))
     except ValueError:  # BatchNorm over a single value refuses it
-        return Additivity(additive=False, deterministic=True)
+        return Additivity(additive=False, deterministic=noise or not draws())
     low = [LOW_PRECISION_TOLERANCE.get(parameter.dtype, 0.0) for parameter in model.parameters()]
     allowed = max(TOLERANCE, *low) * max(abs(both), 1e-12)
-    return Additivity(additive=abs(both - sum(alone)) <= allowed, deterministic=True, both=both, alone=alone)
+    additive = abs(both - sum(alone)) <= allowed
+    if not (additive or noise) and draws():
+        return Additivity(additive=False, deterministic=False)
+    return Additivity(additive=additive, deterministic=True, both=both, alone=alone)
 
 
 def shorten(batch: Batch, length: int) -> Batch:

@@ -333,8 +333,8 @@ def test_each_series_is_written_as_soon_as_it_is_there() -> None:
     request = ProbeRequest(type="cpu", index=0, budget_s=0.5, threads=1, memory_limit_bytes=64e6)
     (result,) = probe_devices(context, [request.model_dump()])
     assert context.phases == ["cpu:0"]
-    assert len(context.results) == 5 and context.results[-1] == [result]
-    assert [r[0]["complete"] for r in context.results] == [False] * 4 + [True]  # type: ignore[index]
+    assert len(context.results) == 6 and context.results[-1] == [result]
+    assert [r[0]["complete"] for r in context.results] == [False] * 5 + [True]  # type: ignore[index]
     counts = [len(r[0]["operations"]) for r in context.results]  # type: ignore[index]
     assert counts == sorted(counts) and counts[-1] > 0
     assert any("GiB" in note for note in result["notes"]), "bandwidth buffers do not fit in 64 MB"

@@ -209,16 +209,17 @@ def test_the_share_of_the_datasheet_is_shown() -> None:
     assert format_share(half, None) == ""
 
 
-@pytest.mark.parametrize(("others", "quota", "kept"), [(0.4, None, False), (0.02, None, True), (0.4, 1.0, True)])
-def test_a_profile_that_was_measured_under_load_is_not_kept(
-    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, quota: float | None, kept: bool
+@pytest.mark.parametrize(("others", "quota", "loaded"), [(0.4, None, True), (0.02, None, False), (0.4, 1.0, False)])
+def test_rates_under_load_are_kept_with_the_width_of_the_load(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, quota: float | None, loaded: bool
 ) -> None:
-    """Nor is one of an earlier version used. With a quota of a host's cores, the others' share says nothing."""
+    """The next run uses them, and says so. With a quota of a host's cores, the others' share says nothing."""
+    share = others
     real = run_module._measure
 
-    def measure(*arguments: Any) -> Any:
-        measured, notes = real(*arguments)
-        return [one.model_copy(update={"others_cpu_share": others}) for one in measured], notes
+    def measure(*arguments: Any, **options: Any) -> Any:
+        measured, notes = real(*arguments, **options)
+        return [one.model_copy(update={"others_cpu_share": share}) for one in measured], notes
 
     def host() -> HardwareProfile:
         profile = read_host_profile()
@@ -228,14 +229,37 @@ def test_a_profile_that_was_measured_under_load_is_not_kept(
     monkeypatch.setattr(run_module, "load_sentence", LOAD_SENTENCE)
     monkeypatch.setattr(run_module, "_measure", measure)
     monkeypatch.setattr(run_module, "read_host_profile", host)
-    profile = run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1)
-    path = cache_path(profile.fingerprint, "cpu", tmp_path)
-    assert path.exists() == kept
-    assert (profile.disturbed is None) == kept
-    assert kept or "the next run measures again" in str(profile.disturbed)
-    save_cached(path, CachedProfile(budget_s=1.0, others_cpu_share=others, profile=profile))
-    cached, _ = load_cached(path)
-    assert cached is not None and run_module._is_good_enough(cached, profile, 0.3) == kept
+
+    def probe(fresh: bool = False) -> HardwareProfile:
+        return run_probes(zygote, device="cpu", budget_s=0.3, cache_dir=tmp_path, collective_ranks=1, fresh=fresh)
+
+    first = probe()
+    assert (first.disturbed is not None) == loaded
+    monkeypatch.setattr(run_module, "_measure", lambda *arguments, **options: pytest.fail("measured again"))
+    again = probe()
+    spreads = [reading.rate.spread or 0.0 for reading in again.device("cpu").operations]
+    assert again.disturbed == first.disturbed and again.probed_s == 0.3
+    if loaded:
+        assert min(spreads) >= 0.4 / 0.6 and "autoplan probe --fresh" in str(again.disturbed)
+    monkeypatch.setattr(run_module, "_measure", measure)
+    share = 0.9
+    worse = probe(fresh=True)
+    assert probe().device("cpu").operations != worse.device("cpu").operations or quota is not None
+
+
+def test_the_first_rates_take_seconds_and_whole_probes_replace_them(zygote: Zygote, tmp_path: Path) -> None:
+    brief = run_probes(zygote, device="cpu", cache_dir=tmp_path, brief=True)
+    cpu = brief.device("cpu")
+    assert {"float32", "bfloat16"} <= {reading.dtype for reading in cpu.readings("matmul")}
+    assert {reading.dtype for reading in cpu.readings("linear_train")} == {"float32", "bfloat16", "float16"}
+    assert cpu.memory_bandwidth_bytes_per_s is not None and cpu.readings("sdpa_train")
+    assert all((reading.rate.spread or 0.0) >= run_module.BRIEF_SPREAD for reading in cpu.operations)
+    cached = run_probes(NoZygote(), device="cpu", cache_dir=tmp_path, brief=True)  # type: ignore[arg-type]
+    assert cached.device("cpu").operations == cpu.operations
+    whole = run_probes(zygote, device="cpu", budget_s=BUDGET_S, cache_dir=tmp_path, collective_ranks=1)
+    assert whole.probed_s > brief.probed_s
+    again = run_probes(NoZygote(), device="cpu", cache_dir=tmp_path, brief=True)  # type: ignore[arg-type]
+    assert again.probed_s == whole.probed_s, "the better ones are what a search begins with"
 
 
 def test_probes_that_did_not_come_to_their_end_are_not_kept(
@@ -244,8 +268,8 @@ def test_probes_that_did_not_come_to_their_end_are_not_kept(
     """The bandwidth is among the last series: every later search would have had an assumed one."""
     real = run_module._measure
 
-    def measure(*arguments: Any) -> Any:
-        measured, notes = real(*arguments)
+    def measure(*arguments: Any, **options: Any) -> Any:
+        measured, notes = real(*arguments, **options)
         return [one.model_copy(update={"complete": False}) for one in measured], notes
 
     monkeypatch.setattr(run_module, "_measure", measure)

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from autoplan.errors import WorkloadError
-from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, Calibration, MemoryFit, TimeFit
+from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, Calibration, MemoryFit, TimeFit
 from autoplan.planner.cost.columns import Floats, Ints
 from autoplan.planner.cost.communication import links_of
 from autoplan.planner.cost.offload import host_link
@@ -99,12 +99,15 @@ class Estimator:
             device=device,
             host=host_link(hardware, device),
         )
-        self.time_fit = TimeFit()
+        doubts = np.square([self.rates.doubts.get(name, 0.0) for name in FACTORS])
+        self.time_fit = TimeFit.starting_from(
+            np.zeros(len(FACTORS)), np.diag(np.square(list(PRIOR_SD.values())) + doubts)
+        )
         self.memory_fit = MemoryFit(BASE_BYTES[device], SLACK[device])
         self.trials_seen = 0
         if calibration is not None:
             theta = np.array([calibration.factors.get(name, 0.0) for name in FACTORS])
-            self.time_fit = TimeFit.starting_from(theta, np.array(calibration.covariance))
+            self.time_fit = TimeFit.starting_from(theta, np.array(calibration.covariance) + np.diag(doubts))
             if calibration.memory_base_bytes > 0:
                 self.memory_fit = MemoryFit(calibration.memory_base_bytes, calibration.memory_slack)
 

@@ -11,6 +11,7 @@ a datasheet is known, the roofline with an efficiency (Williams et al. 2009): ma
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +32,21 @@ AUTOGRAD_OVERHEAD = 6.0
 
 # Of the dense peaks: every chip of the catalogue that has both is at 2
 FLOAT8_OVER_BFLOAT16 = 2.0
+
+MEASURED_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "matmul/full": (("matmul",), ("float32",)),
+    "matmul/half": (("matmul",), ("bfloat16",)),
+    "attention": (("sdpa_train",), ("float32", "bfloat16")),
+    "memory": (("copy", "add"), ("float32",)),
+    "fused_memory": (("copy", "add"), ("float32",)),
+    "first_touch": (("first_touch",), ("float32",)),
+    "optimizer": (("copy", "add"), ("float32",)),
+}
+"""The readings behind each factor of the calibration."""
+
+USUAL_SPREAD = 0.25
+"""Interquartile range over the median up to which the priors of the factors allow for it: torch.utils.benchmark calls
+more than that severe."""
 
 _BYTES = {"float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 
@@ -59,6 +75,8 @@ class Rates:
         dispatch_s: Host time per eager operation, autograd included.
         first_touch_s_per_byte: What a page that was not there before costs more than one that was; CPU only.
         assumed: What no probe measured, in sentences.
+        doubts: For a calibration factor, how uncertain the rates behind it are beyond the usual: the standard deviation
+            of a logarithm. What had little time, or was measured under load, has one.
     """
 
     device: str
@@ -70,6 +88,7 @@ class Rates:
     thread_speed: dict[int, float] = field(default_factory=dict)
     threads: int = 0
     assumed: list[str] = field(default_factory=list)
+    doubts: dict[str, float] = field(default_factory=dict)
 
     def matmul_fit(self, dtype: str) -> MatmulFit:
         """The fit of a dtype, or of float32 where that one was never measured."""
@@ -137,7 +156,15 @@ def from_device(device: Device) -> Rates:
         thread_speed=_thread_speed(device),
         threads=device.cores or 0,
         assumed=assumed,
+        doubts={factor: _doubt(device, kinds, dtypes) for factor, (kinds, dtypes) in MEASURED_BY.items()},
     )
+
+
+def _doubt(device: Device, kinds: tuple[str, ...], dtypes: tuple[str, ...]) -> float:
+    """Of readings that vary as usual 0; a normal distribution's interquartile range is 1.35 standard deviations."""
+    readings = [reading.rate for kind in kinds for dtype in dtypes for reading in device.readings(kind, dtype)]
+    spreads = [reading.spread or 0.0 for reading in readings]
+    return max(0.0, statistics.median(spreads) - USUAL_SPREAD) / 1.35 if spreads else 0.0
 
 
 def _first_touch_s_per_byte(device: Device) -> float:

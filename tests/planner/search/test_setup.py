@@ -1,0 +1,181 @@
+"""The setup of a search in pieces: what is refused before anything is measured, and what later pieces change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoplan.errors import AutoplanError, ConfigError, WorkloadError
+from autoplan.planner.cost.traced.estimator import Estimator
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.preload import PRELOAD
+from autoplan.planner.search.setup import (
+    SearchContext,
+    begin_search,
+    probe_cost_s,
+    probe_more,
+    trace_cost_s,
+    trace_more,
+)
+from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
+from autoplan.probes.run import DEFAULT_BUDGET_S, read_host_profile, run_probes
+from autoplan.processes import Zygote
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.sources import make_spec
+
+MINE = """
+import autoplan, torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, rows):
+        return rows + self.down(torch.relu(self.up(rows)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+    def forward(self, rows):
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+def loss(model, batch):
+    found = model(batch).square().sum(-1)
+    return autoplan.LossSum(found.sum(), len(found))
+
+def workload():
+    return autoplan.Workload(
+        name="mine", build_model=Model, loss=loss, global_batch=8,
+        make_batch=lambda count, index: torch.randn(count, 16, generator=torch.Generator().manual_seed(index)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+class Listener(SearchObserver):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.notes: list[str] = []
+
+    def on_phase(self, name: str, detail: str = "") -> None:
+        self.phases.append(name)
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(preload=PRELOAD) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def options(folder: Path, old: str = "", new: str = "", **more: Any) -> SearchOptions:
+    file = folder / "mine.py"
+    file.write_text(MINE.replace(old, new))
+    return SearchOptions(spec=make_spec(model=f"{file}:workload"), device="cpu", budget=60.0, **more)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "more", "kind", "text"),
+    [
+        ("autoplan.LossSum(found.sum(), len(found))", "found.mean()", {}, WorkloadError, "LossSum"),
+        ("found.sum(), len(found)", "found.mean(), 1", {}, WorkloadError, "that is a mean"),
+        ("", "", {"fix": {"micro_batch": 7}}, AutoplanError, "7"),
+        ("", "", {"fix": {"precision": "tf32"}}, ConfigError, "tf32"),
+        ("", "", {"fix": {"dp_shard": 2}}, ConfigError, "dp_shard"),
+        ("build_model=Model,", "build_model=dict,", {}, WorkloadError, "torch.nn.Module"),
+    ],
+)
+def test_the_input_is_refused_before_anything_is_measured(
+    zygote: Zygote, tmp_path: Path, old: str, new: str, more: dict[str, Any], kind: type[AutoplanError], text: str
+) -> None:
+    listener = Listener()
+    with pytest.raises(kind) as caught:
+        begin_search(options(tmp_path, old, new, **more), zygote, listener)
+    assert text in caught.value.message
+    assert set(listener.phases) <= {"inspect"}
+
+
+def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Listener]:
+    listener = Listener()
+    return begin_search(options(folder), zygote, listener, **more), listener
+
+
+def test_later_pieces_know_more_of_the_same_space(zygote: Zygote, tmp_path: Path) -> None:
+    first, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
+    assert list(dict.fromkeys(listener.phases)) == ["inspect", "probe", "trace", "space"]
+    bf16 = TrainingConfig(micro_batch=4, precision="bf16")
+    checked = TrainingConfig(micro_batch=4, checkpointing="full")
+    assert not first.rough(TrainingConfig(micro_batch=4)) and first.rough(bf16) and first.rough(checked)
+    assert first.profile.timing_s == 0 and trace_cost_s(first) > trace_cost_s(first, first.variants(bf16)) > 0
+    assert not first.probed and probe_cost_s(first) > 0
+
+    some = trace_more(first, first.variants(bf16))
+    assert not some.rough(bf16) and some.rough(checked)
+    assert trace_cost_s(some, some.variants(bf16)) == 0 and trace_more(some, some.variants(bf16)) is some
+    traced = some.profile.variants[some.variants(bf16)[1].text()]
+    assert any(group.measured_s for group in traced.groups)
+
+    whole = trace_more(some)
+    assert not whole.profile.rough_variants and trace_cost_s(whole) == 0
+    again = whole.profile.variants[some.variants(bf16)[1].text()]
+    assert [group.measured_s for group in again.groups] == [group.measured_s for group in traced.groups]
+
+    probed = probe_more(whole)
+    assert probed.probed and probe_cost_s(probed) == 0 and probe_more(probed) is probed
+    assert (tmp_path / "hardware.json").exists()
+    for later in (some, whole, probed):
+        assert later.space.values == first.space.values and later.space.candidates == first.space.candidates
+        assert set(later.candidates) <= set(first.space.candidates)
+        assert later.estimator is not first.estimator and later.estimator.trials_seen == 0
+    resumed, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
+    assert resumed.hardware.probed_s == probed.hardware.probed_s
+    assert not resumed.profile.rough_variants, "the cache has the traces of the earlier search"
+    assert "probe" not in listener.phases
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_rates_taken_under_load_are_bettered_once_the_load_is_over(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    monkeypatch.setattr("autoplan.probes.merge.is_busy", lambda host: busy)
+    known = run_probes(zygote, device="cpu", brief=True)
+    loaded = known.model_copy(update={"disturbed": "other work took 40%", "probed_s": DEFAULT_BUDGET_S})
+    path = cache_path(read_host_profile().fingerprint, "cpu")
+    assert load_cached(path)[0] is not None
+    save_cached(path, CachedProfile(budget_s=DEFAULT_BUDGET_S, others_cpu_share=0.4, profile=loaded))
+    context, listener = begin(zygote, tmp_path)
+    assert listener.notes.count("other work took 40%") == 1
+    assert context.hardware.device("cpu").operations == known.device("cpu").operations, "they are used in any case"
+    assert context.probed == busy and (probe_cost_s(context) > 0) != busy
+
+
+def test_uncertain_rates_make_wider_intervals(zygote: Zygote, tmp_path: Path) -> None:
+    context, _ = begin(zygote, tmp_path)
+
+    def width(spread: float) -> float:
+        cpu = context.hardware.device("cpu")
+        readings = tuple(
+            reading.model_copy(update={"rate": reading.rate.model_copy(update={"spread": spread})})
+            for reading in cpu.operations
+        )
+        device = cpu.model_copy(update={"operations": readings})
+        hardware = context.hardware.model_copy(update={"devices": (device,)})
+        estimator = Estimator(context.profile, hardware, device="cpu", global_batch=8, memory_limit_bytes=None)
+        (found,) = estimator.estimate([TrainingConfig(micro_batch=4, precision="bf16")])
+        return found.step_time_high_s / found.step_time_low_s
+
+    assert width(0.05) == width(0.25) < width(0.5) < width(1.0)
