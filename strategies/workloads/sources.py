@@ -114,9 +114,9 @@ def _unknown_model(model: str) -> WorkloadError:
 def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
     """The parts of a spec whose digests are others here and now: `code`, `data`, `model`, `weights`, `versions`.
 
-    Empty where nothing changed, and where it cannot be known: an earlier version wrote the spec, its files are not
-    here, or it was made of Python objects, of which only the versions and the
-    data files are compared (`plan.prepare` compares the objects that it is given).
+    A missing digest is a changed one. Empty where nothing changed, and where it cannot be known: its files are not
+    here, or it was made of Python objects, of which only the versions and the data files are compared (`plan.prepare`
+    compares the objects that it is given).
     """
     if spec.kind == "object":
         now = {"versions": digest(installed_versions())}
@@ -132,7 +132,7 @@ def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
         except WorkloadError:
             return ()
         now = {part: value for part, value in made.digests.items() if part != "settings"}
-    changed = {part for part, value in now.items() if spec.digests.get(part, value) != value}
+    changed = {part for part, value in now.items() if spec.digests.get(part) != value}
     return tuple(sorted(changed | ({"data"} if changed_files(spec.sources.get("data files", {})) else set())))
 
 
