@@ -199,7 +199,8 @@ def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> l
         result = run.step(batch)
         loss = float(result.loss)  # reading it waits for the device
         seconds = time.perf_counter() - started
-        counted = counted or find_counted(run.workload, batch, run.model)
+        if counted is None or (counted.by == "function" and run.workload.tokens is None):  # as the plan's file says
+            counted = find_counted(run.workload, batch, run.model)
         items = count_items(run.workload, counted, batch) * run.config.dp
         records.append({"step": number + 1, "loss": loss, "seconds": seconds, "items": items})
         if is_first_rank():
