@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autoplan.errors import PlanError, UsageError, WorkloadError
 from autoplan.files import is_private_file, make_private_folder, replace_file
 from autoplan.planner.plan_file import one_line
+from autoplan.strategies.workloads.function_file import NAMED
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -34,7 +35,6 @@ _MAX_SOURCE_BYTES = 16 << 20
 _MAX_SHOWN = 1000
 """Characters of a call of a plan that are shown."""
 
-_CALL = re.compile(r"(?P<file>.+?\.py):(?P<function>[^\W\d]\w*)(?P<rest>\s.*)?", re.DOTALL)
 _OURS = "fixed_micro_batch"
 """An option that is autoplan's own: no function gets it."""
 
@@ -67,11 +67,11 @@ class Call(NamedTuple):
         Raises:
             UsageError: it is neither.
         """
-        found = _CALL.fullmatch(text)
-        if found is None:
+        found = NAMED.match(text)
+        if found is None or text[found.end() :][:1].strip():
             return cls(text, "", {}, ())
         try:
-            words = shlex.split(found["rest"] or "")
+            words = shlex.split(text[found.end() :])
         except ValueError as error:
             raise UsageError(f"{text!r} cannot be read: {error}", hint=f"The form is {FORM!r}.") from None
         end = words.index("--") if "--" in words else len(words)
@@ -125,7 +125,7 @@ def own_workload(spec: WorkloadSpec, study: str, model: str | None = None) -> Wo
     """
     if spec.kind != "function":
         return spec if model is None else _moved(spec, model)
-    from autoplan.strategies.workloads.function_file import check_function
+    from autoplan.strategies.workloads.function_file import check_function, file_of
 
     refuse_odd_file(spec)
     said = Call.of(spec)
@@ -135,7 +135,7 @@ def own_workload(spec: WorkloadSpec, study: str, model: str | None = None) -> Wo
             f"the plan is of {_shown(said)}, and that file is not here", hint=f"Say where it is: {_how(said)}."
         )
     if named is not None:
-        place = f"{Path(named.file).expanduser()}:{named.function or said.function}"
+        place = f"{file_of(named.file)}:{named.function or said.function}"
         spec = spec.model_copy(update={"reference": place})
         refuse_odd_file(spec)
     path, _ = check_function(spec.reference)

@@ -26,6 +26,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -35,16 +36,40 @@ from typing import Any
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.digests import is_autoplan_file, is_own_file
 
+NAMED = re.compile(r"(?P<file>.+?\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<function>[^\W\d]\w*)", re.DOTALL)
+"""How a function is named: `file.py:function` or `package.module:function`."""
+
+
+def file_of(text: str) -> Path:
+    """The absolute path of a file, named by its path or as a module of the user's own; nothing is imported.
+
+    Raises:
+        WorkloadError: there is no such module in the current folder, nor in a folder of the user's own on sys.path.
+    """
+    if text.endswith(".py") or not all(part.isidentifier() for part in text.split(".")):
+        return Path(text).expanduser().resolve()
+    for folder in _own_folders(Path.cwd()):
+        place = folder.joinpath(*text.split("."))
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file.resolve()
+    raise WorkloadError(
+        f"there is no module {text} of your own in this folder or on Python's path",
+        hint="Name its file: --model package/module.py:workload.",
+    )
+
 
 def check_function(text: str) -> tuple[Path, str]:
     """The absolute path and the function name of `file.py:function`, checked without running anything.
+
+    A module of the user's own may be named instead of its file: `package.module:function`.
 
     Raises:
         WorkloadError: no such file, not Python, or no such function in it; or what it names is somebody else's code:
             a function that the file imports from an installed package, or a file of autoplan's own.
     """
     file, _, function = text.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = file_of(file)
     if is_autoplan_file(path):
         raise WorkloadError(
             f"{path} is a file of autoplan's own, which is nobody's workload",
@@ -165,11 +190,13 @@ def import_function(reference: str) -> Callable[..., Any]:
     """
     path, function = check_function(reference)
     what = str(path).encode() + path.read_bytes()
-    module_name = f"autoplan_workload_{hashlib.sha256(what).hexdigest()[:8]}"
+    root, packages = path.parent, list[str]()
+    while (root / "__init__.py").is_file():  # a module of a package, which may import its neighbours by `from . import`
+        root, packages = root.parent, [root.name, *packages]
+    module_name = ".".join([*packages, f"autoplan_workload_{hashlib.sha256(what).hexdigest()[:8]}"])
     module = sys.modules.get(module_name)
     if module is None:
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))
+        sys.path[:0] = [folder for folder in dict.fromkeys((str(path.parent), str(root))) if folder not in sys.path]
         module_spec = importlib.util.spec_from_file_location(module_name, path)
         assert module_spec is not None and module_spec.loader is not None, "a .py file has a loader"
         module = importlib.util.module_from_spec(module_spec)

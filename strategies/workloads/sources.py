@@ -15,7 +15,13 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
 from autoplan.strategies.workloads.data_files import changed_files
 from autoplan.strategies.workloads.digests import digest, installed_versions
-from autoplan.strategies.workloads.function_file import check_function, command_line, import_function, local_sources
+from autoplan.strategies.workloads.function_file import (
+    NAMED,
+    check_function,
+    command_line,
+    import_function,
+    local_sources,
+)
 from autoplan.strategies.workloads.model_folders import own_length, read_config_file, weight_files, weights_stamp
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.text import writable
@@ -61,7 +67,7 @@ def make_spec(
     }
     if chosen.get("max_grad_norm") == 0:
         chosen["max_grad_norm"] = None  # clipping to 0 would clear the gradients
-    if ".py:" in model:  # with max_grad_norm None the function is asked for no clipping, and must take that
+    if NAMED.fullmatch(model):  # with max_grad_norm None the function is asked for no clipping, and must take that
         return _function_spec(model, sequence_length, global_batch, chosen, tuple(arguments))
     if arguments:
         raise WorkloadError(

@@ -239,6 +239,23 @@ def test_a_call_reads_back_as_it_was_written(call: Call) -> None:
     assert Call.parse(str(call)) == call
 
 
+def test_a_module_of_the_users_own_may_be_named(folder: Path, cli) -> None:
+    (folder / "mine" / "sub").mkdir(parents=True)
+    for file in ("mine/__init__.py", "mine/sub/__init__.py"):
+        (folder / file).write_text("")
+    (folder / "mine" / "rates.py").write_text("RATE = 0.25\n")
+    (folder / "mine" / "sub" / "train.py").write_text(TRAIN + "from ..rates import RATE\n")
+    spec = make_spec(model="mine.sub.train:workload", global_batch=16)
+    assert spec.reference == f"{folder / 'mine' / 'sub' / 'train.py'}:workload"
+    save_plan(folder, "workload", folder / "mine" / "sub" / "train.py", digests=spec.digests)
+    assert cli("run", "plan.json", "--steps", "1", "--model", "mine.sub.train:clean").code == 2
+    ended = cli("run", "plan.json", "--steps", "1", "--model", "mine.sub.train:workload")
+    assert ended.code == 0, ended.err
+    for name in ("os:system", "subprocess:Popen", "torch.hub:load"):
+        assert "no module" in cli("verify", "plan.json", "--model", name).err, name
+    assert "nobody's workload" in cli("verify", "plan.json", "--model", "autoplan.cli:main").err
+
+
 @pytest.mark.parametrize("text", ["train.py:workload seed", "train.py:workload 'seed=3"])
 def test_a_call_that_cannot_be_read_says_the_form(folder: Path, text: str) -> None:
     save_plan(folder, "workload")

@@ -228,8 +228,8 @@ def changed_file(plans: list[Plan], place: Path, chance: random.Random) -> bytes
     return json.dumps(document).encode()
 
 
-def changed_plans(place: Path, witness: fuzz.Witness, count: int, seed: int, use: Callable[[Path], str]) -> Counter[str]:
-    chance, ends = random.Random(seed), Counter[str]()
+def changed_plans(place: Path, witness: fuzz.Witness, seed: int, use: Callable[[Path], str]) -> Counter[str]:
+    chance, ends, count = random.Random(seed), Counter[str](), 300
     plans, file = list(sound(place).values()), place / "plan.json"
     for number in range(count):
         data = changed_file(plans, place, chance)
@@ -253,7 +253,7 @@ def test_three_hundred_changed_plans_are_verified(place: Path, witness: fuzz.Wit
         code, text = fuzz.run(witness, "verify", str(file), "--budget", "1s")
         return fuzz.wrong_end(code, text) or ("right" if "the ranks would start here" in text else "refused")
 
-    changed_plans(place, witness, 300, 21, verify)
+    changed_plans(place, witness, 21, verify)
 
 
 def test_three_hundred_changed_plans_are_prepared(place: Path, witness: fuzz.Witness) -> None:
@@ -265,4 +265,4 @@ def test_three_hundred_changed_plans_are_prepared(place: Path, witness: fuzz.Wit
                 return "refused"
         return "right"
 
-    changed_plans(place, witness, 300, 22, prepare)
+    changed_plans(place, witness, 22, prepare)
