@@ -35,6 +35,7 @@ _MAX_SOURCE_BYTES = 16 << 20
 _MAX_SHOWN = 1000
 """Characters of a call of a plan that are shown."""
 
+_FORMS = {"function": "file.py:function", "config": "file", "folder": "folder"}
 _OURS = "fixed_micro_batch"
 """An option that is autoplan's own: no function gets it."""
 
@@ -263,15 +264,16 @@ def refuse_odd_file(spec: WorkloadSpec) -> None:
     """
     if spec.kind not in ("function", "config", "folder"):
         return
-    if spec.kind == "function" and not re.search(r"\.py:[^\W\d]\w*\Z", spec.reference):
+    is_call = re.search(r"\.py:[^\W\d]\w*\Z", spec.reference) is not None
+    if is_call != (spec.kind == "function") or (not is_call and NAMED.fullmatch(spec.reference)):
         raise PlanError(
-            f"the plan's workload is {spec.reference!r}, which is not of the form file.py:function",
+            f"the plan's workload is {spec.reference!r}, which is no {_FORMS[spec.kind]}",
             hint="The plan was edited: make it again with autoplan search.",
         )
     file = _file_of(spec) if spec.kind == "function" else Path(spec.reference)
-    if spec.kind == "folder":
-        file = file / "config.json"
     try:
+        if spec.kind == "folder" and stat.S_ISDIR(file.stat().st_mode):
+            file = file / "config.json"
         status = file.stat()
     except (OSError, ValueError):
         return  # it is not here: who needs it will say so

@@ -124,6 +124,8 @@ def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
     here, or it was made of Python objects, of which only the versions and the data files are compared (`plan.prepare`
     compares the objects that it is given).
     """
+    if spec.kind == "model" and spec.reference not in registry.list_models():
+        return ()  # no path is made of the name of a model
     if spec.kind == "object":
         now = {"versions": digest(installed_versions())}
     else:

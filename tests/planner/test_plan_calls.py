@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -374,6 +375,7 @@ print(json.dumps([script.workload.build_optimizer([__import__("torch").zeros(1)]
 """
 
 
+@pytest.mark.slow
 def test_an_exported_script_keeps_the_arguments(folder: Path) -> None:
     """It trained with another learning rate, and said nothing."""
     named = "train.py:with_arguments -- --lr 0.5"
@@ -417,10 +419,15 @@ def test_arguments_that_look_like_secrets_are_named(folder: Path, cli, arguments
     assert all(len(word) < 15 or word not in err for word in arguments), "the value itself is not shown"
 
 
-def test_a_search_names_secrets_before_it_writes_them(folder: Path, cli) -> None:
-    given = ("--model", "train.py:workload", "--global-batch", "16", "--dry-run", "--", "--hf-token", "abc")
-    ended = cli("search", *given)
-    assert "--hf-token of the workload may be a secret" in ended.err, ended.err
+def test_a_search_names_secrets_before_it_begins(folder: Path, cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoplan.planner.search import run
+
+    def begin(*given: Any, **named: Any) -> Any:
+        raise UsageError("the search would begin here")
+
+    monkeypatch.setattr(run, "run_search", begin)
+    ended = cli("search", "--model", "train.py:workload", "--global-batch", "16", "--", "--hf-token", "abc")
+    assert ended.err.index("--hf-token of the workload may be a secret") < ended.err.index("would begin here")
 
 
 # Scripts that start `autoplan run`.
@@ -447,6 +454,32 @@ def test_exported_scripts_leave_the_naming_to_the_user(folder: Path, to: str) ->
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "code that would run here" in done.stderr
     assert not (folder / "MARK").exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "config", "folder", "function", "object"])
+def test_no_command_waits_for_a_pipe_that_a_plan_names(folder: Path, cli, kind: str) -> None:
+    """A reference of one kind under the name of another was read as the file that it names."""
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError("it waits for a pipe")
+
+    before = signal.signal(signal.SIGALRM, end)
+    for name in ("pipe.json", "pipe.py", "pipe"):
+        os.mkfifo(folder / name)
+    try:
+        for reference in ("pipe.json", "pipe.py:f", "pipe.py", "pipe"):
+            spec = make_plan().workload.model_copy(update={"kind": kind, "reference": f"{folder}/{reference}"})
+            make_plan(TrainingConfig(micro_batch=4), workload=spec).save(folder / "plan.json")
+            signal.alarm(20)
+            verify = [] if kind == "model" else [("verify", "--budget", "1s")]  # whose ranks say that there is none
+            for verb in (*verify, ("run", "--steps", "1"), ("export", "--to", "pytorch")):
+                ended = cli(verb[0], "plan.json", *verb[1:])
+                assert ended.code in (2, 6), (reference, verb, ended.err)
+            with pytest.raises(AutoplanError):
+                Plan.load("plan.json").prepare()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_what_is_no_code_is_named_by_its_place_alone(folder: Path) -> None:
