@@ -35,6 +35,7 @@ from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan import Plan
 from autoplan.planner.search.option_checks import DeviceName, Numerics, SamplerName, refuse_short_trials
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
+from autoplan.planner.trust import secrets_note
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
@@ -243,6 +244,9 @@ def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet
         result = run(dataclasses.replace(options, recheck=False), observer=observer, quiet=quiet)
         say = observer.on_note if observer is not None else (lambda text: None) if quiet else _say_note
         return with_recheck(options, result, on_note=say)
+    said = secrets_note(options.spec)
+    if said is not None:
+        _say_note(said)
     if observer is not None or quiet:
         return run_search(options, observer=observer)
     from autoplan.report.progress import LiveProgress, PlainProgress
@@ -347,7 +351,6 @@ def export(
     memory_limit: str | int | None = None,
     unverified_ok: bool = False,
     changed_ok: bool = False,
-    trust_code: bool = False,
     workload: str | Path | None = None,
     force: bool = False,
 ) -> Exported:
@@ -361,23 +364,25 @@ def export(
         memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
         unverified_ok: Export it although it is unverified: the best so far of a search that ended before its proof.
         changed_ok: Export it although the plan was edited, or the workload's code changed.
-        trust_code: Run the file that the plan names, whoever made the plan.
-        workload: The plan's file, named again: where it is now. It is trusted then.
+        workload: What the plan is of, as you name it: a text as `--model` takes it. Not needed where you searched it.
         force: Overwrite files that are there already; without it that is refused, and nothing is written.
 
     Raises:
         UsageError: no such target, or a file is there already.
-        PlanError: the plan was edited, its code changed, or it names code that nobody vouches for.
+        PlanError: the plan was edited, its code changed, or it alone names that code.
         ExportError: the target cannot carry the plan, or the export failed its own check.
     """
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    said = secrets_note(loaded.workload)
+    if said is not None:
+        warnings.warn(said, stacklevel=2)
     return export_plan(
-        (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok),
+        loaded.accepted(unverified_ok),
         to,
         out,
         budget=budget,
         memory_limit=memory_limit,
         changed_ok=changed_ok,
-        trust_code=trust_code,
         workload=workload,
         force=force,
     )

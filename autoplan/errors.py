@@ -41,7 +41,10 @@ KEYWORDS = {
 """The keyword argument of each option that a text of the library names; other options stay as they are."""
 
 _COMMAND = r"(?:autoplan \w+|python -m [\w.]+|torchrun)(?: --[\w-]+(?:[ =](?![-(])[^\s,;:)]*[^\s,;:).])?)+"
-_VALUE = r"\w+=[^\s;)]*[^\s;:),.]|\d+(?:\.\d+)?[\w%]*|\w+\.py:\w+|gpt2\b|cuda\b|cpu\b|lossy\b|memory\b|DIR\b|N\b"
+_VALUE = (
+    r"'[^']*'|[\w./-]+\.py:\w+|\w+=[^\s;)]*[^\s;:),.]|\d+(?:\.\d+)?[\w%]*|"
+    r"gpt2\b|cuda\b|cpu\b|lossy\b|memory\b|DIR\b|N\b"
+)
 _OPTION = re.compile(rf"(?P<command>{_COMMAND})|--(?P<flag>{'|'.join(KEYWORDS)})(?![\w-])(?:[ =](?P<value>{_VALUE}))?")
 
 
@@ -68,7 +71,7 @@ def as_keywords(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return f'"{text}"'
+    return text if text.startswith("'") else f'"{text}"'
 
 
 class AutoplanError(Exception):

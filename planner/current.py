@@ -55,7 +55,7 @@ def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -
     variables = {PLAN_VARIABLE: str(path.absolute())} | ({UNVERIFIED_VARIABLE: "1"} if plan.unverified_ok else {})
     for name in TAKEN:
         value = plan.environment.variables.get(name)
-        if value is not None and name not in here and _PLAIN.fullmatch(value):
+        if value is not None and name not in here and _PLAIN.fullmatch(value) and _fits(name, value, cores):
             variables[name] = value
     config = plan.config
     if config.allocator == "expandable":
@@ -72,6 +72,11 @@ def variables_for(plan: Plan, path: Path, here: Mapping[str, str], cores: int) -
 
             variables |= {"MALLOC_MMAP_THRESHOLD_": str(LARGEST_MAPPED_BYTES), "MALLOC_TRIM_THRESHOLD_": str(NEVER)}
     return variables
+
+
+def _fits(name: str, value: str, cores: int) -> bool:
+    """Whether a number of threads is one for this machine: a plan's file may say any."""
+    return name != "OMP_NUM_THREADS" or (value.isdecimal() and 1 <= int(value) <= cores)
 
 
 def not_taken(plan: Plan, here: Mapping[str, str]) -> str | None:

@@ -38,7 +38,7 @@ from autoplan.planner.records import (
     Trial,
     WorkLine,
 )
-from autoplan.planner.trust import with_named_workload
+from autoplan.planner.trust import own_workload
 from autoplan.planner.untried import Untried
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.workload import LossSum, OutputHead
+    from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
 
 SCHEMA_VERSION = 1
 
@@ -206,12 +206,13 @@ class Plan(Record):
         return self.model_copy(update={"seal": digests_of_document(json.loads(self.model_dump_json()))})
 
     def with_workload_at(self, model: str) -> Plan:
-        """The plan with its workload at the place that is named: `file.py:function`, a config.json or a folder.
+        """The plan with the workload that is named: `file.py:function`, a config.json or a folder.
 
         Raises:
+            PlanError: the plan is of another function, or has other options or arguments.
             UsageError: the workload is of another kind, or there is no such file.
         """
-        return self.model_copy(update={"workload": with_named_workload(self.workload, model)})
+        return self.model_copy(update={"workload": own_workload(self.workload, self.study, model)})
 
     def save(self, path: str | Path, *, private: bool = False) -> Path:
         """Writes the plan as indented JSON, atomically; returns the path.
@@ -290,8 +291,7 @@ class Plan(Record):
         count: Callable[[Any], int] | None = None,
         unverified_ok: bool = False,
         changed_ok: bool = False,
-        trust_code: bool = False,
-        workload: str | Path | None = None,
+        workload: str | Path | Workload | None = None,
     ) -> TrainingRun:
         """Builds the training run that was measured, on your own model, optimizer and loss.
 
@@ -323,16 +323,17 @@ class Plan(Record):
                 groups or other values in them, or from files whose code changed. Without it that is refused; changed
                 weights and versions are a warning. A plan that was edited, or that failed its parity check, is
                 refused without it too.
-            trust_code: Run the file that the plan names (`file.py:function`), whoever made the plan. Without it the
-                file runs only where you searched it yourself; with model, optimizer and loss it is not needed.
-            workload: The plan's file, named again: where it is now. It is trusted then.
+            workload: What the plan is of, as you name it: a Workload, which takes the place of all parts that are not
+                given; or a text, as `--model` takes it (`"train.py:workload"`, `"train.py:workload seed=3 -- --lr 0.5"`
+                with options and arguments), which must be what the plan says. A plan's file runs only where you name
+                it, or searched it yourself; with model, optimizer and loss it is not needed.
 
         Returns:
             The run: `run.step(batch)` takes the `run.local_batch` samples of this rank.
 
         Raises:
             PlanError: the global batch, the optimizer or the code is not the search's, or its schedule was not given;
-                the plan was edited, or names code that nobody vouches for.
+                the plan was edited, or it alone says what code would run.
             ConfigError: the world does not have the plan's ranks, or a knob does not apply to this model.
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.
@@ -350,7 +351,6 @@ class Plan(Record):
             head=head,
             count=count,
             changed_ok=changed_ok,
-            trust_code=trust_code,
             workload=workload,
         )
 

@@ -18,10 +18,11 @@ from autoplan.planner.records import (
     WorkLine,
 )
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
+from autoplan.planner.trust import Call
 from autoplan.probes.profile import Device, HardwareProfile, Host
 from autoplan.record import Reading
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.strategies.workloads.sources import make_spec
 
 
 def interval(median: float, spread: float = 0.02) -> Interval:
@@ -97,6 +98,11 @@ def make_trial(
     return Trial(**(facts | given))
 
 
+def named(plan: Plan) -> str | None:
+    """What a user types to name the plan's function; None where it is of none."""
+    return str(Call.of(plan.workload)) if plan.workload.kind == "function" else None
+
+
 def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
     """A plan of a 16-sequence GPT-2 search in which bf16 with compiled blocks won over plain fp32.
 
@@ -106,16 +112,10 @@ def make_plan(config: TrainingConfig | None = None, **given: Any) -> Plan:
         micro_batch=4, precision="bf16", compile="block", attention="sdpa", checkpointing="every_2"
     )
     global_batch, length = 16, 64
-    spec = WorkloadSpec(
-        kind="model",
-        reference="gpt2",
-        name="gpt2",
-        sequence_length=length,
-        global_batch=global_batch,
-        options={"learning_rate": 0.0005, "max_grad_norm": 1.0, "seed": 0},
-        identity="0123456789abcdef",
-        defaults_used=("global batch 16 sequences (--global-batch)",),
-    )
+    options = {"learning_rate": 0.0005, "max_grad_norm": 1.0, "seed": 0}
+    spec = make_spec(model="gpt2", sequence_length=length, global_batch=global_batch, options=options)
+    known = {"identity": "0123456789abcdef", "defaults_used": ("global batch 16 sequences (--global-batch)",)}
+    spec = spec.model_copy(update=known)
     batch = given.get("workload", spec).global_batch
     plain = TrainingConfig(micro_batch=math.gcd(2, batch))
     baseline = make_trial(0, plain, 8.0, purpose="baseline")

@@ -9,15 +9,7 @@ from typing import Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import (
-    DEFAULT_PLAN,
-    ChangedOption,
-    ModelOption,
-    PlanArgument,
-    TrustOption,
-    UnverifiedOption,
-    load_plan,
-)
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, UnverifiedOption, load_plan
 
 
 def export_command(
@@ -51,7 +43,6 @@ def export_command(
     ] = None,
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
-    trust_code: TrustOption = False,
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there already.")] = False,
     json_output: output.JsonOption = False,
@@ -62,15 +53,19 @@ def export_command(
     text, is kept too, unless with --force.
     """
     from autoplan.planner.export.run import export_plan
+    from autoplan.planner.trust import secrets_note
 
+    loaded = load_plan(plan, unverified_ok)
+    said = secrets_note(loaded.workload)
+    if said is not None:
+        output.console().print(f"note: {said}", markup=False, soft_wrap=True)
     exported = export_plan(
-        load_plan(plan, unverified_ok),
+        loaded,
         to,
         out,
         budget=budget,
         memory_limit=memory_limit,
         changed_ok=changed_ok,
-        trust_code=trust_code,
         workload=model,
         force=force,
     )

@@ -15,19 +15,13 @@ if TYPE_CHECKING:
 PlanArgument = Annotated[Path, typer.Argument(metavar="[PLAN]", help="A plan file, as autoplan search writes it.")]
 DEFAULT_PLAN = Path("plan.json")
 
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code",
-        help="Run the file that the plan names, whoever made the plan. Not needed where you searched it yourself.",
-    ),
-]
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        metavar="FILE",
-        help="Where the plan's workload is now: file.py:function, a config.json or a folder. Naming a file trusts it.",
+        metavar="NAME",
+        help="The plan's workload, where you did not search it here: file.py:function, with options and arguments "
+        "'train.py:workload seed=3 -- --lr 0.5'; or where its config.json or folder is now.",
     ),
 ]
 ChangedOption = Annotated[

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli import ends, output
-from autoplan.cli.plans import (
-    DEFAULT_PLAN,
-    ChangedOption,
-    ModelOption,
-    PlanArgument,
-    TrustOption,
-    UnverifiedOption,
-    load_plan,
-)
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, UnverifiedOption, load_plan
 from autoplan.errors import ConfigError, DeviceError, UsageError
 from autoplan.units import format_number, format_seconds
 
@@ -47,7 +39,6 @@ def run_command(
     ] = None,
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
-    trust_code: TrustOption = False,
     model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
@@ -60,13 +51,13 @@ def run_command(
     if script is None and plan.suffix == ".py":
         raise UsageError(f"{plan} was given as the plan", hint=f"The plan comes first: autoplan run plan.json {plan}.")
     if script is not None:
-        _refuse_options(steps=steps, trust_code=trust_code, model=model, json=json_output)
+        _refuse_options(steps=steps, model=model, json=json_output)
         run_script(plan, script, arguments or [], changed_ok=changed_ok, unverified_ok=unverified_ok)
     loaded = load_plan(plan, unverified_ok)
+    _refuse_unusable(loaded, model, changed_ok=changed_ok)
     if loaded.config.world_size > 1 and "RANK" not in os.environ:
-        _refuse_untrusted(loaded, model, changed_ok=changed_ok, trust_code=trust_code)
         _end(start([*_COMMAND, *_own_arguments()], loaded, plan))
-    _run_workload(loaded, steps or DEFAULT_STEPS, changed_ok, trust_code, model, json_output)
+    _run_workload(loaded, steps or DEFAULT_STEPS, changed_ok, model, json_output)
 
 
 _COMMAND = ("-m", "autoplan")
@@ -147,15 +138,13 @@ def _refuse_options(**given: Any) -> None:
         )
 
 
-def _refuse_untrusted(plan: Plan, model: str | None, *, changed_ok: bool, trust_code: bool) -> None:
-    """What each rank will ask, before any is started."""
+def _refuse_unusable(plan: Plan, model: str | None, *, changed_ok: bool) -> None:
+    """What `prepare` asks of each rank, before any is started, and who named what is called first of all."""
     from autoplan.planner.apply.prepare import check_before_use
-    from autoplan.planner.trust import require_trust
+    from autoplan.planner.trust import own_workload
 
-    if model is not None:
-        plan = plan.with_workload_at(model)
-    check_before_use(plan, changed_ok=changed_ok)
-    require_trust(plan.workload, plan.study, trust_code=trust_code, named=model is not None)
+    named = own_workload(plan.workload, plan.study, model)
+    check_before_use(plan.model_copy(update={"workload": named}), changed_ok=changed_ok)
 
 
 def _refuse_too_few_gpus(plan: Plan) -> None:
@@ -171,11 +160,9 @@ def _refuse_too_few_gpus(plan: Plan) -> None:
         )
 
 
-def _run_workload(
-    plan: Plan, steps: int, changed_ok: bool, trust_code: bool, model: str | None, json_output: bool
-) -> None:
+def _run_workload(plan: Plan, steps: int, changed_ok: bool, model: str | None, json_output: bool) -> None:
     """Some steps of the plan's own workload; the first rank prints the speed."""
-    run = plan.prepare(changed_ok=changed_ok, trust_code=trust_code, workload=model)
+    run = plan.prepare(changed_ok=changed_ok, workload=model)
     records = run_steps(run, steps, plan.workload.counted)
     _leave_group()
     if not is_first_rank():
@@ -215,7 +202,8 @@ def run_steps(run: TrainingRun, steps: int, counted: Counted | None = None) -> l
         result = run.step(batch)
         loss = float(result.loss)  # reading it waits for the device
         seconds = time.perf_counter() - started
-        counted = counted or find_counted(run.workload, batch, run.model)
+        if counted is None or (counted.by == "function" and run.workload.tokens is None):  # as the plan's file says
+            counted = find_counted(run.workload, batch, run.model)
         items = count_items(run.workload, counted, batch) * run.config.dp
         records.append({"step": number + 1, "loss": loss, "seconds": seconds, "items": items})
         if is_first_rank():

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import (
-    DEFAULT_PLAN,
-    ChangedOption,
-    ModelOption,
-    PlanArgument,
-    TrustOption,
-    UnverifiedOption,
-    load_plan,
-)
+from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, UnverifiedOption, load_plan
 from autoplan.errors import AutoplanError, DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
@@ -43,7 +35,6 @@ def verify_command(
     ] = False,
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
-    trust_code: TrustOption = False,
     model: ModelOption = None,
     json_output: output.JsonOption = False,
 ) -> None:
@@ -54,13 +45,11 @@ def verify_command(
     something else used the machine, or something outside ended it: verify again.
     """
     from autoplan.api import found_elsewhere
-    from autoplan.planner.verify.measure import refuse_unverifiable, verify_plan
+    from autoplan.planner.verify.measure import make_verifiable, verify_plan
 
     loaded = load_plan(plan, unverified_ok)
-    if model is not None:
-        loaded = loaded.with_workload_at(model)
     seconds = parse_duration_s(time_box)
-    changed = refuse_unverifiable(loaded, changed_ok=changed_ok, trust_code=trust_code, named=model is not None)
+    loaded, changed = make_verifiable(loaded, model, changed_ok=changed_ok)
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)

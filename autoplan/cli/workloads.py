@@ -14,7 +14,9 @@ def named_workload(model: str | None, trainer: str | None) -> str:
     """What --model or --trainer names; UsageError where it is neither or both."""
     if model is not None and trainer is not None:
         raise UsageError("--model and --trainer were given", hint="Give one of them.")
-    if trainer is not None and ".py:" not in trainer:
+    from autoplan.strategies.workloads.function_file import NAMED
+
+    if trainer is not None and not NAMED.fullmatch(trainer):
         raise UsageError(
             f"--trainer is {trainer!r}; it is file.py:function", hint="For example: --trainer train.py:make_trainer"
         )

@@ -1,7 +1,7 @@
 """The workload that a plan is applied to: the user's parts, and what is not among them as in the search.
 
 In: a plan and parts. Out: a Workload. The file that a plan names is imported only where a part of it is needed, and
-where somebody vouches for it (trust.py).
+where the user named what is called (trust.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoplan.errors import PlanError, WorkloadError
-from autoplan.planner.trust import require_trust
+from autoplan.planner.trust import own_workload
 
 if TYPE_CHECKING:
     from autoplan.planner.loading import Loading
@@ -108,21 +108,28 @@ class Parts:
     max_grad_norm: Any = AS_SEARCHED
 
 
-def make_workload(plan: PlanLike, parts: Parts, *, trust_code: bool = False) -> Workload:
+def make_workload(plan: PlanLike, parts: Parts, *, named: bool = False, searched: Workload | None = None) -> Workload:
     """The workload that a plan is applied to.
 
     With a model: one of the user's parts, and what is not among them as in the search. Without: the workload of the
     search with the user's parts in it. Where all parts are the user's, no file that the plan names is imported.
 
+    Args:
+        plan: The plan.
+        parts: What the user gives.
+        named: The user named the function of the plan's workload.
+        searched: The workload of the search, where the user gives it whole.
+
     Raises:
         WorkloadError: the parts do not make a workload.
-        PlanError: the plan names code, nobody vouches for it, and a part of it is needed.
+        PlanError: the plan alone says what code would run, and a part of it is needed.
     """
-    if _are_all_given(plan, parts):
-        batches = parts.make_batch or functools.partial(_batch_of_the_search, plan, trust_code)
+    if searched is None and _are_all_given(plan, parts):
+        batches = parts.make_batch or functools.partial(_batch_of_the_search, plan, named)
         return _from_parts(plan, _as_the_plan_says(plan, dataclasses.replace(parts, make_batch=batches)))
     carried = plan.workload.kind != "object" or plan.workload.payload is not None
-    searched = _searched_workload(plan, trust_code) if carried else None
+    if searched is None and carried:
+        searched = _searched_workload(plan, named)
     if searched is None:
         return _from_parts(plan, _as_the_plan_says(plan, parts))
     if parts.model is not None:
@@ -141,9 +148,9 @@ def _are_all_given(plan: PlanLike, parts: Parts) -> bool:
     return schedule and (parts.max_grad_norm is not AS_SEARCHED or plan.training is not None)
 
 
-def _batch_of_the_search(plan: PlanLike, trust_code: bool, count: int, index: int) -> Any:
+def _batch_of_the_search(plan: PlanLike, named: bool, count: int, index: int) -> Any:
     """A batch as the plan's own file makes it, which is imported now, if it may run."""
-    searched = _searched_workload(plan, trust_code)
+    searched = _searched_workload(plan, named)
     return (_no_batches if searched is None else searched.make_batch)(count, index)
 
 
@@ -240,17 +247,17 @@ def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
     return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
 
 
-def _searched_workload(plan: PlanLike, trust_code: bool) -> Workload | None:
+def _searched_workload(plan: PlanLike, named: bool) -> Workload | None:
     """The workload of the search, where its reference can be followed here.
 
     Raises:
-        PlanError: it is code that nobody vouches for.
+        PlanError: it is code, and the plan alone names it.
     """
     from autoplan.strategies.workloads.sources import load_workload
 
     spec = plan.workload
     if spec.kind != "function" or Path(spec.reference.rpartition(":")[0]).is_file():
-        require_trust(spec, plan.study, trust_code=trust_code)
+        spec = spec if named else own_workload(spec, plan.study)
     try:
         return load_workload(spec)
     except WorkloadError:

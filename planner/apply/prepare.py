@@ -9,6 +9,7 @@ for batch in loader:                          # run.local_batch samples each
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
-    from autoplan.strategies.workloads.workload import LossSum, OutputHead
+    from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
+
+
+_FIELDS = {"model": "build_model", "optimizer": "build_optimizer", "schedule": "build_schedule"}
+"""The parts that a Workload has under another name."""
 
 
 def prepare_plan(
@@ -42,8 +47,7 @@ def prepare_plan(
     head: OutputHead | None = None,
     count: Callable[[Any], int] | None = None,
     changed_ok: bool = False,
-    trust_code: bool = False,
-    workload: str | Path | None = None,
+    workload: str | Path | Workload | None = None,
     read: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
     """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them.
@@ -54,14 +58,18 @@ def prepare_plan(
     from torch import nn
 
     from autoplan.strategies.prepare import prepare
+    from autoplan.strategies.workloads.workload import Workload
 
-    if global_batch is not None and global_batch != plan.workload.global_batch:
-        raise PlanError(
-            f"the plan is for a global batch of {plan.workload.global_batch}, and {global_batch} was given",
-            hint=f"Search again with global_batch={global_batch}: the batch is part of what is trained.",
-        )
-    if workload is not None:
-        plan, trust_code = plan.with_workload_at(str(workload)), True
+    whole = workload if isinstance(workload, Workload) else None
+    for size in (global_batch, None if whole is None else whole.global_batch):
+        if size is not None and size != plan.workload.global_batch:
+            raise PlanError(
+                f"the plan is for a global batch of {plan.workload.global_batch}, and {size} was given",
+                hint=f"Search again with global_batch={size}: the batch is part of what is trained.",
+            )
+    is_named = workload is not None and whole is None
+    if is_named:
+        plan = plan.with_workload_at(str(workload))
     said = check_before_use(plan, changed_ok=changed_ok)
     if said is not None:
         warnings.warn(said, stacklevel=3)
@@ -77,10 +85,13 @@ def prepare_plan(
     )
     given = {name: getattr(parts, name) for name in ("model", "loss", "optimizer", "schedule", "make_batch")}
     given = {name: None if value is AS_SEARCHED else value for name, value in given.items()}
+    if whole is not None:
+        own = {name: getattr(whole, _FIELDS.get(name, name)) for name in given}
+        given = own | {name: part for name, part in given.items() if part is not None}
     changed = refuse_changed_parts(plan.workload, changed_ok=changed_ok, **given)
     if changed is not None:
         warnings.warn(changed, stacklevel=3)
-    made = make_workload(plan, parts, trust_code=trust_code)
+    made = make_workload(plan, parts, named=is_named, searched=whole)
     named: dict[str, Any] = {name: value for name, value in (("head", head), ("count", count)) if value is not None}
     made = dataclasses.replace(made, **named, **(read or {}))
     state = _state_of(optimizer)
@@ -111,7 +122,8 @@ def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = 
         What is to be said of the plan: that it is unverified, and what else changed since it was found; None: nothing.
 
     Raises:
-        PlanError: the plan was edited, failed its parity check, or names a file that is none; or the code changed.
+        PlanError: the plan was edited, failed its parity check, has more threads than a machine, or names a file that
+            is none; or the code changed.
     """
     unverified = refuse_unverified(plan)
     if plan.edited and not changed_ok:
@@ -123,6 +135,13 @@ def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = 
     if checks_parity and not plan.parity.passed and not changed_ok and unverified is None:
         raise PlanError(
             "the plan failed its parity check: it does not train the same thing",
+            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+        )
+    threads, cores = plan.config.threads or 1, plan.hardware.host.cores_logical or plan.hardware.host.cores_usable
+    if threads > max(cores, os.cpu_count() or 1) and not changed_ok:
+        raise PlanError(
+            f"the plan has {threads} threads per rank; it is of a machine with {cores} cores, and this one has "
+            f"{os.cpu_count()}",
             hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
         )
     refuse_odd_file(plan.workload)
@@ -195,8 +214,6 @@ def _machine(hardware: Any, device: str) -> str:
 
 
 def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.device:
-    import os
-
     import torch
 
     target = torch.device(plan.device if device is None else device)

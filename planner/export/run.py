@@ -18,7 +18,7 @@ from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.export.base import Export, Target
 from autoplan.planner.export.user_code import LIMITS, make_limits
 from autoplan.planner.plan import Plan
-from autoplan.planner.trust import require_trust
+from autoplan.planner.trust import own_workload
 
 # Target: its module and class. A module is imported only when its target is used.
 TARGETS: Mapping[str, tuple[str, str]] = {
@@ -84,7 +84,6 @@ def export_plan(
     budget: str | float | None = None,
     memory_limit: str | int | None = None,
     changed_ok: bool = False,
-    trust_code: bool = False,
     workload: str | Path | None = None,
     force: bool = False,
 ) -> Exported:
@@ -101,26 +100,25 @@ def export_plan(
         budget: Time for building the workload's model, where the target needs it, like `"2m"`. Default: 5 minutes.
         memory_limit: What that may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available.
         changed_ok: Export it although the plan was edited, or the workload's code changed.
-        trust_code: Run the file that the plan names, whoever made the plan: the target pytorch builds its model.
-        workload: The plan's file, named again: where it is now. It is trusted then.
+        workload: What the plan is of, as you name it: a text as `--model` takes it. The targets pytorch and ray build
+            its model; not needed where you searched it.
         force: Overwrite files that are there already.
 
     Raises:
         UsageError: there is no such target, a file is there already, or it cannot be written; nothing is written.
-        PlanError: the plan was edited, its code changed, or it names code that nobody vouches for.
+        PlanError: the plan was edited, its code changed, or it alone names that code.
         ExportError: the target cannot express the plan, or the check failed; nothing is written.
     """
     target = load_target(to)
-    if workload is not None:
-        plan, trust_code = plan.with_workload_at(str(workload)), True
     if not plan.parity.passed and plan.unverified is None:
         raise ExportError(
             "the plan failed its parity check: it does not train the same thing, and is not exported",
             hint="Search again: autoplan search.",
         )
+    if target.runs_code or workload is not None:
+        named = own_workload(plan.workload, plan.study, None if workload is None else str(workload))
+        plan = plan.model_copy(update={"workload": named})
     said = check_before_use(plan, changed_ok=changed_ok)
-    if target.runs_code:
-        require_trust(plan.workload, plan.study, trust_code=trust_code)
     path = Path(out) if out is not None else Path(_default_name(target))
     limits = LIMITS.set(make_limits(budget, memory_limit))
     try:

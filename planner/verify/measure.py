@@ -14,7 +14,7 @@ from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.target import limits
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
-from autoplan.planner.trust import require_trust
+from autoplan.planner.trust import own_workload
 from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.units import parse_duration_s
 
@@ -32,7 +32,6 @@ def verify(
     memory_limit: str | int | None = None,
     unverified_ok: bool = False,
     changed_ok: bool = False,
-    trust_code: bool = False,
     workload: str | Path | None = None,
     wait: bool = False,
 ) -> Verification:
@@ -45,39 +44,39 @@ def verify(
             as in a search, 80 % of what is available; of a GPU 95 %, less its context.
         unverified_ok: Verify it although it is unverified: the best so far of a search that ended before its proof.
         changed_ok: Verify it although the plan was edited, or the workload's code changed.
-        trust_code: Run the file that the plan names, whoever made the plan.
-        workload: The plan's file, named again: where it is now. It is trusted then.
+        workload: What the plan is of, as you name it: a text as `--model` takes it. Not needed where you searched it.
         wait: Wait where a search measures on this device. Default: an error.
 
     Returns:
         The verdict, the speed against the plan's with its interval, and the likely causes where it is slower.
 
     Raises:
-        PlanError: the plan was edited, its code changed, nobody vouches for its code, or it is of Python objects.
+        PlanError: the plan was edited, its code changed, it alone names that code, or it is of Python objects.
         UsageError: a budget or a limit that is none.
         DeviceError: the plan's kind of device is not here.
         DeviceBusyError: a search measures on the device.
     """
     loaded = (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok)
-    if workload is not None:
-        loaded = loaded.with_workload_at(str(workload))
-    changed = refuse_unverifiable(loaded, changed_ok=changed_ok, trust_code=trust_code, named=workload is not None)
+    loaded, changed = make_verifiable(loaded, None if workload is None else str(workload), changed_ok=changed_ok)
     if changed is not None:
         warnings.warn(changed, stacklevel=2)
     return verify_plan(loaded, parse_duration_s(budget or DEFAULT_BUDGET_S), memory_limit, wait=wait)
 
 
-def refuse_unverifiable(plan: Plan, *, changed_ok: bool, trust_code: bool, named: bool) -> str | None:
-    """Refuses a plan that must not be run here; returns what else changed, in words."""
+def make_verifiable(plan: Plan, workload: str | None, *, changed_ok: bool) -> tuple[Plan, str | None]:
+    """The plan with the workload that the user named, and what else changed, in words.
+
+    Raises:
+        AutoplanError: it must not be run here.
+    """
     if plan.workload.kind == "object":
         raise PlanError(
             f"{plan.workload.name} was made of Python objects, which a plan does not carry",
             hint="Search again with the same objects, which answers from its record; or use plan.prepare(model, "
             "optimizer, loss).",
         )
-    changed = check_before_use(plan, changed_ok=changed_ok, checks_parity=False)
-    require_trust(plan.workload, plan.study, trust_code=trust_code, named=named)
-    return changed
+    plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, workload)})
+    return plan, check_before_use(plan, changed_ok=changed_ok, checks_parity=False)
 
 
 def verify_plan(

@@ -54,12 +54,16 @@ def installed_versions() -> dict[str, str]:
 
 @functools.cache
 def _library_folders() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (*(Path(sysconfig.get_paths()[name]).resolve() for name in names), *_autoplan_folders())
+
+
+@functools.cache
+def _autoplan_folders() -> tuple[Path, ...]:
     import autoplan
 
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = [Path(sysconfig.get_paths()[name]).resolve() for name in names]
     root = Path(autoplan.__file__).resolve().parent
-    return (*folders, root, *(root.parent / name for name in ("planner", "probes", "strategies")))
+    return (root, *((root / name).resolve() for name in ("planner", "probes", "strategies")))
 
 
 def is_own_file(path: str | Path | None) -> bool:
@@ -70,6 +74,11 @@ def is_own_file(path: str | Path | None) -> bool:
     if not {"site-packages", "dist-packages"}.isdisjoint(resolved.parts):
         return False
     return not any(resolved.is_relative_to(folder) for folder in _library_folders())
+
+
+def is_autoplan_file(path: Path) -> bool:
+    """Whether a source file is one of autoplan's own packages."""
+    return any(path.resolve().is_relative_to(folder) for folder in _autoplan_folders())
 
 
 class Describer:

@@ -22,8 +22,11 @@ import ast
 import contextlib
 import difflib
 import dis
+import functools
 import hashlib
 import importlib.util
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -31,19 +34,52 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.digests import is_own_file
+from autoplan.strategies.workloads.digests import is_autoplan_file, is_own_file
+
+NAMED = re.compile(r"(?P<file>.+?\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<function>[^\W\d]\w*)", re.DOTALL)
+"""How a function is named: `file.py:function` or `package.module:function`."""
+
+
+def file_of(text: str) -> Path:
+    """The absolute path of a file, named by its path or as a module of the user's own; nothing is imported.
+
+    Raises:
+        WorkloadError: there is no such module in the current folder, nor in a folder of the user's own on sys.path.
+    """
+    if text.endswith(".py") or not all(part.isidentifier() for part in text.split(".")):
+        return Path(text).expanduser().resolve()
+    for folder in _own_folders(Path.cwd()):
+        place = folder.joinpath(*text.split("."))
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file.resolve()
+    raise WorkloadError(
+        f"there is no module {text} of your own in this folder or on Python's path",
+        hint="Name its file: --model package/module.py:workload.",
+    )
 
 
 def check_function(text: str) -> tuple[Path, str]:
     """The absolute path and the function name of `file.py:function`, checked without running anything.
 
+    A module of the user's own may be named instead of its file: `package.module:function`.
+
     Raises:
-        WorkloadError: no such file, not Python, or no such function in it.
+        WorkloadError: no such file, not Python, or no such function in it; or what it names is somebody else's code:
+            a function that the file imports from an installed package, or a file of autoplan's own.
     """
     file, _, function = text.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = file_of(file)
+    if is_autoplan_file(path):
+        raise WorkloadError(
+            f"{path} is a file of autoplan's own, which is nobody's workload",
+            hint="Name a function of your own file: --model train.py:workload.",
+        )
     tree = _parse(path)
     names = _top_level_names(tree)
+    source = _imported_from(tree, function, path)
+    if source is not None:
+        raise _not_defined_here(path, function, f"is imported from {source}")
     if function not in names and "*" not in names:
         own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         near = difflib.get_close_matches(function, names, n=3) or own[:8] or sorted(names)[:8]
@@ -154,11 +190,13 @@ def import_function(reference: str) -> Callable[..., Any]:
     """
     path, function = check_function(reference)
     what = str(path).encode() + path.read_bytes()
-    module_name = f"autoplan_workload_{hashlib.sha256(what).hexdigest()[:8]}"
+    root, packages = path.parent, list[str]()
+    while (root / "__init__.py").is_file():  # a module of a package, which may import its neighbours by `from . import`
+        root, packages = root.parent, [root.name, *packages]
+    module_name = ".".join([*packages, f"autoplan_workload_{hashlib.sha256(what).hexdigest()[:8]}"])
     module = sys.modules.get(module_name)
     if module is None:
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))
+        sys.path[:0] = [folder for folder in dict.fromkeys((str(path.parent), str(root))) if folder not in sys.path]
         module_spec = importlib.util.spec_from_file_location(module_name, path)
         assert module_spec is not None and module_spec.loader is not None, "a .py file has a loader"
         module = importlib.util.module_from_spec(module_spec)
@@ -179,7 +217,64 @@ def import_function(reference: str) -> Callable[..., Any]:
             f"{function} in {path} is {type(value).__name__}, not a function",
             hint="It is called without arguments (or with those it declares) and returns an autoplan.Workload.",
         )
+    if not (_only_defined(_parse(path), function) or _is_own(value)):
+        raise _not_defined_here(path, function, f"is {getattr(value, '__module__', None) or 'a builtin'}'s")
     return value
+
+
+def _not_defined_here(path: Path, function: str, what: str) -> WorkloadError:
+    return WorkloadError(
+        f"{function} in {path} {what}: only a function that the file itself or a file of your own defines is called",
+        hint=f"Define one in {path.name} that calls it, and name that: --model {path.name}:workload.",
+    )
+
+
+def _imported_from(tree: ast.Module, name: str, path: Path) -> str | None:
+    """The installed module that a name is imported from; None where it is defined, or comes from a file of one's own.
+
+    What a star brings in, or an assignment, is known once the file is imported.
+    """
+    if any(name in _bound_by(node) for node in ast.walk(tree) if not isinstance(node, ast.ImportFrom)):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and name in _bound_by(node):
+            module = node.module or ""
+            beside = any(_files_of(module.split("."), _own_folders(path.parent)))
+            return None if beside or _is_own_package(module.partition(".")[0]) else module
+    return None
+
+
+def _is_own_package(name: str) -> bool:
+    """Whether a package is the user's own, installed or not, or cannot be found now; nothing is imported for it."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ValueError:  # __main__
+        return False
+    if found is None:
+        return True
+    places = [found.origin] if found.has_location else [*(found.submodule_search_locations or ())]
+    return any(is_own_file(place) for place in places)
+
+
+def _only_defined(tree: ast.Module, name: str) -> bool:
+    """Whether nothing but `def` and `class` gives the name: what a decorator makes of one's own function counts."""
+    binding = [node for node in ast.walk(tree) if name in _bound_by(node) or "*" in _bound_by(node)]
+    return bool(binding) and all(isinstance(node, _DEFINES) for node in binding)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a function, class or object is of the user's own files, under wrappers of any module."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = inspect.unwrap(value)
+    if isinstance(value, functools.partial):
+        return _is_own(value)
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    if isinstance(code, types.CodeType):  # `<frozen os>` is no file
+        return not code.co_filename.startswith("<") and is_own_file(code.co_filename)
+    kind = value if isinstance(value, type) else type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_own_file(file)
 
 
 @contextlib.contextmanager
@@ -210,16 +305,22 @@ def _parse(path: Path) -> ast.Module:
         raise WorkloadError(f"{path}{where} is not Python: {error}", hint="Fix the file.") from error
 
 
+_DEFINES = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+
+
 def _top_level_names(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    return names
+    return {name for node in ast.walk(tree) for name in _bound_by(node)}
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """The names that a statement gives a value."""
+    if isinstance(node, _DEFINES):
+        return {node.name}
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return set()
 
 
 def _imported(tree: ast.Module) -> set[str]:

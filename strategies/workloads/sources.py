@@ -15,7 +15,13 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
 from autoplan.strategies.workloads.data_files import changed_files
 from autoplan.strategies.workloads.digests import digest, installed_versions
-from autoplan.strategies.workloads.function_file import check_function, command_line, import_function, local_sources
+from autoplan.strategies.workloads.function_file import (
+    NAMED,
+    check_function,
+    command_line,
+    import_function,
+    local_sources,
+)
 from autoplan.strategies.workloads.model_folders import own_length, read_config_file, weight_files, weights_stamp
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.text import writable
@@ -61,7 +67,7 @@ def make_spec(
     }
     if chosen.get("max_grad_norm") == 0:
         chosen["max_grad_norm"] = None  # clipping to 0 would clear the gradients
-    if ".py:" in model:  # with max_grad_norm None the function is asked for no clipping, and must take that
+    if NAMED.fullmatch(model):  # with max_grad_norm None the function is asked for no clipping, and must take that
         return _function_spec(model, sequence_length, global_batch, chosen, tuple(arguments))
     if arguments:
         raise WorkloadError(
@@ -114,10 +120,12 @@ def _unknown_model(model: str) -> WorkloadError:
 def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
     """The parts of a spec whose digests are others here and now: `code`, `data`, `model`, `weights`, `versions`.
 
-    Empty where nothing changed, and where it cannot be known: an earlier version wrote the spec, its files are not
-    here, or it was made of Python objects, of which only the versions and the
-    data files are compared (`plan.prepare` compares the objects that it is given).
+    A missing digest is a changed one. Empty where nothing changed, and where it cannot be known: its files are not
+    here, or it was made of Python objects, of which only the versions and the data files are compared (`plan.prepare`
+    compares the objects that it is given).
     """
+    if spec.kind == "model" and spec.reference not in registry.list_models():
+        return ()  # no path is made of the name of a model
     if spec.kind == "object":
         now = {"versions": digest(installed_versions())}
     else:
@@ -132,7 +140,7 @@ def changed_parts(spec: WorkloadSpec) -> tuple[str, ...]:
         except WorkloadError:
             return ()
         now = {part: value for part, value in made.digests.items() if part != "settings"}
-    changed = {part for part, value in now.items() if spec.digests.get(part, value) != value}
+    changed = {part for part, value in now.items() if spec.digests.get(part) != value}
     return tuple(sorted(changed | ({"data"} if changed_files(spec.sources.get("data files", {})) else set())))
 
 

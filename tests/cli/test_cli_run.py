@@ -171,7 +171,7 @@ def test_without_a_script_the_ranks_are_started_too(folder: Path) -> None:
     spec = make_spec(model=f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier", global_batch=16)
     make_plan(TWO, workload=spec).save(folder / "images.json")
     assert run(folder, "images.json", "--steps", "2")[0] == 2, "nobody trusts the file yet"
-    process = start(folder, "images.json", "--steps", "2", "--trust-code", "--json")
+    process = start(folder, "images.json", "--steps", "2", "--model", spec.reference, "--json")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert len(json.loads(out)["steps"]) == 2, "the first rank alone prints"

@@ -26,6 +26,7 @@ from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from tests.exports import workloads
 from tests.exports.workloads import STEPS
+from tests.recorded import named
 
 WORKLOAD = f"{workloads.__file__}:language"
 """The language model; it has clipping, a warm-up, a group without weight decay, and counts that differ."""
@@ -239,7 +240,7 @@ def prepared_in_rank(context: RankContext, plan: str, path: str) -> None:
 
 
 def _run_prepared(plan: Plan) -> SixSteps:
-    run = plan.prepare(trust_code=True, device="cpu")
+    run = plan.prepare(workload=named(plan), device="cpu")
     losses, norms, rates = [], [], []
     for batch in global_batches(plan):
         rates.append(float(run.optimizer.param_groups[0]["lr"]))

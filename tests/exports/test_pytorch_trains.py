@@ -17,7 +17,7 @@ from autoplan.planner.plan import Plan
 from tests.exports import script_runner
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD, SixSteps, compare, make_plan, plain_loop, prepared
 from tests.exports.workloads import STEPS
-from tests.recorded import make_hardware
+from tests.recorded import make_hardware, named
 
 Run = Callable[..., SixSteps]
 
@@ -36,7 +36,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         nonlocal number
         assert running.stdin is not None and running.stdout is not None
         number += 1
-        (path,) = export_plan(plan, "pytorch", folder / f"train{number}.py", trust_code=True).paths
+        (path,) = export_plan(plan, "pytorch", folder / f"train{number}.py", workload=named(plan)).paths
         if change is not None:
             text = path.read_text()
             assert text.count(change[0]) == 1, f"{change[0]} is there {text.count(change[0])} times"
@@ -132,7 +132,7 @@ def test_a_planted_mistake_is_seen(what: str, run_script: Run) -> None:
 def test_torchrun_starts_the_script(tmp_path: Path) -> None:
     """As a person would start it; without torchrun it says the command."""
     plan = make_plan(WORKLOAD, dp_shard=2)
-    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", trust_code=True).paths
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

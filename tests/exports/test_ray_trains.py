@@ -20,6 +20,7 @@ from tests.exports.environments import needs_environment, run_python
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD, SixSteps, compare, make_plan, plain_loop
 from tests.exports.workloads import STEPS
 from tests.recorded import make_plan as make_recorded_plan
+from tests.recorded import named
 
 # What is asked of the file alone; the other file is a script, whose own tests are beside this one.
 CHECK = """
@@ -33,7 +34,8 @@ print(json.dumps(read_in_rank(None, given["SCALING"], given["TORCH"], given["MAX
 def trained(folder: Path, **knobs: Any) -> SixSteps:
     """Six steps of an export with the workload, as its checkpoint has them."""
     workload = knobs.pop("workload", WORKLOAD)
-    driver, _ = export_plan(make_plan(workload, **knobs), "ray", folder / "plan-ray.py", trust_code=True).paths
+    plan = make_plan(workload, **knobs)
+    driver, _ = export_plan(plan, "ray", folder / "plan-ray.py", workload=named(plan)).paths
     arguments = [driver, "--steps", str(STEPS), "--storage", folder / "results"]
     done = run_python("ray", arguments, cwd=folder, timeout_s=170, env={"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
     found = re.search(r"the model is in (\S+)", done.stdout)

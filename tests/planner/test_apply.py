@@ -199,7 +199,7 @@ def test_plan_prepare_and_what_it_calls_have_one_signature():
     read = given[1].pop()  # what apply/loops.py adds of a loop that it read
     assert read.name == "read" and read.default is None
     given[0] = [one for one in given[0] if one.name != "unverified_ok"]  # the plan itself keeps that answer
-    assert given[0] == given[1] and len(given[0]) == 13
+    assert given[0] == given[1] and len(given[0]) == 12
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in given[0])
     returns = [inspect.signature(function).return_annotation for function in (Plan.prepare, prepare_plan)]
     assert returns[0] == returns[1] == "TrainingRun"

@@ -146,8 +146,8 @@ def test_a_pickle_in_a_plan_is_refused(named: Case, cli, tmp_path: Path, form: s
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_that_a_plan_names_does_not_run(named: Case, cli, verb: str) -> None:
     ended = cli(*VERBS[verb])
-    assert ended.code == 2 and "code that would run here" in ended.err and "--trust-code" in ended.err
-    assert str(named.source) in ended.err and not named.mark.exists()
+    assert ended.code == 2 and "code that would run here" in ended.err
+    assert "--model train.py:workload" in ended.err and not named.mark.exists()
 
 
 def test_showing_and_the_exports_of_data_run_nothing(named: Case, cli) -> None:
@@ -158,19 +158,21 @@ def test_showing_and_the_exports_of_data_run_nothing(named: Case, cli) -> None:
     assert not named.mark.exists()
 
 
-@pytest.mark.parametrize("trust", [("--trust-code",), ("--model", "train.py"), ("--model", "train.py:workload")])
-def test_a_file_that_the_user_trusts_or_names_runs(named: Case, cli, trust: tuple[str, ...]) -> None:
-    ended = cli(*VERBS["run"], *trust)
+def test_a_function_that_the_user_names_runs(named: Case, cli) -> None:
+    assert cli(*VERBS["run"], "--model", "train.py").code == 2
+    assert not named.mark.exists()
+    ended = cli(*VERBS["run"], "--model", "train.py:workload")
     assert ended.code == 0, ended.err
     assert named.mark.exists()
 
 
-def test_prepare_runs_what_the_call_trusts_or_names(named: Case) -> None:
-    with pytest.raises(PlanError, match="trust_code=True"):
+def test_prepare_runs_what_the_call_names(named: Case) -> None:
+    with pytest.raises(PlanError, match='workload="train.py:workload"'):
         named.load().prepare()
+    with pytest.raises(PlanError, match='workload="train.py:workload"'):
+        named.load().prepare(workload=named.source)
     assert not named.mark.exists()
-    assert named.load().prepare(trust_code=True).workload.name == "tiny"
-    assert named.load().prepare(workload=named.source).workload.name == "tiny"
+    assert named.load().prepare(workload=f"{named.source}:workload").workload.name == "tiny"
 
 
 def test_the_named_file_may_be_elsewhere_and_must_be_the_same(named: Case, tmp_path: Path) -> None:
@@ -181,12 +183,12 @@ def test_the_named_file_may_be_elsewhere_and_must_be_the_same(named: Case, tmp_p
     with pytest.raises(WorkloadError):
         plan.prepare()
     with pytest.raises(PlanError, match="not here"):
-        export_plan(plan, "pytorch", tmp_path / "out.py", trust_code=True)
-    assert plan.prepare(workload=moved / "train.py").workload.name == "tiny"
+        export_plan(plan, "pytorch", tmp_path / "out.py")
+    assert plan.prepare(workload=f"{moved / 'train.py'}:workload").workload.name == "tiny"
     (moved / "train.py").write_text(SOURCE.replace("WIDTH, RATE = 8", "WIDTH, RATE = 128"))
     with pytest.raises(PlanError, match="changed"):
-        plan.prepare(workload=moved / "train.py")
-    with pytest.raises(UsageError, match="function"):
+        plan.prepare(workload=f"{moved / 'train.py'}:workload")
+    with pytest.raises(WorkloadError, match="Path"):
         plan.prepare(workload=f"{moved / 'train.py'}:Path")
     with pytest.raises(UsageError, match="no file"):
         make_plan().prepare(workload="train.py")
@@ -245,7 +247,7 @@ def test_a_search_notes_the_file_that_it_ran(named: Case, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("what", ["source", "options", "study", "reference"])
 def test_another_source_or_study_is_not_what_was_searched(named: Case, tmp_path: Path, what: str) -> None:
-    from autoplan.planner.trust import require_trust
+    from autoplan.planner.trust import own_workload
 
     study = remember(named)
     plan = named.load()
@@ -261,24 +263,24 @@ def test_another_source_or_study_is_not_what_was_searched(named: Case, tmp_path:
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "train.py").write_text(SOURCE)
         spec = spec.model_copy(update={"reference": f"{tmp_path}/other/train.py:workload"})
-    with pytest.raises(PlanError, match="code that would run"):
-        require_trust(spec, study, trust_code=False)
+    with pytest.raises(PlanError, match="your search was of" if what == "options" else "code that would run"):
+        own_workload(spec, study)
 
 
-def test_the_program_that_runs_may_be_the_file(tmp_path: Path) -> None:
+def test_the_program_that_runs_names_its_workload(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     use = f"""
 if __name__ == "__main__":
     import sys
     sys.path.insert(0, {str(ROOT)!r})
     from autoplan.planner.plan import Plan
-    print(Plan.load(sys.argv[1]).prepare().workload.name)
+    print(Plan.load(sys.argv[1]).prepare(workload="train.py:workload").workload.name)
 """
     script.write_text(SOURCE + use)
     plan = make_plan(TrainingConfig(micro_batch=4), workload=make_spec(model=f"{script}:workload", global_batch=16))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
     command = [sys.executable, str(script), str(plan.save(tmp_path / "plan.json"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "tiny\n", done.stderr
 
 
@@ -289,15 +291,15 @@ if __name__ == "__main__":
 def test_changed_training_code_is_named(named: Case, cli, verb: str) -> None:
     remember(named)
     named.source.write_text(SOURCE.replace("WIDTH, RATE = 8, 0.01", "WIDTH, RATE = 128, 10.0"))
-    ended = cli(*VERBS[verb], "--trust-code")
+    ended = cli(*VERBS[verb], "--model", "train.py")
     assert ended.code == 2 and "code of" in ended.err and "changed" in ended.err and "--changed-ok" in ended.err
     assert not named.mark.exists()
 
 
 def test_changed_code_runs_where_the_user_says_so(named: Case, cli) -> None:
     named.source.write_text(SOURCE + "\nX = 1\n")
-    assert cli(*VERBS["run"], "--changed-ok").code == 2  # nobody vouches for it yet
-    assert cli(*VERBS["run"], "--changed-ok", "--trust-code").code == 0
+    assert cli(*VERBS["run"], "--changed-ok").code == 2  # nobody named it yet
+    assert cli(*VERBS["run"], "--changed-ok", "--model", "train.py:workload").code == 0
 
 
 @pytest.mark.parametrize("verb", ["run", "verify", "export"])
@@ -331,7 +333,7 @@ def test_a_workload_that_is_no_file_is_not_read(tmp_path: Path, monkeypatch, ref
     )
     plan = make_plan(TrainingConfig(micro_batch=4), workload=spec)
     with pytest.raises((PlanError, WorkloadError)):
-        plan.prepare(trust_code=True)
+        plan.prepare(workload=reference if kind == "function" else None)
 
 
 def test_no_place_is_made_of_the_name_of_a_model(tmp_path: Path) -> None:

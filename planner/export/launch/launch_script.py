@@ -37,13 +37,17 @@ def variable_lines(plan: Plan) -> list[str]:
 
 
 def program_lines(plan: Plan) -> list[str]:
-    """What the ranks run: the script and its arguments that are given, else the plan's own workload."""
-    lines = ["export AUTOPLAN_PLAN=$PLAN  # for autoplan.current_plan() in a script of yours", "if [ $# -eq 0 ]; then"]
+    """What the ranks run: the script and its arguments that are given, else the plan's own workload.
+
+    What runs then is asked by `autoplan run`, which takes the options that are given: `--model train.py:workload`.
+    """
+    lines = ["export AUTOPLAN_PLAN=$PLAN  # for autoplan.current_plan() in a script of yours"]
+    lines.append('if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then')
     if plan.workload.kind == "object":
         lines.append('    echo "The plan was made of Python objects: give your script and its arguments." >&2')
         lines.append("    exit 2")
     else:
-        lines.append('    set -- -m autoplan run "$PLAN"')
+        lines.append('    set -- -m autoplan run "$PLAN" "$@"')
     return [*lines, "fi"]
 
 

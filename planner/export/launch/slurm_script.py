@@ -74,7 +74,8 @@ class SlurmTarget:
             *provenance_lines(plan),
             f"Written for SLURM 22.05 and later, and {WRITTEN_FOR}.",
             f"sbatch {stem}.sh: steps of the plan's own workload, by autoplan run. Submit it from its folder, with the "
-            "environment of your training active.",
+            "environment of your training active. Options are those of autoplan run: --model train.py:workload, where "
+            "you did not search it.",
             f"sbatch {stem}.sh train.py --its arguments: your script on the plan's {config.world_size} rank(s). It "
             "takes the plan with autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
             "The plan was measured on one node that had nothing else to do: hence --exclusive and all its memory "

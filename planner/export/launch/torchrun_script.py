@@ -32,7 +32,8 @@ class TorchrunTarget:
         head = [
             *provenance_lines(plan),
             f"Written for {WRITTEN_FOR}.",
-            f"bash {stem}.sh: steps of the plan's own workload on its {ranks} rank(s), by autoplan run.",
+            f"bash {stem}.sh: steps of the plan's own workload on its {ranks} rank(s), by autoplan run, which takes "
+            f"options: bash {stem}.sh --model train.py:workload, where you did not search it.",
             f"bash {stem}.sh train.py --its arguments: your script on them. It takes the plan with "
             "autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
             *(f"NOT CARRIED: {text}." for text in left),

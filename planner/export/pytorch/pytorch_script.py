@@ -127,6 +127,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     if spec.kind == "function":
         file, _, function = spec.reference.rpartition(":")
         constants |= {"USER_FILE": file, "USER_FUNCTION": function, "USER_OPTIONS": _function_options(plan)}
+        constants["USER_ARGUMENTS"] = list(spec.arguments)
     else:
         constants |= {
             "LEARNING_RATE": options["learning_rate"],

@@ -262,10 +262,15 @@ _LOAD_USER_FILE = '''def load_user_file():
     spec = importlib.util.spec_from_file_location("user_workload", USER_FILE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["user_workload"] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, USER_FUNCTION)
-    taken = inspect.signature(function).parameters
-    return function(**{name: value for name, value in USER_OPTIONS.items() if name in taken})'''
+    before = sys.argv
+    sys.argv = [USER_FILE, *USER_ARGUMENTS] if USER_ARGUMENTS else before  # what followed -- in the search
+    try:
+        spec.loader.exec_module(module)
+        function = getattr(module, USER_FUNCTION)
+        taken = inspect.signature(function).parameters
+        return function(**{name: value for name, value in USER_OPTIONS.items() if name in taken})
+    finally:
+        sys.argv = before'''
 
 _FUSED_USER = '''def loss_sum(model, batch):
     """Output head and cross-entropy in one, without all logits at once."""

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.digests import Describer, digest
-from autoplan.strategies.workloads.function_file import check_function, command_line, import_function, local_sources
+from autoplan.strategies.workloads.function_file import (
+    NAMED,
+    check_function,
+    command_line,
+    import_function,
+    local_sources,
+)
 from autoplan.strategies.workloads.loading.settings import LoaderSetting, LoaderSpec
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ def spec_of_text(
     Raises:
         WorkloadError: no such file or function; a file that has no ids, or not one window of them.
     """
-    if ".py:" in text:
+    if NAMED.fullmatch(text):
         path, function = check_function(text)
         files = local_sources(path)
         identity = digest([files, function, list(arguments)])

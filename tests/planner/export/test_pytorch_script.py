@@ -21,7 +21,7 @@ from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import load_workload, make_spec
 from autoplan.strategies.workloads.workload import Workload
-from tests.recorded import make_plan
+from tests.recorded import make_plan, named
 
 STEPS = 3
 TINY = {
@@ -261,7 +261,7 @@ def test_a_users_own_file(tmp_path: Path) -> None:
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:classifier", global_batch=8)
     config = TrainingConfig(micro_batch=2, optimizer_step="foreach", checkpointing="full")
     plan = make_plan(config, workload=spec, accumulation=4)
-    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", trust_code=True).paths
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
     assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-6)
 
 
@@ -369,9 +369,8 @@ def test_buffers_are_those_of_a_plain_loop(checkpointing: str, tmp_path: Path) -
     (tmp_path / "mine.py").write_text(NORMED_FILE)
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:normed", global_batch=8)
     config = TrainingConfig.model_validate({"micro_batch": 4, "checkpointing": checkpointing})
-    (path,) = export_plan(
-        make_plan(config, workload=spec, accumulation=2), "pytorch", tmp_path / "train.py", trust_code=True
-    ).paths
+    plan = make_plan(config, workload=spec, accumulation=2)
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
     in_the_script(path, tmp_path, STATE)
     found = torch.load(tmp_path / "state.pt")
     wanted = plain_state(load_workload(spec))
@@ -403,9 +402,8 @@ def test_no_cache_is_kept_during_a_step_and_the_setting_is_put_back(tmp_path: Pa
     )
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:workload", global_batch=4)
     config = TrainingConfig(micro_batch=2, checkpointing="selective", precision="bf16")
-    (path,) = export_plan(
-        make_plan(config, workload=spec, accumulation=2), "pytorch", tmp_path / "train.py", trust_code=True
-    ).paths
+    plan = make_plan(config, workload=spec, accumulation=2)
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
     assert "cache_enabled=False" in path.read_text()
     code = STATE + (
         "import user_workload\n"
@@ -487,7 +485,7 @@ def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(t
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:mine", global_batch=8)
     config = TrainingConfig(micro_batch=4, loss="fused", attention="eager")
     plan = make_plan(config, workload=spec, accumulation=2)
-    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", trust_code=True).paths
+    (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
     text = path.read_text()
     assert "HEAD = 'lm_head'" in text and "defer_logits(model.get_submodule(HEAD))" in text
     assert "without_own_checkpointing(recomputing)" in text

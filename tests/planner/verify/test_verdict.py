@@ -15,7 +15,7 @@ from autoplan.planner.verify.verdict import judge
 from autoplan.probes.nvml import SLOWDOWNS
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
-from tests.recorded import make_hardware, make_plan, make_trial
+from tests.recorded import make_hardware, make_plan, make_trial, named
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 8 * 2**30
@@ -139,12 +139,12 @@ def test_parity_comes_before_speed() -> None:
 def test_a_plan_is_verified_here_and_under_a_limit() -> None:
     spec = make_spec(model=f"{ROOT / 'examples' / 'image_classifier.py'}:tiny_classifier", global_batch=16)
     plan = make_plan(TrainingConfig(micro_batch=4), workload=spec)
-    with pytest.raises(autoplan.PlanError, match="trust_code"):
+    with pytest.raises(autoplan.PlanError, match="code that would run"):
         autoplan.verify(plan, budget="2s")
-    found = autoplan.verify(plan, budget="2s", trust_code=True)
+    found = autoplan.verify(plan, budget="2s", workload=named(plan))
     assert found.parity.passed and found.trial.outcome is Outcome.OK
     assert found.verdict in ("faster", "slower", "holds")  # the plan's figures are made up
-    found = autoplan.verify(plan, budget="2s", trust_code=True, memory_limit="32MiB")
+    found = autoplan.verify(plan, budget="2s", workload=named(plan), memory_limit="32MiB")
     assert found.verdict == "does_not_fit" and found.exit_code == 3 and found.memory_limit_bytes == 32 << 20
 
 

@@ -221,4 +221,5 @@ def test_other_versions_are_said_not_refused() -> None:
     spec = make_spec(model="gpt2")
     old = spec.model_copy(update={"digests": spec.digests | {"versions": "0" * 16}})
     assert "versions" in str(refuse_changed_code(old, changed_ok=False))
-    assert refuse_changed_code(spec.model_copy(update={"digests": {}}), changed_ok=False) is None
+    with pytest.raises(PlanError, match="model of gpt2 changed"):  # a missing digest is a changed one
+        refuse_changed_code(spec.model_copy(update={"digests": {}}), changed_ok=False)
