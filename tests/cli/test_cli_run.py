@@ -122,6 +122,37 @@ def test_two_ranks_are_started_and_the_first_exit_code_is_the_answer(folder: Pat
     assert "rank 0 ended with exit status 7" in err
 
 
+BLAME = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+
+way, first = sys.argv[1], int(sys.argv[2])
+rank = int(os.environ["RANK"])
+if way == "group":
+    dist.init_process_group("gloo")
+if way == "saves":  # as many trainings do at SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+open(f"began-{rank}", "w").close()
+while not os.path.exists(f"began-{1 - rank}"):
+    time.sleep(0.01)
+if rank == first:
+    time.sleep(0.3)
+    raise ValueError("the batch is empty")
+if way == "group":
+    dist.all_reduce(torch.zeros(1))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", ["0", "1"])
+@pytest.mark.parametrize("way", ["alone", "saves", "group"])
+def test_the_rank_that_raised_is_named_and_gives_the_exit_code(folder: Path, way: str, first: str) -> None:
+    (folder / "blame.py").write_text(BLAME)
+    code, _, err = run(folder, "two.json", "blame.py", "--", way, first)
+    assert f"autoplan run: rank {first} ended with exit status 1, and so the others were ended" in err
+    assert code == 1
+
+
 @pytest.mark.parametrize(("plan", "word", "code"), [("one.json", "exit 9", 9), ("two.json", "kill", 137)])
 def test_the_exit_code_is_the_scripts(folder: Path, plan: str, word: str, code: int) -> None:
     assert run(folder, plan, "train.py", "--", *word.split())[0] == code
