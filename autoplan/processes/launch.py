@@ -160,8 +160,9 @@ def _launch(ranks: int, logs: str, arguments: Sequence[str]) -> int:
     except ChildFailedError as failed:
         order = {pid: place for place, pid in enumerate(ended)}
         # Those that elastic ended come after the one that it ended them for.
-        rank = min(failed.failures, key=lambda rank: order.get(failed.failures[rank].pid, len(order)))
-        code = failed.failures[rank].exitcode
+        failures = failed.failures
+        rank = min(failures, key=lambda rank: order.get(failures[rank].pid, len(order)))
+        code = failures[rank].exitcode
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
         print(f"autoplan run: rank {rank} ended with {how}, and so the others were ended", file=sys.stderr)
         return 128 - code if code < 0 else code
