@@ -20,6 +20,7 @@ from typing import IO, Any
 from autoplan.processes import linux
 from autoplan.processes.abandoned import MARKER, kill_marked, sweep_abandoned
 from autoplan.processes.build_report import build_report
+from autoplan.processes.compile_cache import cache_variables
 from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.files import clear_rank_files, cut_output, read_end
 from autoplan.processes.folders import folder_prefix, sweep_folders
@@ -271,6 +272,7 @@ class Zygote:
         environment = {
             **os.environ,
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() then asks the driver, and starts no context
+            **cache_variables(),
             **self._env,
             MARKER: self._marker,
         }
