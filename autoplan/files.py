@@ -6,10 +6,12 @@ of the file, and is then renamed.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
@@ -46,6 +48,44 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
 
 
+def read_regular(path: Path, *, limit_bytes: int = 64 << 20) -> bytes:
+    """The bytes of a regular file; a pipe or a device in its place is not waited for.
+
+    Raises:
+        OSError: it is not there, cannot be read, is no regular file, or is larger than the limit.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {limit_bytes >> 20} MiB", str(path))
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, open to be read.
+
+    Raises:
+        OSError: it is not there, cannot be read, or is no regular file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    try:
+        refuse_special(file.fileno(), path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def refuse_special(fd: int, path: Path) -> None:
+    """Refuses what is open but no regular file: a pipe would be waited for, a device read without an end.
+
+    Raises:
+        OSError: it is none.
+    """
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def make_private_folder(path: Path, *, close: bool = True) -> None:
     """Makes a folder, and the folders above it that are missing, for the user alone (0700).
 
@@ -60,12 +100,27 @@ def make_private_folder(path: Path, *, close: bool = True) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    user = os.geteuid()
-    for status in (path.lstat(), path.stat()):
-        if status.st_uid != user:
-            raise PermissionError(1, f"it belongs to the user with the number {status.st_uid}, not to you", str(path))
+    refuse_foreign(path)
     if close and stat.S_IMODE(path.stat().st_mode) & 0o077:
         path.chmod(PRIVATE_FOLDER)
+
+
+def refuse_foreign(path: Path, *, root_ok: bool = False) -> None:
+    """Refuses a file or a folder, or a link to one, that belongs to another user.
+
+    Args:
+        path: It, or the link.
+        root_ok: What belongs to root is fine too: root can write anywhere.
+
+    Raises:
+        PermissionError: it belongs to somebody else.
+    """
+    own = {os.geteuid(), 0} if root_ok else {os.geteuid()}
+    for status in (path.lstat(), path.stat()):
+        if status.st_uid not in own:
+            raise PermissionError(
+                errno.EPERM, f"it belongs to the user with the number {status.st_uid}, not to you", str(path)
+            )
 
 
 def is_private_file(path: Path) -> bool:

@@ -79,6 +79,25 @@ def _fits(name: str, value: str, cores: int) -> bool:
     return name != "OMP_NUM_THREADS" or (value.isdecimal() and 1 <= int(value) <= cores)
 
 
+def too_many_threads(plan: Plan, variables: Mapping[str, str], cores: int) -> str | None:
+    """A sentence where the ranks here start more threads than there are cores for them.
+
+    Args:
+        plan: The plan.
+        variables: The environment of the ranks.
+        cores: That they may use together.
+    """
+    threads = variables.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    ranks = variables.get("LOCAL_WORLD_SIZE", "") if "RANK" in variables else str(plan.config.world_size)
+    if not (threads.isdecimal() and ranks.isdecimal() and int(threads) * int(ranks) > cores):
+        return None
+    each = f"{ranks} ranks of {threads} threads each" if int(ranks) > 1 else f"{threads} threads"
+    return (
+        f"the plan runs {each}, and there are {cores} core(s) for them: they take turns, and the training is slower. "
+        "Give it more cores (taskset, the limits of a container or a job), or search on this machine: autoplan search"
+    )
+
+
 def not_taken(plan: Plan, here: Mapping[str, str]) -> str | None:
     """A sentence on variables that the plan was found with, that are not set so here, and that no file may set."""
     then = plan.environment.variables

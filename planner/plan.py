@@ -41,6 +41,7 @@ from autoplan.planner.records import (
 from autoplan.planner.trust import own_workload
 from autoplan.planner.untried import Untried
 from autoplan.probes.profile import HardwareProfile
+from autoplan.processes.script import note_asked
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.config import TrainingConfig
@@ -248,6 +249,7 @@ class Plan(Record):
                 add up.
         """
         path = Path(path)
+        note_asked()
         document = read_document(path)
         version = document.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:

@@ -159,11 +159,11 @@ def _parse_int(text: str) -> int:
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _ValueOfNoPlan(f"it has {one_line(twice)[:80]!r} twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _ValueOfNoPlan(f"it has {one_line(name)[:80]!r} twice in one object")
+        found[name] = value
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import platformdirs
 from pydantic import Field, ValidationError
 
+from autoplan.files import read_regular
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 
@@ -48,7 +49,7 @@ def load_cached(path: Path) -> tuple[CachedProfile | None, str | None]:
         The profile and None; None and None where there is no file; None and a sentence where it is unusable.
     """
     try:
-        text = path.read_text()
+        text = read_regular(path).decode()
     except FileNotFoundError:
         return None, None
     except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -55,6 +56,7 @@ def run_command(
         run_script(plan, script, arguments or [], changed_ok=changed_ok, unverified_ok=unverified_ok)
     loaded = load_plan(plan, unverified_ok)
     _refuse_unusable(loaded, model, changed_ok=changed_ok)
+    _say_too_many_threads(loaded, plan)
     if loaded.config.world_size > 1 and "RANK" not in os.environ:
         _end(start([*_COMMAND, *_own_arguments()], loaded, plan))
     _run_workload(loaded, steps or DEFAULT_STEPS, changed_ok, model, json_output)
@@ -85,7 +87,39 @@ def run_script(
     said = check_before_use(loaded, changed_ok=changed_ok)
     if said is not None:
         output.console().print(f"warning: {said}", markup=False, soft_wrap=True)
-    _end(start([str(script), *arguments], loaded, path))
+    _say_too_many_threads(loaded, path)
+    _end(start([*_runner(script), str(script), *arguments], loaded, path))
+
+
+def _runner(script: Path) -> list[str]:
+    """What says at the end of a script that it never asked for the plan; nothing for one that needs none."""
+    from autoplan.planner.export.base import MADE_BY
+    from autoplan.processes.folders import folder_prefix, sweep_folders
+    from autoplan.processes.script import ASKED_VARIABLE, RUNNER
+
+    os.environ.pop(ASKED_VARIABLE, None)
+    try:
+        with script.open("rb") as file:
+            exported = MADE_BY.encode() in file.read(4096)
+    except OSError:
+        return []  # Python will say why it cannot be read
+    if exported or script.suffix != ".py" or not is_first_rank():
+        return []
+    sweep_folders()
+    os.environ[ASKED_VARIABLE] = str(Path(tempfile.mkdtemp(prefix=folder_prefix("asked"))) / "asked")
+    return [RUNNER]
+
+
+def _say_too_many_threads(plan: Plan, path: Path) -> None:
+    """Once, before the ranks: a rank that this command started says nothing."""
+    from autoplan.planner.current import PLAN_VARIABLE, too_many_threads, variables_for
+
+    if not is_first_rank() or ("RANK" in os.environ and PLAN_VARIABLE in os.environ):
+        return
+    cores = len(os.sched_getaffinity(0))
+    text = too_many_threads(plan, os.environ | variables_for(plan, path, os.environ, cores), cores)
+    if text is not None:
+        output.console().print(f"note: {text}", markup=False, soft_wrap=True)
 
 
 def start(arguments: list[str], plan: Plan, path: Path) -> int:

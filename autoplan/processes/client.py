@@ -20,8 +20,9 @@ from typing import IO, Any
 from autoplan.processes import linux
 from autoplan.processes.abandoned import MARKER, kill_marked, sweep_abandoned
 from autoplan.processes.build_report import build_report
+from autoplan.processes.compile_cache import cache_variables
 from autoplan.processes.errors import StopTask, ZygoteError
-from autoplan.processes.files import clear_rank_files, read_end
+from autoplan.processes.files import clear_rank_files, cut_output, read_end
 from autoplan.processes.folders import folder_prefix, sweep_folders
 from autoplan.processes.owner import ProcessIdentity
 from autoplan.processes.report import Ended, ProcessReport
@@ -155,7 +156,7 @@ class Zygote:
         if not self._busy.acquire(blocking=False):
             raise ZygoteError("this zygote runs a task already", hint="use one Zygote per thread")
         requested_at = time.monotonic()
-        temporary = None
+        directory = temporary = None
         try:
             payload = _pickle_payload(task)
             self.start()
@@ -175,6 +176,8 @@ class Zygote:
             self._busy.release()
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
+            elif directory is not None:
+                cut_output(directory)
 
     # -- one request ---------------------------------------------------------------------------------------
 
@@ -269,6 +272,7 @@ class Zygote:
         environment = {
             **os.environ,
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() then asks the driver, and starts no context
+            **cache_variables(),
             **self._env,
             MARKER: self._marker,
         }

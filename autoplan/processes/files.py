@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from autoplan.files import replace_file
+from autoplan.processes import linux
 from autoplan.text import all_writable
 
 _KINDS = ("heartbeat.json", "result.json", "error.json", "stdout", "stderr")
 _TAIL_BYTES = 16_384
 _OUTPUT_LIMIT_BYTES = 16 << 20
 _OUTPUT_KEPT_BYTES = 1 << 20
+_OUTPUT_LEFT_BYTES = 256 << 10
+"""Of each stream of a rank, once its task has ended: a store has hundreds of tasks."""
 
 
 def rank_file(directory: Path, rank: int, kind: str) -> Path:
@@ -67,22 +70,45 @@ def read_end(file: IO[bytes], limit_bytes: int) -> str:
     return file.read().decode(errors="replace")
 
 
-def trim_output(path: Path, limit_bytes: int = _OUTPUT_LIMIT_BYTES, kept_bytes: int = _OUTPUT_KEPT_BYTES) -> None:
-    """Cuts a rank's output to its last part once it is too long, so that no rank can fill the disk.
+def drop_early_output(path: Path, limit_bytes: int = _OUTPUT_LIMIT_BYTES, kept_bytes: int = _OUTPUT_KEPT_BYTES) -> None:
+    """Gives the disk back what a rank printed first, once it is too much, so that no rank can fill the disk.
 
-    The rank goes on writing meanwhile: it has the file open to append, so it simply writes after what is left.
+    The rank goes on writing meanwhile and nothing of that is lost: the file keeps its length and becomes sparse.
     """
+    try:
+        status = path.stat()
+        if 512 * status.st_blocks <= limit_bytes:  # stat(2) counts in 512 bytes
+            return
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            linux.punch_hole(fd, status.st_size - kept_bytes)
+        finally:
+            os.close(fd)
+    except OSError:  # gone; or a file system without sparse files: some lines may be lost there
+        _cut(path, limit_bytes, kept_bytes)
+
+
+def _cut(path: Path, limit_bytes: int, kept_bytes: int) -> None:
+    """Cuts a rank's output to its last part, if it is too long."""
+    note = b"[autoplan: earlier output was dropped here]\n"
     try:
         if path.stat().st_size <= limit_bytes:
             return
         with path.open("rb") as file:
-            file.seek(-kept_bytes, os.SEEK_END)
-            kept = file.read(kept_bytes)
+            file.seek(len(note) - kept_bytes, os.SEEK_END)
+            kept = file.read(kept_bytes - len(note))
         os.truncate(path, 0)
-        with path.open("ab") as file:
-            file.write(b"[autoplan: earlier output was dropped here]\n" + kept)
+        with path.open("ab") as file:  # as the rank has it open
+            file.write(note + kept)
     except OSError:
         pass  # gone, or the disk is full already: the deadline ends the rank
+
+
+def cut_output(directory: Path) -> None:
+    """Cuts what the ranks of a task that has ended have printed, however fast they were, to its last part."""
+    for kind in ("stdout", "stderr"):
+        for path in directory.glob(f"rank*.{kind}"):
+            _cut(path, _OUTPUT_LEFT_BYTES, _OUTPUT_LEFT_BYTES)
 
 
 def _to_json(value: Any) -> Any:

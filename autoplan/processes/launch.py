@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -32,6 +33,8 @@ from autoplan.processes.guard import fork_guarded
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MONITOR_S = 0.1
 """Between two looks at the ranks; torchrun's own default."""
+NOTE_S = 0.002
+"""Between two looks at which rank has ended: one that a peer's end made fail ends later than that."""
 
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from autoplan.processes.launch import main; main({fd}, {pid})"
 
@@ -52,7 +55,7 @@ def run_ranks(arguments: Sequence[str], *, ranks: int, env: Mapping[str, str]) -
         env: Added to the environment of the ranks.
 
     Returns:
-        The exit code of the first rank that failed, 128 + N for one that signal N ended; 0 if none failed. When the
+        The exit code of the rank that failed first, 128 + N for one that signal N ended; 0 if none failed. When the
         first one fails, elastic ends the others: SIGTERM, and SIGKILL after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30 s).
     """
     sweep_folders()
@@ -150,17 +153,32 @@ def _launch(ranks: int, logs: str, arguments: Sequence[str]) -> int:
     if hasattr(config, "signals_to_handle"):
         config.signals_to_handle = "SIGQUIT"  # the others are ours to forward
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    ended: list[int] = []
+    threading.Thread(target=_note_ends, args=(ended,), daemon=True).start()
     try:
         elastic_launch(config=config, entrypoint=python)("-P", "-c", _RANK, str(os.getpid()), *arguments)
     except ChildFailedError as failed:
-        rank, code = _root_cause({rank: failure.exitcode for rank, failure in failed.failures.items()})
+        order = {pid: place for place, pid in enumerate(ended)}
+        # Those that elastic ended come after the one that it ended them for.
+        failures = failed.failures
+        rank = min(failures, key=lambda rank: order.get(failures[rank].pid, len(order)))
+        code = failures[rank].exitcode
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
         print(f"autoplan run: rank {rank} ended with {how}, and so the others were ended", file=sys.stderr)
         return 128 - code if code < 0 else code
     return 0
 
 
-def _root_cause(codes: Mapping[int, int]) -> tuple[int, int]:
-    """(rank, code) of the rank that failed by itself: a peer's exception (1), SIGTERM or SIGABRT may be its effect."""
-    effects = (1, -signal.SIGTERM, -signal.SIGABRT)
-    return min(codes.items(), key=lambda item: (item[1] in effects, item[0]))
+def _note_ends(ended: list[int]) -> NoReturn:
+    """Adds the pid of each child that ends, in their order: elastic looks ten times a second, and then ends the others.
+
+    WNOWAIT leaves the child to be waited for by elastic; until then the same one is named again.
+    """
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # before the first rank
+            found = None
+        if found is not None and found.si_pid not in ended:
+            ended.append(found.si_pid)
+        time.sleep(NOTE_S)

@@ -13,6 +13,10 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+# <linux/falloc.h>
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+
 _PAGE_UNITS_BYTES = 1024  # /proc/PID/status and smaps_rollup count in kB of 1024 bytes
 
 
@@ -47,6 +51,15 @@ def raise_oom_score(adjustment: int = 900) -> None:
         Path("/proc/self/oom_score_adj").write_text(str(adjustment))
     except OSError:
         pass  # a sandbox without the file: the polled limit still applies
+
+
+def punch_hole(fd: int, length_bytes: int) -> None:
+    """Frees the disk of the beginning of a file, which then reads as zeros; its length stays (fallocate(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    if libc.fallocate(fd, mode, ctypes.c_int64(0), ctypes.c_int64(length_bytes)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"fallocate({length_bytes}): {os.strerror(number)}")
 
 
 def limit_data_bytes(limit_bytes: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.processes import linux
-from autoplan.processes.files import rank_file, read_json, trim_output
+from autoplan.processes.files import drop_early_output, rank_file, read_json
 from autoplan.processes.memory import MemoryWatch, data_limit_bytes
 from autoplan.processes.rank import RankSpec, exec_cold, run_forked
 from autoplan.processes.report import Ended
@@ -28,7 +28,6 @@ _FAST_TICK_S = 0.02
 _SLOW_TICK_S = 0.1
 _FAST_FOR_S = 2.0
 _PROGRESS_S = 1.0
-_TRIM_S = 1.0
 _TERM_GRACE_S = 2.0
 _HELPER_GRACE_S = 0.2  # multiprocessing's resource tracker and the like end themselves, and clean up, at end of file
 _KILL_WAIT_S = 10.0
@@ -104,7 +103,6 @@ class Supervisor:
         self._swept: set[int] = set()
         self._began_at = time.monotonic()
         self._progress_at = 0.0
-        self._trimmed_at = self._began_at
         limit_bytes = request["memory_limit_bytes"]
         env = {**os.environ, **request["env"]}
         self._data_limit_bytes = None if limit_bytes is None else data_limit_bytes(limit_bytes, env)
@@ -201,7 +199,7 @@ class Supervisor:
             if verdict is not None:
                 return verdict
             self._send_progress_if_due()
-            self._trim_output()
+            self._limit_output()
 
     def _tick_s(self) -> float:
         young = time.monotonic() - self._began_at < _FAST_FOR_S
@@ -310,14 +308,10 @@ class Supervisor:
             }
         )
 
-    def _trim_output(self) -> None:
-        now = time.monotonic()
-        if now - self._trimmed_at < _TRIM_S:
-            return
-        self._trimmed_at = now
+    def _limit_output(self) -> None:
         for state in self._ranks:
             for kind in ("stdout", "stderr"):
-                trim_output(rank_file(self._directory, state.rank, kind))
+                drop_early_output(rank_file(self._directory, state.rank, kind))
 
     # -- end -----------------------------------------------------------------------------------------------
 
@@ -371,3 +365,4 @@ class Supervisor:
                 poller.register(state.pidfd, select.POLLIN)
         poller.poll(min(timeout_s, 0.05) * 1000)
         self._reap()
+        self._limit_output()

@@ -21,6 +21,7 @@ from autoplan.planner.apply.trainer_build import build_anew, divide_loss, multip
 from autoplan.planner.apply.trainer_ranks import as_one_process, missing_factor
 from autoplan.planner.apply.trainer_speed import describe_speed, run_own_loop
 from autoplan.planner.changes import refuse_changed_parts
+from autoplan.processes.compile_cache import use_own_cache
 from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
 
 if TYPE_CHECKING:
@@ -257,6 +258,8 @@ def _prepare_model(plan: PlanLike, trainer: Any, workload: Workload) -> list[str
     from autoplan.strategies.workloads.workload import TrainingModule
 
     config, model = plan.config, trainer.model
+    if config.compile != "off":
+        use_own_cache()
     build = Build(
         workload=workload,
         config=config,

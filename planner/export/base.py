@@ -17,6 +17,10 @@ CODING = "# -*- coding: utf-8 -*-"
 that could say another (PEP 263)."""
 
 
+MADE_BY = "Made by autoplan"
+"""In the first lines of each file of an export."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
     """The files of one export.
@@ -57,7 +61,7 @@ def provenance_lines(plan: Plan) -> list[str]:
     length = f" of {plan.workload.sequence_length} tokens" if plan.workload.sequence_length else ""
     environment = plan.environment
     return [
-        f"Made by autoplan {environment.autoplan} from a plan found on {plan.created} (study {plan.study}).",
+        f"{MADE_BY} {environment.autoplan} from a plan found on {plan.created} (study {plan.study}).",
         f"Workload: {plan.workload.name}, global batch {plan.workload.global_batch} {samples}{length}.",
         f"Hardware: {device.name} ({device.type}), torch {environment.torch}, Python {environment.python}"
         + (f", transformers {environment.transformers}." if environment.transformers else "."),

@@ -18,6 +18,7 @@ from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.export.base import Export, Target
 from autoplan.planner.export.user_code import LIMITS, make_limits
 from autoplan.planner.plan import Plan
+from autoplan.planner.plan_file import shown_text
 from autoplan.planner.trust import own_workload
 
 # Target: its module and class. A module is imported only when its target is used.
@@ -120,6 +121,7 @@ def export_plan(
         plan = plan.model_copy(update={"workload": named})
     said = check_before_use(plan, changed_ok=changed_ok)
     path = Path(out) if out is not None else Path(_default_name(target))
+    _refuse_odd_name(path)
     limits = LIMITS.set(make_limits(budget, memory_limit))
     try:
         export = target.render(plan, path.stem)
@@ -165,6 +167,20 @@ def _write(path: Path, export: Export, *, force: bool) -> tuple[Path, ...]:
                 f"the export cannot be written to {file}: {error.strerror}", hint="Give another path with --out."
             ) from error
     return tuple(files)
+
+
+def _refuse_odd_name(path: Path) -> None:
+    """Refuses a name that ends a line or commands a terminal: it stands in scripts and in what they print.
+
+    Raises:
+        UsageError: such a name.
+    """
+    if "\n" in path.name or shown_text(path.name) != path.name:
+        raise UsageError(
+            f"--out names the file {path.name!r}, and a name has no line breaks, control characters or parts of "
+            "characters",
+            hint="Nothing was written. Give another name with --out.",
+        )
 
 
 def _refuse_other_suffix(path: Path, export: Export, suffix: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
-from autoplan.files import replace_file
+from autoplan.files import read_regular, replace_file
 from autoplan.planner.cost.calibrate import FACTORS, PRIOR_SD, Calibration
 from autoplan.planner.records import Trial
 from autoplan.planner.search.trial_cost import KeptCosts
@@ -104,7 +104,7 @@ def learned_path(store: Path | None, fingerprint: str, device: str) -> Path:
 def load_learned(path: Path) -> tuple[Learned | None, str | None]:
     """The file of a device, and a sentence where it cannot be used."""
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path).decode()
     except FileNotFoundError:
         return None, None
     except (OSError, UnicodeDecodeError) as error:

@@ -4,9 +4,9 @@ Two searches on the same device disturb each other's measurements, whatever they
 its devices before it measures. A lock is a `flock` on a small file. The kernel releases it when the process ends, also
 after SIGKILL. The file contains the process that took the lock last.
 
-The files are in the user's own runtime folder (`$XDG_RUNTIME_DIR`, else `/run/user/UID`), or in the state folder where
-there is none. Searches of other users are not seen here; what they take from a trial is measured
-(`planner/trials/load.py`).
+The files are in the user's own runtime folder (`$XDG_RUNTIME_DIR`, else `/run/user/UID`), or in `/tmp/autoplan-UID`
+where there is none: no other variable changes the place, so that all searches of a user meet there. Searches of other
+users are not seen here; what they take from a trial is measured (`planner/trials/load.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ RETRY_S = 0.2
 """Seconds between two attempts of a search that waits."""
 
 LONGEST_OWNER_BYTES = 4096
+
+SHARED = Path("/tmp")
+"""Not $TMPDIR, which schedulers set for each job."""
 
 
 def device_names(hardware: HardwareProfile, device: Literal["cuda", "cpu"], nproc: int) -> tuple[str, ...]:
@@ -57,26 +60,21 @@ def lock_folder() -> Path:
         StoreError: it cannot be made, or it belongs to another user.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
-    if _is_own(runtime):
-        folder = runtime / "autoplan" / "devices"
-    else:
-        import platformdirs
-
-        folder = Path(platformdirs.user_state_dir("autoplan")) / "devices"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"the folder of the device locks, {folder}, cannot be made: {error.strerror}",
-            hint="Set XDG_RUNTIME_DIR or XDG_STATE_HOME to a folder that you may write to.",
-        ) from error
-    if not _is_own(folder):
-        raise StoreError(
-            f"the folder of the device locks, {folder}, is not a folder that belongs to this user",
-            hint="Set XDG_RUNTIME_DIR or XDG_STATE_HOME to a folder of your own.",
-        )
-    return folder
+    top = runtime / "autoplan" if _is_own(runtime) else SHARED / f"autoplan-{os.getuid()}"
+    for folder in (top, top / "devices"):
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"the folder of the device locks, {folder}, cannot be made: {error.strerror}",
+                hint="Set XDG_RUNTIME_DIR to a folder of your own, which nobody else can write to.",
+            ) from error
+        if not _is_own(folder):
+            raise StoreError(
+                f"the folder of the device locks, {folder}, is not a folder that belongs to this user alone",
+                hint="Set XDG_RUNTIME_DIR to a folder of your own, which nobody else can write to.",
+            )
+    return top / "devices"
 
 
 def _is_own(folder: Path) -> bool:

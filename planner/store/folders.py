@@ -12,10 +12,12 @@ import json
 import os
 from pathlib import Path
 
-from autoplan.files import PRIVATE_FOLDER
+from autoplan.files import PRIVATE_FOLDER, open_regular
 from autoplan.planner.store.journal import store_error
 
 RECORD = "record.jsonl"
+LONGEST_HEAD_BYTES = 1 << 20
+"""Of the first line of a record: a study and what was asked of it, some 2 KiB."""
 OWN_FILES = (
     RECORD,
     "clock.json",
@@ -30,6 +32,8 @@ OWN_FILES = (
     "lock",
 )
 """What a study's folder contains, beside the SQLite study (`study.sqlite3*`)."""
+
+SQLITE_FILES = ("study.sqlite3", "study.sqlite3-wal", "study.sqlite3-shm", "study.sqlite3-journal")
 
 
 def study_folder(store: Path | None, identity: str) -> Path:
@@ -69,9 +73,9 @@ def move_aside(folder: Path, identity: str) -> tuple[Path, Path]:
 def _identity_in(folder: Path) -> str | None:
     """The identity of the study that is directly in a folder; None: there is none, or its first line is damaged."""
     try:
-        with (folder / RECORD).open() as lines:
-            head = json.loads(lines.readline())
-    except (OSError, ValueError):
+        with open_regular(folder / RECORD) as lines:
+            head = json.loads(lines.readline(LONGEST_HEAD_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     identity = head.get("identity") if isinstance(head, dict) else None
     return identity if isinstance(identity, str) else None

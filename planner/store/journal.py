@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import StoreError, UsageError
-from autoplan.files import PRIVATE_FILE, replace_file
+from autoplan.files import PRIVATE_FILE, refuse_special, replace_file
 
 ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
 
@@ -33,13 +33,20 @@ class RecordFile:
         self.path = path
         try:
             existed = path.exists()
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE_FILE)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_FILE)
+        except OSError as error:
+            raise store_error(path, error) from error
+        try:
+            refuse_special(self._fd, path)
             os.fchmod(self._fd, PRIVATE_FILE)  # earlier versions left it readable to others
             if not existed:
                 sync_directory(path.parent)
             self.documents, self._end = _read_whole_lines(path, self._fd)
-        except OSError as error:
-            raise store_error(path, error) from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise store_error(path, error) from error
+            raise
 
     def append(self, document: dict[str, Any]) -> None:
         """Adds a line and waits until it is on disk.
@@ -98,7 +105,7 @@ def _read_whole_lines(path: Path, fd: int) -> tuple[list[dict[str, Any]], int]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         document = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 

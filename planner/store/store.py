@@ -17,21 +17,22 @@ FOLDER/record.jsonl   the record: study, budget, trials, attempts, what was comp
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.files import PRIVATE_FILE, make_private_folder
+from autoplan.files import PRIVATE_FILE, is_special, make_private_folder, read_regular, refuse_foreign
 from autoplan.planner.records import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
-from autoplan.planner.store.folders import RECORD, move_aside
+from autoplan.planner.store.folders import OWN_FILES, RECORD, SQLITE_FILES, move_aside
 from autoplan.planner.store.journal import RecordFile, store_error, write_atomically
 from autoplan.processes import ProcessIdentity, is_alive
 from autoplan.strategies.config import TrainingConfig
@@ -39,6 +40,12 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 RECORD_SCHEMA = 1
 CLOCK_PERIOD_S = 2.0
+LONGEST_CLOCK_BYTES = 4096
+
+# What a file of the store may say, which anybody could have edited: a time of a search (ten years are none), its end.
+SECONDS = TypeAdapter(Annotated[float, Field(ge=0.0, le=10 * 365 * 86_400, allow_inf_nan=False)])
+END: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, str | None])
+STATUS = TypeAdapter(Literal["plan_found", "no_feasible_plan", "did_not_run", "budget_ended", "interrupted"])
 
 
 def study_identity(
@@ -284,20 +291,20 @@ class Store:
             self._record.append(head | {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
             return
         self._check_head(documents[0], summary)
-        for document in documents[1:]:
+        for number, document in enumerate(documents[1:], start=2):
             try:
                 self._load_one(document)
-            except (ValidationError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:  # pydantic's ValidationError is a ValueError
                 raise StoreError(
-                    f"{self._record.path} has a {document.get('kind', 'line')} that this version does not read: "
-                    f"{str(error).splitlines()[0]}",
-                    hint="Another version of autoplan wrote it. Start over with --fresh; the old folder is kept.",
+                    f"line {number} of {self._record.path} is one that this version does not read: {_reason(error)}",
+                    hint="Another version of autoplan wrote it, or it was edited. Start over with --fresh; the old "
+                    "folder is kept.",
                 ) from None
         try:
-            clock = json.loads((self.folder / "clock.json").read_text())
-            self._spent_before_s = max(self._spent_before_s, float(clock["spent_s"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # never written, or torn: the record's own figure counts
+            clock = json.loads(read_regular(self.folder / "clock.json", limit_bytes=LONGEST_CLOCK_BYTES))
+            self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(clock["spent_s"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass  # never written, torn, or no time that a search can take: the record's own figure counts
 
     def _check_head(self, head: dict[str, Any], summary: Mapping[str, Any]) -> None:
         if head.get("kind") != "study" or head.get("schema") != RECORD_SCHEMA:
@@ -313,7 +320,7 @@ class Store:
             )
 
     def _load_one(self, document: dict[str, Any]) -> None:
-        self._spent_before_s = max(self._spent_before_s, float(document.get("spent_s", 0.0)))
+        self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(document.get("spent_s", 0.0)))
         match document["kind"]:
             case "trial":
                 trial = Trial.model_validate(document["trial"] | {"resumed": True})
@@ -339,10 +346,12 @@ class Store:
             case "claim":
                 self._claims.append(ClaimRounds.model_validate(document["claim"]))
             case "budget":
-                self._take_budget(float(document["budget_s"]))
+                self._take_budget(SECONDS.validate_python(document["budget_s"]))
             case "finished" if not self._reopened:
                 end = {key: value for key, value in document.items() if key not in ("kind", "spent_s", "budget_s")}
-                self._take_end(end, float(document.get("budget_s", self._budget_s or 0.0)))  # older lines have none
+                budget_s = document.get("budget_s", self._budget_s or 0.0)  # older lines have none
+                STATUS.validate_python(end["status"])
+                self._take_end(END.validate_python(end), SECONDS.validate_python(budget_s))
 
 
 DIGESTS = {
@@ -365,6 +374,16 @@ def _differences(there: object, here: Mapping[str, Any]) -> str:
     return "; ".join(said) or "its workload, machine or version is not the same, and its record does not say which"
 
 
+def _reason(error: Exception) -> str:
+    """What is wrong with a line, in a few words: pydantic's own texts have several lines, and begin with a class."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if not isinstance(error, ValidationError):
+        return str(error).partition("\n")[0]
+    first = error.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'a value'}: {first['msg']}, and it is {str(first['input'])[:80]!r}"
+
+
 def _value(value: object) -> str:
     return "not given" if value in (None, {}, "") else str(value)
 
@@ -374,8 +393,13 @@ def _take(folder: Path, identity: str, *, wait: bool = False) -> Any:
     import filelock
 
     try:
+        if folder.name == identity and folder.parent.exists():
+            refuse_foreign(folder.parent, root_ok=True)  # who owns the store can put another study into it
         make_private_folder(folder, close=folder.name == identity)  # in any other, there may be files of the user
         make_private_folder(folder / "trials")
+        for name in (*OWN_FILES, *SQLITE_FILES):
+            if is_special(folder / name):
+                raise OSError(errno.EINVAL, f"{name} in it is a pipe or a device", str(folder))
         lock = filelock.FileLock(folder / "lock", timeout=-1 if wait else 0, mode=PRIVATE_FILE)
         lock.acquire()
     except filelock.Timeout:
@@ -395,7 +419,7 @@ def _take(folder: Path, identity: str, *, wait: bool = False) -> Any:
 
 def _owner(folder: Path) -> str:
     try:
-        identity = ProcessIdentity.model_validate_json((folder / "owner.json").read_text())
+        identity = ProcessIdentity.model_validate_json(read_regular(folder / "owner.json", limit_bytes=4096))
     except (OSError, ValidationError):
         return "process unknown"
     return f"process {identity.pid}" + ("" if is_alive(identity) else " (not on this machine)")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.errors import AutoplanError, WorkloadError
-from autoplan.files import replace_file
+from autoplan.files import read_regular, replace_file
 from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
 from autoplan.planner.trace.variants import PLAIN
@@ -260,7 +260,7 @@ def _version(name: str) -> str:
 
 def _read_cache(path: Path) -> ModelProfile | None:
     try:
-        return ModelProfile.model_validate_json(path.read_text())
+        return ModelProfile.model_validate_json(read_regular(path))
     except (OSError, ValueError):  # no such file, a damaged one, or another schema: traced again
         return None
 

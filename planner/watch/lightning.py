@@ -11,7 +11,7 @@ from autoplan.errors import MissingExtraError
 from autoplan.planner.plan import Plan
 from autoplan.planner.watch.loop import check_options
 from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter
-from autoplan.planner.watch.sinks import log_to_wandb
+from autoplan.planner.watch.sinks import give, log_to_wandb
 from autoplan.strategies.workloads.counting import count_on_host
 
 
@@ -121,13 +121,17 @@ class LightningWatch(_Callback):  # type: ignore[misc,valid-type]
         self._saving = True
 
     def _log(self, trainer: Any) -> None:
-        if self._unsaid is None:
+        figures, self._unsaid = self._unsaid, None
+        if figures is None:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(self._unsaid.as_metrics(), step=trainer.global_step)
+            give(
+                figures,
+                lambda figures, logger=logger: logger.log_metrics(figures.as_metrics(), step=trainer.global_step),
+                type(logger).__name__,
+            )
         if not trainer.loggers:
-            log_to_wandb(self._unsaid)
-        self._unsaid = None
+            give(figures, log_to_wandb, "the active run of W&B")
 
     def _keep(self, figures: Figures) -> None:
         self._unsaid = figures

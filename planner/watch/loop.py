@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter, is_first_rank
-from autoplan.planner.watch.sinks import log_to_wandb, log_to_writer
+from autoplan.planner.watch.sinks import give, log_to_wandb, log_to_writer
 from autoplan.strategies.workloads.counting import count_on_host
 
 Item = TypeVar("Item")
@@ -92,9 +93,9 @@ class Watch:
             self._items, self._positions, self._counted = self._items + found[0], self._positions + found[1], True
 
     def _log(self, figures: Figures) -> None:
-        log_to_wandb(figures)
+        give(figures, log_to_wandb, "the active run of W&B")
         if self._writer is not None:
-            log_to_writer(self._writer, figures)
+            give(figures, partial(log_to_writer, self._writer), "writer")
 
 
 @contextmanager

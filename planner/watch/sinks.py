@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 from autoplan.planner.watch.meter import Figures
+
+
+def give(figures: Figures, logger: Callable[[Figures], object], name: str) -> None:
+    """Gives figures to a logger. One that raises is warned of, and the training goes on without its figures.
+
+    Args:
+        figures: Of a window.
+        logger: Takes them.
+        name: What it is called in the warning.
+    """
+    try:
+        logger(figures)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"autoplan: {name} did not take the figures of a window: {type(error).__name__}: {said}. The training "
+            "goes on",
+            stacklevel=2,
+        )
 
 
 def log_to_wandb(figures: Figures) -> bool:

@@ -10,7 +10,7 @@ from transformers.trainer_callback import TrainerCallback
 from autoplan.planner.plan import Plan
 from autoplan.planner.watch.loop import check_options
 from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter
-from autoplan.planner.watch.sinks import log_to_wandb
+from autoplan.planner.watch.sinks import give, log_to_wandb
 
 
 class TransformersWatch(TrainerCallback):
@@ -121,4 +121,4 @@ class TransformersWatch(TrainerCallback):
     def _keep(self, figures: Figures) -> None:
         self._unsaid = figures
         if not self._first:
-            log_to_wandb(figures)
+            give(figures, log_to_wandb, "the active run of W&B")

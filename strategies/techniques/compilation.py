@@ -15,6 +15,7 @@ import torch
 
 from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
+from autoplan.processes.compile_cache import use_own_cache
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import CUDAGRAPH_MODES, knob_values
@@ -55,6 +56,7 @@ class CompilationStrategy:
                 f"compile_mode={config.compile_mode} records CUDA graphs; it needs a CUDA device",
                 hint="Use compile_mode=default.",
             )
+        use_own_cache()
         options: dict[str, Any] = {"dynamic": False}
         if config.compile_mode != "default":
             options["mode"] = config.compile_mode

@@ -133,6 +133,37 @@ def test_two_ranks_are_started_and_the_first_exit_code_is_the_answer(folder: Pat
     assert "rank 0 ended with exit status 7" in err
 
 
+BLAME = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+
+way, first = sys.argv[1], int(sys.argv[2])
+rank = int(os.environ["RANK"])
+if way == "group":
+    dist.init_process_group("gloo")
+if way == "saves":  # as many trainings do at SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+open(f"began-{rank}", "w").close()
+while not os.path.exists(f"began-{1 - rank}"):
+    time.sleep(0.01)
+if rank == first:
+    time.sleep(0.3)
+    raise ValueError("the batch is empty")
+if way == "group":
+    dist.all_reduce(torch.zeros(1))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", ["0", "1"])
+@pytest.mark.parametrize("way", ["alone", "saves", "group"])
+def test_the_rank_that_raised_is_named_and_gives_the_exit_code(folder: Path, way: str, first: str) -> None:
+    (folder / "blame.py").write_text(BLAME)
+    code, _, err = run(folder, "two.json", "blame.py", "--", way, first)
+    assert f"autoplan run: rank {first} ended with exit status 1, and so the others were ended" in err
+    assert code == 1
+
+
 @pytest.mark.parametrize(("plan", "word", "code"), [("one.json", "exit 9", 9), ("two.json", "kill", 137)])
 def test_the_exit_code_is_the_scripts(folder: Path, plan: str, word: str, code: int) -> None:
     assert run(folder, plan, "train.py", "--", *word.split())[0] == code
@@ -213,6 +244,85 @@ def test_a_plan_sets_no_variable_that_is_code(folder: Path) -> None:
     (folder / "evil.json").write_text(json.dumps(document))
     code, facts, err = run(folder, "evil.json", "train.py")
     assert code == 0 and "LD_PRELOAD" not in facts[0]["env"] and "LD_PRELOAD=/tmp/evil.so" in err
+
+
+UNASKED = "note: train.py never asked for the plan"
+
+
+@pytest.mark.parametrize(
+    ("plan", "text", "unasked"),
+    [
+        ("one.json", "print('trained')", True),
+        ("one.json", "import autoplan", True),
+        ("one.json", "import sys; sys.exit(0)", True),
+        ("one.json", "import sys; sys.exit(3)", False),
+        ("one.json", "raise ValueError('no batch')", False),
+        ("one.json", "import autoplan; autoplan.current_plan()", False),
+        ("one.json", "import autoplan, os; autoplan.load_plan(os.environ['AUTOPLAN_PLAN'])", False),
+        (
+            "one.json",
+            "import os, sys; os.system(f'{sys.executable} -c \"import autoplan; autoplan.current_plan()\"')",
+            False,
+        ),
+        ("one.json", "# Made by autoplan 0.1.0 from a plan found on 2026-01-01", False),
+        ("two.json", "print('trained')", True),
+        ("two.json", "import autoplan; autoplan.current_plan()", False),
+    ],
+)
+def test_a_script_that_never_asks_for_the_plan_is_told_so(folder: Path, plan: str, text: str, unasked: bool) -> None:
+    (folder / "train.py").write_text(text)
+    (folder / "tmp").mkdir()
+    _, _, err = run(folder, plan, "train.py", TMPDIR=str(folder / "tmp"))
+    assert err.count(UNASKED) == unasked
+    assert not unasked or "plan = autoplan.current_plan()" in err
+    assert not list((folder / "tmp").glob("autoplan-*"))
+
+
+AS_PYTHON = """
+import json, os, pickle, runpy, sys
+from multiprocessing import get_context
+
+class Own:
+    pass
+
+def square(value):
+    return value * value
+
+if __name__ == "__main__":
+    import beside
+    own = {"argv": sys.argv, "file": __file__, "path": sys.path[0], "spec": __spec__, "beside": beside.NAME}
+    own |= {"main": sys.modules["__main__"].__dict__ is globals(), "package": __package__, "doc": __doc__}
+    own["pickled"] = type(pickle.loads(pickle.dumps(Own()))) is Own
+    with get_context("spawn").Pool(1) as pool:
+        own["spawned"] = pool.map(square, [3])
+    print(json.dumps(own))
+"""
+
+
+def test_the_script_runs_as_python_runs_it(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "own.py").write_text(AS_PYTHON)
+    (folder / "sub" / "beside.py").write_text("NAME = 'beside'")
+    (folder / "link.py").symlink_to(folder / "sub" / "own.py")
+    for script in ("sub/own.py", "link.py"):
+        wanted = subprocess.run(
+            [sys.executable, script, "--lr", "1"], cwd=folder, capture_output=True, text=True, check=True
+        )
+        code, facts, err = run(folder, "one.json", script, "--", "--lr", "1")
+        assert code == 0 and facts == [json.loads(wanted.stdout)], err
+
+
+def test_more_threads_than_cores_are_said(folder: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    (folder / "train.py").write_text("import autoplan; autoplan.current_plan()")
+    make_plan(TrainingConfig(micro_batch=4, threads=cores + 1)).save(folder / "many.json")
+    make_plan(TrainingConfig(micro_batch=4, threads=cores, dp_replicate=2)).save(folder / "ranks.json")
+    _, _, err = run(folder, "many.json", "train.py")
+    assert err.count(f"the plan runs {cores + 1} threads, and there are {cores} core(s) for them") == 1
+    _, _, err = run(folder, "ranks.json", "train.py")
+    assert err.count(f"the plan runs 2 ranks of {cores} threads each, and there are {cores} core(s)") == 1
+    for plan in ("one.json", "two.json")[: min(cores, 2)]:
+        assert "core(s)" not in run(folder, plan, "train.py")[2]
 
 
 def test_outside_a_run_there_is_no_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.errors import ExportError
+from autoplan.errors import ExportError, UsageError
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.launch import launch_script, slurm_script, torchrun_script
 from autoplan.planner.export.run import export_plan, load_target
@@ -121,6 +121,27 @@ def test_the_plans_own_workload_runs_without_arguments(tmp_path: Path) -> None:
     assert lost.returncode == 2 and "There is no" in lost.stderr
     words, _ = json.loads(run_bash(script, env=env | {"PLAN": "elsewhere.json"}).stdout)
     assert words[-1] == "elsewhere.json"
+
+
+@pytest.mark.parametrize("name", ["it's", 'q"q', "a'b\"c", "$HOME`x`", "a\\", "-x", "#a;b", "a\tb", "é"])
+@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+def test_bash_finds_the_plan_whatever_its_name_is(to: str, name: str, tmp_path: Path) -> None:
+    script, file = export_plan(two_ranks(tmp_path), to, tmp_path / f"{name}.sh").paths
+    path = programs(tmp_path / "bin", torchrun=True)
+    done = run_bash(script, env={"PATH": path, **(ONE_NODE if to == "slurm" else {})})
+    assert done.returncode == 0, done.stderr
+    assert Path(json.loads(done.stdout)[0][-1]).name == file.name == f"{name}.plan.json"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "it's\n'", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\udc80"])
+@pytest.mark.parametrize("to", ["torchrun", "slurm", "json", "pytorch"])
+def test_a_name_of_several_lines_is_refused(to: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(UsageError, match="--out|out names the file") as caught:
+        export_plan(make_plan(), to, folder / f"{name}{load_target(to).suffix}")
+    assert str(caught.value).isprintable() or "\n  Nothing was written" in str(caught.value)
+    assert not list(folder.iterdir())
 
 
 def test_a_plan_of_objects_needs_a_script(tmp_path: Path) -> None:

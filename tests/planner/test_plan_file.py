@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def test_what_is_no_plan_is_said_to_be_none(text: bytes, tmp_path: Path) -> None
 def test_a_file_without_an_end_is_not_read_to_it() -> None:
     with pytest.raises(PlanError, match="64 MiB"):
         Plan.load("/dev/zero")
+
+
+@pytest.mark.alone
+def test_a_key_that_is_repeated_is_found_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    names = [f'"{number}":0' for number in range(300_000)]
+    for repeated in (names[:1], names[-1:]):
+        path.write_text("{" + ",".join(names + repeated) + "}")
+        began = time.process_time()
+        with pytest.raises(PlanError, match="twice in one object"):
+            Plan.load(path)
+        assert time.process_time() - began < 10, "each key was counted for each other"
 
 
 @pytest.mark.parametrize("path", ["", ".", "/", "nowhere/plan.json", "a\0b", "x" * 5000])

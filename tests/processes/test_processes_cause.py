@@ -80,12 +80,13 @@ def load_library(context: RankContext, path: str) -> str:
 
 @pytest.mark.parametrize(
     ("folder", "content"),
-    [("torchinductor_me/ab", b""), ("torchinductor_me/ab", b"part" * 500), ("elsewhere", b"")],
+    [("compiled/ab", b""), ("compiled/ab", b"part" * 500), ("elsewhere", b"")],
     ids=["empty", "no ELF", "of another folder"],
 )
 def test_a_library_that_a_killed_compiler_left_is_built_again(
-    zygote: Zygote, tmp_path: Path, folder: str, content: bytes
+    zygote: Zygote, tmp_path: Path, folder: str, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     path = tmp_path / folder / "kernel.so"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)

@@ -115,6 +115,23 @@ def test_output_without_an_end_does_not_fill_the_disk(zygote: Zygote, tmp_path: 
     assert "the last line" in rank.stderr_tail and "after the noise" in rank.stderr_tail
 
 
+@pytest.mark.parametrize("ended", [Ended.FINISHED, Ended.RANK_FAILED, Ended.DEADLINE])
+def test_a_task_that_ended_leaves_the_last_part_of_its_output(zygote: Zygote, tmp_path: Path, ended: Ended) -> None:
+    """A rank prints 40 MB faster than anybody looks, and a search has hundreds of tasks."""
+    late = ended is Ended.DEADLINE
+    task = Task(
+        target=targets.write_much,
+        args=(40_000, 60.0 if late else 0.0),
+        independent=ended is Ended.FINISHED,
+        total_deadline_s=8.0 if late else 120.0,
+        directory=tmp_path,
+    )
+    report = zygote.run(task)
+    assert report.ended is ended and "the last line" in report.ranks[0].stderr_tail
+    assert (tmp_path / "rank0.stderr").stat().st_size <= MIB // 4
+    assert "the last line" in (tmp_path / "rank0.stderr").read_text()
+
+
 def test_an_exception_whose_text_raises(zygote: Zygote) -> None:
     rank = _run_failing(zygote, Task(target=targets.raise_unspeakable))
     assert rank.error is not None and rank.error.is_a("UnspeakableError")
@@ -187,18 +204,20 @@ def test_one_of_two_ranks_that_dies_ends_the_task_with_its_reason(zygote: Zygote
         assert failure.signal == signal.SIGKILL
 
 
-def test_a_lost_zygote_is_reported_and_replaced(token: str) -> None:
+def test_a_lost_zygote_is_reported_and_replaced(token: str, tmp_path: Path) -> None:
     with Zygote(preload=(), env={"PROCESS_TEST_TOKEN": token}) as zygote:
 
         def kill_the_zygote(context: object) -> None:
             import os
             import time
 
+            os.write(1, b"x" * 2**20)
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(600)
 
-        report = zygote.run(Task(target=kill_the_zygote, total_deadline_s=60.0))
+        report = zygote.run(Task(target=kill_the_zygote, total_deadline_s=60.0, directory=tmp_path))
         assert report.ended is Ended.ZYGOTE_LOST
+        assert 0 < (tmp_path / "rank0.stdout").stat().st_size <= MIB // 4
         assert wait_until(lambda: not survivors(token), 5.0)
         assert zygote.run(Task(target=targets.give, args=("again",))).results == ("again",)
     assert survivors(token) == set()

@@ -103,8 +103,58 @@ def test_the_files_are_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPat
             0o600,
         )
     lock_folder().chmod(0o777)
-    with pytest.raises(StoreError, match="does not belong|belongs"):
+    with pytest.raises(StoreError, match="belongs to this user alone"):
         DeviceLock(["GPU-1"])
+
+
+ANYWHERE = """
+import sys, time
+from pathlib import Path
+from autoplan.planner.store import device_lock
+device_lock.SHARED = Path(sys.argv[1])
+with device_lock.DeviceLock(["GPU-1"]):
+    print("held", flush=True)
+    time.sleep(60 if "hold" in sys.argv else 0)
+"""
+
+
+def test_searches_of_one_user_meet_whatever_folders_they_were_given(folder: Path):
+    """Without a runtime folder, as in a container; each with a state, cache and temporary folder of its own."""
+    shared = folder / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    nobodys = {"XDG_RUNTIME_DIR": str(folder / "none")}
+    others = [
+        {name: str(folder / place) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "TMPDIR", "HOME")}
+        for place in ("one", "two")
+    ]
+    command = [sys.executable, "-c", ANYWHERE, str(shared)]
+    first = subprocess.Popen(
+        [*command, "hold"], env={**os.environ, **nobodys, **others[0]}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        second = subprocess.run(command, env={**os.environ, **nobodys, **others[1]}, capture_output=True, text=True)
+        assert f"DeviceBusyError: the GPU GPU-1 is in use by another search, process {first.pid}" in second.stderr
+    finally:
+        end(first)
+    assert (shared / f"autoplan-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("planted", ["link", "shared"])
+def test_a_folder_that_somebody_else_planted_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch, planted: str):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "none"))
+    monkeypatch.setattr(device_lock, "SHARED", folder)
+    place = folder / f"autoplan-{os.getuid()}"
+    if planted == "link":
+        (folder / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(folder / "elsewhere")
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    with pytest.raises(StoreError, match="belongs to this user alone") as caught:
+        lock_folder()
+    assert "XDG_RUNTIME_DIR" in (caught.value.flag_hint or "") and not list(place.iterdir())
 
 
 def test_a_runtime_folder_that_others_can_write_to_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -112,8 +162,8 @@ def test_a_runtime_folder_that_others_can_write_to_is_not_used(folder: Path, mon
     shared.mkdir()
     shared.chmod(0o777)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared))
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    assert lock_folder() == folder / "state" / "autoplan" / "devices"
+    monkeypatch.setattr(device_lock, "SHARED", folder)
+    assert lock_folder() == folder / f"autoplan-{os.getuid()}" / "devices"
 
 
 def test_a_search_locks_its_own_cores_or_its_first_gpus(monkeypatch: pytest.MonkeyPatch):

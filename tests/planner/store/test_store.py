@@ -200,6 +200,93 @@ def test_time_spent_adds_up_over_runs(tmp_path: Path):
         assert store.spent_s < first + 100.0  # a torn clock: what the record says
 
 
+@pytest.mark.parametrize("spent", ["1e309", "-5", "NaN", '"abc"', "[]", "1e12", "[" * 4000, "1" * 5000])
+def test_a_clock_that_says_no_time_is_not_taken(tmp_path: Path, spent: str):
+    with open_store(tmp_path / "s") as store:
+        store.add_trial(make_trial(0))
+    (tmp_path / "s" / "clock.json").write_text(f'{{"spent_s": {spent}}}')
+    with open_store(tmp_path / "s") as store:
+        assert store.spent_s < 100.0
+        store.add_trial(make_trial(1))
+    with open_store(tmp_path / "s") as store:
+        assert store.spent_s < 100.0 and len(store.trials) == 2, "and nothing of it came into the record"
+
+
+LINES = {
+    "time": ('{"kind":"budget","budget_s":9,"spent_s":"abc"}', "abc"),
+    "endless": ('{"kind":"budget","budget_s":9,"spent_s":1e309}', "finite"),
+    "negative": ('{"kind":"budget","budget_s":9,"spent_s":-1}', "greater than or equal to 0"),
+    "budget": ('{"kind":"budget","budget_s":"much"}', "much"),
+    "budget list": ('{"kind":"budget","budget_s":[1]}', "number"),
+    "no budget": ('{"kind":"budget"}', "budget_s"),
+    "no kind": ('{"budget_s":1}', "kind"),
+    "trial": ('{"kind":"trial","trial":[1]}', "list"),
+    "trial text": ('{"kind":"trial","trial":"abc"}', "str"),
+    "end": ('{"kind":"finished","status":["plan_found"]}', "plan_found"),
+    "another end": ('{"kind":"finished","status":"won"}', "plan_found"),
+    "no end": ('{"kind":"finished"}', "status"),
+    "end budget": ('{"kind":"finished","status":"plan_found","budget_s":"x"}', "number"),
+    "reason": ('{"kind":"finished","status":"plan_found","reason":{"a":1}}', "reason"),
+    "parity": ('{"kind":"parity","config":1,"parity":2}', "Parity"),
+}
+
+
+@pytest.mark.parametrize(("line", "words"), LINES.values(), ids=LINES)
+def test_a_line_with_a_value_of_no_search_is_said_with_its_number(tmp_path: Path, line: str, words: str):
+    open_store(tmp_path / "s").close()
+    with (tmp_path / "s" / "record.jsonl").open("a") as record:
+        record.write(f"{line}\n")
+    with pytest.raises(StoreError, match=r"line 2 of .*record\.jsonl") as caught:
+        open_store(tmp_path / "s")
+    assert words in caught.value.message and "--fresh" in (caught.value.flag_hint or "")
+    open_store(tmp_path / "s", fresh=True).close()
+
+
+@pytest.mark.parametrize("brackets", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_line_of_brackets_is_a_damaged_one(tmp_path: Path, brackets: str):
+    open_store(tmp_path / "s").close()
+    path = tmp_path / "s" / "record.jsonl"
+    head = path.read_text()
+    path.write_text(f"{head}{brackets}\n{head}")
+    with pytest.raises(StoreError, match="line 2 .* is damaged"):
+        open_store(tmp_path / "s")
+    path.write_text(brackets)
+    assert study_folder(tmp_path / "s", "abc") == tmp_path / "s" / "abc"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["record.jsonl", "clock.json", "owner.json", "plan.json", "study.sqlite3", "lock"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str):
+    open_store(tmp_path / "s").close()
+    (tmp_path / "s" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "s" / name)
+    code = (
+        "from pathlib import Path; from autoplan.planner.store.store import Store\n"
+        "from autoplan.planner.store.folders import study_folder\n"
+        f"Store(study_folder(Path({str(tmp_path / 's')!r}), 'abc'), 'abc', summary={{}})\n"
+        f"Store(Path({str(tmp_path / 's')!r}), 'abc', summary={{}})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"StoreError: {tmp_path / 's'} cannot be used: {name} in it is a pipe or a device" in done.stderr
+
+
+def test_a_store_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    if os.geteuid() == 0:
+        os.chown(shared, 12345, -1)
+        owner = 12345
+    else:
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(StoreError, match=f"belongs to the user with the number {owner}, not to you"):
+        open_store(study_folder(shared, "abc"))
+    assert not list(shared.iterdir()), "nothing was made there"
+    (tmp_path / "link").symlink_to(shared)
+    with pytest.raises(StoreError, match="belongs to the user"):
+        open_store(study_folder(tmp_path / "link", "abc"))
+
+
 def test_another_search_in_the_folder_is_refused(tmp_path: Path):
     open_store(tmp_path / "s", "one").close()
     with pytest.raises(StoreError, match="holds another search"):

@@ -198,6 +198,28 @@ def test_pauses_count_for_nothing(no_warning: None) -> None:
     assert watch.figures is not None and watch.figures.step_time_s < 2.5 * STEP_S
 
 
+def test_a_logger_that_raises_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def log(self, *_: Any, **__: Any) -> None:
+            self.asked += 1
+            raise ConnectionError("no route to the server\nsecond line")
+
+        add_scalar = log
+
+    run, writer = Broken(), Broken()
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        with autoplan.watch(plan_at(10.0), writer=writer, window_s=LEAST_STEPS * STEP_S) as watch:
+            steps(watch)
+    assert watch.figures is not None and run.asked >= 2 and writer.asked >= 2, "each window is given to both"
+    texts = [str(one.message) for one in said]
+    assert len(texts) == 2 and all(text.endswith("no route to the server. The training goes on") for text in texts)
+
+
 def test_the_figures_go_to_a_writer_and_to_a_run_that_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, float, int]] = []
     lines: list[tuple[dict[str, float], bool]] = []
