@@ -6,7 +6,7 @@ from html import escape
 
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
-from autoplan.report import facts
+from autoplan.report import facts, pieces
 from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_rates, draw_tradeoff
 from autoplan.units import format_bytes, format_number, format_seconds
@@ -146,7 +146,7 @@ def _notes(plan: Plan) -> str:
     lines = [versions, *(f"{topic}: {text}" for topic, text in facts.workload_notes(plan.workload))]
     objective = facts.objective_words(plan)
     lines += [] if objective is None else [f"objective: {objective}"]
-    time = facts.time_words(plan.ledger)
+    time = pieces.time_words(plan.ledger)
     lines += [] if time is None else [f"time: {time}"]
     loading = facts.loading_words(plan)
     lines += [] if loading is None else [f"loader: {loading}"]

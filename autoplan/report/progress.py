@@ -14,7 +14,7 @@ from rich.text import Text
 from autoplan.planner.records import LeftOutFamily, Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver
 from autoplan.probes.profile import HardwareProfile
-from autoplan.report import facts
+from autoplan.report import facts, pieces
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.text import printable
@@ -99,8 +99,8 @@ class PlainProgress(SearchObserver):
 
     def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
         self.work = work
-        so_far = facts.best_words(best, self.baseline, self.unit)
-        self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {facts.work_words(work)}")
+        so_far = pieces.best_words(best, self.baseline, self.unit)
+        self.say(f"{format_clock(budget.left_s)} left, {so_far}; next: {pieces.work_words(work)}")
 
     def on_trial_started(
         self,
@@ -173,7 +173,7 @@ class LiveProgress(PlainProgress):
         if self.running:
             lines.append(Text(self.running, style="dim", overflow="ellipsis", no_wrap=True))
         if self.best is not None:
-            text = facts.best_words(self.best, self.baseline, self.unit)
+            text = pieces.best_words(self.best, self.baseline, self.unit)
             lines.append(Text(f"{text}: {self.best.config.describe()}", overflow="ellipsis", no_wrap=True))
         return Group(*lines)
 
@@ -193,7 +193,7 @@ class LiveProgress(PlainProgress):
     def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
         self.remember(budget)
         self.work, self.best = work, best
-        self.doing, self.running = facts.work_words(work), ""
+        self.doing, self.running = pieces.work_words(work), ""
 
     def on_trial_started(
         self,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import LeftOutFamily, Trial
-from autoplan.report import facts
+from autoplan.report import facts, pieces
 from autoplan.text import printable
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
         say(console, topic, text)
     say(console, "hardware", facts.hardware_line(plan))
     say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
-    time = facts.time_words(plan.ledger)
+    time = pieces.time_words(plan.ledger)
     if time is not None:
         say(console, "time", time)
     console.print()

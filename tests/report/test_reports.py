@@ -16,7 +16,7 @@ from autoplan.planner.plan_checks import broken_rules
 from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import BudgetState
-from autoplan.report import facts, terminal
+from autoplan.report import facts, pieces, terminal
 from autoplan.report.html import render_page
 from autoplan.report.progress import LiveProgress, PlainProgress
 from autoplan.report.screen import is_plain, make_console
@@ -386,9 +386,9 @@ def test_the_end_screen_has_one_line_of_the_ledger() -> None:
     plan = make_plan()
     ledger = make_ledger(plan.config, plan.baseline.config)
     words = "setup 15 s, plain run 47 s, 9 looks 235 s, parity 50 s, claim 4 rounds 142 s"
-    assert facts.time_words(ledger) == words
-    assert facts.time_words(()) is None, "a plan of an earlier version"
-    assert facts.time_words(ledger[1:]) == words, "what was spent before the first piece"
+    assert pieces.time_words(ledger) == words
+    assert pieces.time_words(()) is None, "a plan of an earlier version"
+    assert pieces.time_words(ledger[1:]) == words, "what was spent before the first piece"
     console = Console(file=io.StringIO(), width=300)
     terminal.show_plan(console, plan.model_copy(update={"ledger": ledger}))
     assert f"\ntime: {words}\n" in console.file.getvalue()  # type: ignore[attr-defined]
