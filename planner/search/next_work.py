@@ -40,6 +40,10 @@ CLAIM_ROUNDS = 2
 LEAST_PAIR_GAIN = 0.001
 """A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""
 
+SLOW_MOMENTS = 1.15
+"""What the leader needs is taken to last so many times what its runs took before: one of them may meet a slow moment.
+Assumed."""
+
 SPARED_LOOKS = 3.0
 """A probe, or the trace of the next candidates' variants, spares about so many looks at candidates that the rough
 predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
@@ -198,7 +202,7 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
         needs_s = max(option.needs_s, state.leader_needs_s)
     else:
         needs_s = max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
-    return option.devices <= free_devices and option.cost_s + needs_s <= left_s
+    return option.devices <= free_devices and option.cost_s + SLOW_MOMENTS * needs_s <= left_s
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:

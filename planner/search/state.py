@@ -42,6 +42,9 @@ MOST_LOOKS = 200
 NEAR_THE_FRONT = 12
 """So many of the next candidates have their variants traced together."""
 
+LEAST_CHECK_S = 2.0
+"""Of any check: two processes, and the comparison of their records (2.1 s were measured of a model of 200 kB)."""
+
 CHECK_MARGIN = 1.25
 """A check is taken to cost so many times what its parts are predicted to, until one was made here. Assumed."""
 
@@ -225,7 +228,7 @@ def check_s(session: Session, config: TrainingConfig) -> float:
     if session.store.parity_of(config) is not None:
         return 0.0
     predicted_s = parity_time.least_check_s(session.trial_cost, session.parity_cost, config)
-    return predicted_s * _check_factor(session.store.ledger)
+    return max(predicted_s * _check_factor(session.store.ledger), LEAST_CHECK_S)
 
 
 def _check_factor(ledger: tuple[WorkLine, ...]) -> float:
