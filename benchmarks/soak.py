@@ -1,6 +1,7 @@
 """Kills searches at random, resumes them, and checks that nothing is lost, repeated or left: `make soak`.
 
     python -m benchmarks.soak --minutes 60 --seed 0 --counts soak.json
+    python -m benchmarks.soak --minutes 10 --phases finalists parity --counts late.json
 
 Killed with SIGKILL are the planner, its zygote, both at once, a rank, and its child, in each phase of a tiny search
 until each pair was hit at least LEAST times; the least hit is next. After each kill of the planner the same search is
@@ -29,6 +30,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +51,35 @@ PHASES = ("inspect", "trace", "baseline", "search", "finalists", "parity", "clai
 STAGE_OF = {"plan": "write"}  # the search's own name of the stage
 VICTIMS = ("planner", "zygote", "both", "rank", "child")
 WITHOUT_RANKS = ("write",)
-SPAN_S = {"inspect": 0.5, "trace": 1.0, "baseline": 2.0, "search": 1.0, "finalists": 1.5, "parity": 1.5, "claim": 3.0}
+SPAN_S = {"inspect": 0.5, "trace": 1.0, "baseline": 2.0, "search": 1.0, "finalists": 1.5, "parity": 0.7, "claim": 3.0}
 SPAN_S |= {"write": 0.05}
 """A kill comes at a random moment within so many seconds of the phase's beginning."""
 
 
-def pairs() -> list[str]:
+def pairs(phases: Sequence[str] = PHASES) -> list[str]:
     """phase/victim of each pair that there is; no rank runs while the plan is written."""
     return [
         f"{phase}/{victim}"
-        for phase in PHASES
+        for phase in phases
         for victim in VICTIMS
         if not (phase in WITHOUT_RANKS and victim in ("rank", "child"))
     ]
 
 
 class Soak:
-    """The counts of a soak, kept in a file, and the folder of the search that is being killed."""
+    """The counts of a soak, kept in a file, and the folder of the search that is being killed.
 
-    def __init__(self, counts: Path, seed: int) -> None:
+    Args:
+        counts: The file.
+        seed: Of the moments and the victims.
+        phases: In which it kills.
+    """
+
+    def __init__(self, counts: Path, seed: int, phases: Sequence[str] = PHASES) -> None:
         self.path = counts
+        self.phases = tuple(phases)
         known: dict[str, Any] = json.loads(counts.read_text()) if counts.exists() else {}
-        self.kills = Counter(dict.fromkeys(pairs(), 0) | known.get("kills", {}))
+        self.kills = Counter(dict.fromkeys(pairs(phases), 0) | known.get("kills", {}))
         self.figures = Counter(known.get("figures", {}))
         self.worst_end_s = float(known.get("worst_end_s", 0.0))
         self.findings: list[str] = known.get("findings", [])
@@ -129,8 +138,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--counts", type=Path, default=Path("soak.json"), help="goes on from there if it exists")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, help="kill in these alone")
     options = parser.parse_args()
-    soak = Soak(options.counts, options.seed)
+    soak = Soak(options.counts, options.seed, options.phases)
     began, before_s = time.monotonic(), soak.seconds
     try:
         while time.monotonic() - began < 60 * options.minutes:
@@ -154,7 +164,7 @@ def run_once(soak: Soak) -> None:
         file.unlink(missing_ok=True)
     temporary = soak.folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    if min(count for pair, count in soak.kills.items() if pair.startswith("trace/")) < LEAST:  # traced again
+    if any(count < LEAST for pair, count in soak.kills.items() if pair.startswith("trace/")):  # traced again
         shutil.rmtree(soak.cache / "autoplan" / "profiles", ignore_errors=True)
     environment = os.environ | {MARK: mark, "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(soak.cache)}
     command = [sys.executable, "-m", "benchmarks.soak_search", str(soak.store), str(BUDGET_S)]
@@ -195,7 +205,7 @@ def kill_on_the_way(soak: Soak, planner: subprocess.Popen[bytes], phase_file: Pa
         current = read_phase(phase_file)
         if current != phase:
             phase = current
-            victim = soak.next_victim(phase) if phase in PHASES else None
+            victim = soak.next_victim(phase) if phase in soak.phases else None
             due_at = now + soak.random.uniform(0.0, SPAN_S.get(phase, 0.0))
         if victim is not None and now >= due_at:
             pids = pids_of(victim, planner.pid)

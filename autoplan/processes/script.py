@@ -31,7 +31,7 @@ def main() -> None:
     module.__file__ = os.path.abspath(script)
     module.__loader__ = SourceFileLoader("__main__", module.__file__)
     sys.modules["__main__"] = module
-    ended_well = []
+    ended_well: list[bool] = []
     atexit.register(
         _say_unasked, script, os.getpid(), ended_well
     )  # the first to be registered is the last to be called

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from autoplan.errors import MissingExtraError
@@ -125,13 +126,13 @@ class LightningWatch(_Callback):  # type: ignore[misc,valid-type]
         if figures is None:
             return
         for logger in trainer.loggers:
-            give(
-                figures,
-                lambda figures, logger=logger: logger.log_metrics(figures.as_metrics(), step=trainer.global_step),
-                type(logger).__name__,
-            )
+            give(figures, partial(_log_to, logger, trainer.global_step), type(logger).__name__)
         if not trainer.loggers:
             give(figures, log_to_wandb, "the active run of W&B")
 
     def _keep(self, figures: Figures) -> None:
         self._unsaid = figures
+
+
+def _log_to(logger: Any, step: int, figures: Figures) -> None:
+    logger.log_metrics(figures.as_metrics(), step=step)

@@ -12,7 +12,7 @@ import pytest
 
 from autoplan.processes import linux
 from benchmarks import soak as module
-from benchmarks.soak import MARK, VICTIMS, Soak, check_end, check_record, pairs, take_result
+from benchmarks.soak import MARK, VICTIMS, Soak, check_end, check_record, pairs, run_once, take_result
 
 
 @pytest.fixture
@@ -80,6 +80,25 @@ def test_every_victim_is_hit_in_every_phase_and_the_counts_go_on_from_their_file
     assert {soak.kills[f"parity/{victim}"] for victim in VICTIMS} == {module.LEAST}
     soak.save()
     assert Soak(tmp_path / "counts.json", seed=0).kills == soak.kills
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_kills_in_finalists_and_parity_lose_nothing(
+    probed_machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner and a rank once in each of the two phases; the searches come to their plans all the same."""
+    monkeypatch.setattr(module, "LEAST", 1)
+    monkeypatch.setattr(module, "VICTIMS", ("planner", "rank"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    soak = Soak(tmp_path / "counts.json", seed=0, phases=("finalists", "parity"))
+    soak.cache = Path(os.environ["XDG_CACHE_HOME"])
+    give_up_at = time.monotonic() + 600
+    while min(soak.kills.values()) < 1 or not soak.figures["searches"]:
+        assert time.monotonic() < give_up_at, soak.line()
+        run_once(soak)
+    assert set(soak.kills) == {"finalists/planner", "finalists/rank", "parity/planner", "parity/rank"}
+    assert soak.findings == [] and soak.figures["searches"] >= 1, soak.line()
 
 
 @pytest.mark.slow
