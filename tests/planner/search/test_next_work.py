@@ -54,20 +54,36 @@ def test_the_plain_run_comes_first_of_all():
 # The one constraint.
 
 
-def test_a_look_is_not_made_if_its_own_proof_would_not_fit_after_it():
-    state = State(looks=[look(cost_s=10.0, needs_s=30.0)])
-    assert next_work(state, 40.0).kind == "look"
-    assert next_work(state, 39.9).kind == "end"
-
-
 def test_a_look_leaves_what_the_leader_still_needs():
     state = State(looks=[look(cost_s=10.0, needs_s=5.0)], leader_needs_s=30.0)
     assert next_work(state, 40.0).kind == "look"
     assert next_work(state, 39.9).kind == "end"
 
 
+def test_a_look_leaves_its_own_proof_too():
+    state = State(looks=[look(cost_s=10.0, needs_s=35.0)], leader_needs_s=30.0)
+    assert next_work(state, 45.0).kind == "look"
+    assert next_work(state, 44.9).kind == "end"
+
+
 def test_a_leader_that_is_the_plain_run_needs_nothing():
     assert next_work(State(looks=[look(cost_s=10.0)]), 10.0).kind == "look"
+
+
+def test_a_budget_that_holds_no_claim_still_finds_and_checks():
+    """A checked plan whose speed-up is not claimed is worth more than none; without its check it is none."""
+    state = State(looks=[look(cost_s=10.0, needs_s=30.0, check_s=12.0)])
+    assert next_work(state, 22.0).kind == "look"
+    assert next_work(state, 21.9).kind == "end"
+    leads = replace(state, check=option("parity", 15.0), leader_needs_s=40.0)
+    assert next_work(leads, 25.0).kind == "look"
+    assert next_work(leads, 24.9).kind == "parity", "the leader's check is longer than the candidate's"
+
+
+def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
+    state = State(looks=[look(cost_s=1.0, needs_s=25.0, check_s=2.0)], leader_needs_s=20.0, claim=option("claim", 20.0))
+    assert next_work(state, 20.5).kind == "claim"
+    assert next_work(replace(state, claim=None, leader_needs_s=0.0), 20.5).kind == "look", "there is none to give up"
 
 
 def test_the_next_best_that_fits_is_taken_where_the_best_does_not():
@@ -78,11 +94,12 @@ def test_the_next_best_that_fits_is_taken_where_the_best_does_not():
 
 @pytest.mark.parametrize("kind", ["pair", "hand setting"])
 def test_pairs_and_the_hand_setting_are_under_the_same_constraint(kind: Any):
-    one = option(kind, 10.0, gain=0.1, needs_s=20.0)
+    one = option(kind, 10.0, gain=0.1, needs_s=20.0, check_s=8.0)
     state = State(pairs=[one]) if kind == "pair" else State(hand=one)
-    assert next_work(state, 30.0).kind == kind
-    assert next_work(state, 29.9).kind == "end"
-    assert next_work(replace(state, leader_needs_s=25.0), 30.0).kind == "end"
+    leads = replace(state, leader_needs_s=15.0)
+    assert next_work(leads, 30.0).kind == kind
+    assert next_work(leads, 29.9).kind == "end"
+    assert next_work(replace(leads, leader_needs_s=25.0), 34.9).kind == "end"
 
 
 # Parity.
@@ -90,9 +107,10 @@ def test_pairs_and_the_hand_setting_are_under_the_same_constraint(kind: Any):
 
 def test_the_check_of_a_leader_is_never_dropped():
     check = option("parity", 50.0, gain=0.2)
-    for left_s in (100.0, 10.0, 0.0, -20.0):
+    for left_s in (100.0, 10.0, 0.1):
         assert next_work(State(check=check, leader_needs_s=80.0, out_of_looks=True), left_s).kind == "parity"
     assert next_work(State(check=replace(check, gain=0.0)), 1.0).kind == "parity", "also one that is sure to pass"
+    assert next_work(State(check=check), 0.0).kind == "end", "it would be ended at once"
 
 
 def test_a_check_does_not_count_twice_in_what_the_leader_needs():
@@ -125,9 +143,17 @@ def test_a_probe_or_a_trace_comes_before_a_look_if_it_costs_less_than_what_it_sp
 
 
 def test_a_probe_is_left_out_where_the_look_would_not_fit_after_it():
-    state = State(looks=[look(cost_s=10.0, needs_s=20.0)], sharpen=[option("probe", 15.0)])
+    state = State(looks=[look(cost_s=10.0, needs_s=20.0, check_s=5.0)], sharpen=[option("probe", 15.0)])
     assert next_work(state, 45.0).kind == "probe"
     assert next_work(state, 44.9).kind == "look"
+    assert next_work(state, 29.9).kind == "look", "nor without a claim"
+
+
+def test_without_a_claim_a_probe_leaves_the_check_of_the_leader():
+    state = State(looks=[look(cost_s=10.0, needs_s=90.0)], sharpen=[option("probe", 10.0)], leader_needs_s=90.0)
+    checked = replace(state, check=option("parity", 15.0))
+    assert next_work(checked, 35.0).kind == "probe"
+    assert next_work(checked, 34.9).kind == "look"
 
 
 def test_a_probe_is_for_looks_alone():
@@ -249,6 +275,7 @@ def drawn(draw: random.Random) -> State:
     def some(kind: Any, most_s: float = 60.0, **more: Any) -> Option:
         facts = {"gain": draw.choice([0.0, 0.0005, 0.01, 0.1, 0.7]), "cost_s": draw.uniform(0.2, most_s)}
         facts |= {"needs_s": draw.choice([0.0, draw.uniform(0.0, 80.0)]), "devices": draw.choice([1, 1, 1, 2])}
+        facts["check_s"] = draw.random() * facts["needs_s"]
         return Option(kind=kind, **(facts | more))
 
     def maybe(kind: Any, **more: Any) -> Option | None:
@@ -305,15 +332,17 @@ def test_in_any_state_the_leader_keeps_what_it_needs_and_the_search_ends():
                 assert work.cost_s <= left_s
             elif work.kind != "parity":
                 before_look = work.kind in ("probe", "trace", "compile ahead")
-                needs_s = max(state.leader_needs_s, 0.0 if before_look else work.needs_s)
-                assert work.cost_s + needs_s <= left_s, "what a leader needs was spent"
+                after_s = left_s - work.cost_s
+                assert after_s >= (0.0 if before_look else work.check_s), "it could not be checked if it leads"
+                assert after_s >= (0.0 if state.check is None else state.check.cost_s), "the leader's check was spent"
+                assert not 0 < state.leader_needs_s <= left_s or after_s >= state.leader_needs_s, "its claim was spent"
                 assert before_look or work.devices <= devices
                 assert not state.claim_began
                 assert not state.out_of_looks or work.kind == "pair", "--max-trials was passed"
             state, left_s = without(state, work), left_s - work.cost_s
         else:
             pytest.fail("it did not end")
-        assert state.check is None, "a leader was left unchecked"
+        assert state.check is None or left_s <= 0, "a leader was left unchecked"
         cheap = [one for one in state.looks if one.cost_s + max(one.needs_s, state.leader_needs_s) <= left_s]
         open_to = not (state.claim_began or state.out_of_looks)
         assert not open_to or not [one for one in cheap if one.devices <= devices], "it ended with time for a look"
