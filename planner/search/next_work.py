@@ -196,20 +196,23 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
 
     Without the claim, if the budget has no room for one.
     """
+    return option.devices <= free_devices and option.cost_s + _needed_s(option, state, claimed) <= left_s
+
+
+def _needed_s(option: Option, state: State, claimed: bool) -> float:
+    """What a leader needs after a piece: the one of now, or the one that the piece may make."""
     if option.kind == "parity":  # is part of what the leader needs
-        needs_s = 0.0
-    elif claimed:
-        needs_s = max(option.needs_s, state.leader_needs_s)
-    else:
-        needs_s = max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
-    return option.devices <= free_devices and option.cost_s + SLOW_MOMENTS * needs_s <= left_s
+        return 0.0
+    if claimed:
+        return SLOW_MOMENTS * max(option.needs_s, state.leader_needs_s)
+    return SLOW_MOMENTS * max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:
     """What comes before a look: the probe or trace that its prediction waits for, or compiling it beside others."""
-    later_s = look.cost_s + max(look.needs_s, state.leader_needs_s)
+    later_s = look.cost_s + _needed_s(look, state, True)
     if later_s > left_s:  # there is no room for the claim
-        later_s = look.cost_s + look.check_s
+        later_s = look.cost_s + _needed_s(look, state, False)
     for option in state.sharpen:
         if option.cost_s <= SPARED_LOOKS * look.cost_s and option.cost_s + later_s <= left_s:
             return option, (look, *rest)
