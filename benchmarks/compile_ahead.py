@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.search.compile_ahead import compile_task
 from autoplan.planner.search.compile_choice import compile_share, slowdown
+
+from autoplan.planner.search.compile_ahead import compile_task
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest

@@ -1,4 +1,4 @@
-"""Draws best-so-far against device seconds, as an SVG file that stands alone."""
+"""Draws the speed of the best so far against seconds, as an SVG file that stands alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from autoplan.report.svg import WIDTH, draw_text, open_drawing
 
 Curve = Sequence[tuple[float, float]]
-"""Device seconds and share of the best speed after each trial of a search."""
+"""Seconds and share of the best speed after each change of what a search has."""
 
 COLOURS = ("#0b6e4f", "#c2571a", "#5a4fcf", "#777777", "#b0306a", "#2a7fba")
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 70, 120, 34, 50
@@ -18,7 +18,7 @@ STYLE = "<style>text{font:13px sans-serif;fill:#222}.soft{fill:#666}</style>"
 POINTS = 240
 
 
-def draw_curves(title: str, curves: Mapping[str, Sequence[Curve]]) -> str:
+def draw_curves(title: str, curves: Mapping[str, Sequence[Curve]], *, across: str = "device seconds") -> str:
     """A line for each method: the median over its searches, within a band from the 10th to the 90th percentile.
 
     Seconds go across, on a logarithmic scale; a search that has ended keeps what it had.
@@ -44,7 +44,7 @@ def draw_curves(title: str, curves: Mapping[str, Sequence[Curve]]) -> str:
     for at in np.exp(np.linspace(low, high, 6)):
         text = f"{at:.3g}" if at < 1000 else f"{at:,.0f}"
         parts.append(draw_text(x_of(at), floor + 18, text, anchor="middle", css="soft"))
-    parts.append(draw_text((LEFT + end) / 2, HEIGHT - 8, "device seconds", anchor="middle", css="soft"))
+    parts.append(draw_text((LEFT + end) / 2, HEIGHT - 8, across, anchor="middle", css="soft"))
     for place, ((name, searches), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
         shares = np.array([[share_at(curve, at) for at in grid] for curve in searches])
         bottom, middle, top = np.quantile(shares, [0.1, 0.5, 0.9], axis=0)

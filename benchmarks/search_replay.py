@@ -1,40 +1,49 @@
-"""Replays searches over recorded tables: ours, Optuna's TPE and GP, random; device seconds, trials, regret, a plot.
+"""Replays searches over recorded tables: ours, Optuna's TPE and GP, random; device seconds, looks, regret, a plot.
 
-    python -m benchmarks.search_replay [--seeds 50] [--methods ours tpe gp random] [--plot FOLDER] [FOLDER ...]
+    python -m benchmarks.search_replay [--seeds 50] [--methods ours per_second tpe gp random] [--plot F] [FOLDER ...]
 
-The tables are those of benchmarks/search_tables.py (every candidate of a table ran for real, twice); a search chooses
-among a table's candidates alone, and each trial is answered with what was recorded (benchmarks/trials_saved.py). After
-each trial a search would hand over the fastest that it has seen, in the one pass that it sees. How good that is, is
-judged by both passes: the geometric mean of a candidate's step times. A trial costs what it took in the first pass,
-where nothing was in the compile cache. The other samplers have no cost model; they choose among what is left of the
-table (benchmarks/replay_samplers.py). Ours draws nothing, so its starts and passes are all the replays there are of it.
+The tables are those of benchmarks/search_tables.py: every candidate ran for real, in several processes. A search
+chooses among a table's candidates alone and decides as a live one (benchmarks/replay.py): each of its runs draws one of
+the recorded processes, and the time goes by what it took. How good the configuration is that it would hand over, is
+judged by all processes: the geometric mean of a candidate's step times. All methods have the same pieces of work; they
+differ in the candidate that is looked at next. The others choose among what is left of the table
+(benchmarks/replay_samplers.py). `per_second` is ours with the gain per second in the place of the gain per square root
+of the seconds (`next_work.score`).
 
-The regret at a tenth of the device time of all candidates is that of a search which is told that time, as any search of
-ours is. The others cannot make use of it: they do not know what a trial will cost.
-
-Not in a replay: the probes and the trace (some seconds of each search of ours), the finalists' runs, parity, the claim.
+The regret is that of a search whose budget is a tenth of the device time of all candidates, parity check and claim
+included. It is taken against the best that is affordable in that time: whose look and parity check fit beside the plain
+run, as recorded. That is what every plan needs. A claim takes more, which may put the best out of reach of a search
+that keeps room for it; and a check may end past the budget, which makes a regret negative.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import optuna
 
+from autoplan.planner.search import next_work, sampler
+from autoplan.planner.search.references import plain_configs
+from autoplan.planner.search.state import check_s
+from autoplan.planner.search.work import do
+from autoplan.strategies.config import TrainingConfig
+from benchmarks.replay import Moment, SearchMethod, compile_s, open_session, replay
 from benchmarks.search_plot import draw_curves
 from benchmarks.search_tables import TABLES
-from benchmarks.trials_saved import RESULTS, SearchMethod, about, walk
+from benchmarks.trials_saved import RESULTS, about
 from benchmarks.trials_saved_record import Recorded, read
 
 LEVELS = (0.95, 0.98, 0.99)
 METHODS = {
     "ours": SearchMethod(name="ours", sampler="autoplan"),
+    "per_second": SearchMethod(name="ours, gain per second", sampler="autoplan"),
     "tpe": SearchMethod(name="tpe", sampler="tpe", drops=False),
     "gp": SearchMethod(name="gp", sampler="gp", drops=False),
     "random": SearchMethod(name="random", sampler="random", drops=False),
@@ -51,11 +60,11 @@ TIMES_LESS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Where a search stands after a trial.
+    """Where a search stands after a piece of work.
 
     Attributes:
-        trials: So many it has run.
-        seconds: Device seconds that they took.
+        trials: So many configurations it has looked at.
+        seconds: Device seconds that are spent.
         share: The speed of what it would hand over now, of that of the best candidate; 0: it has nothing.
     """
 
@@ -64,34 +73,59 @@ class Point:
     share: float
 
 
-def curve(recorded: Recorded, way: SearchMethod, number: int, *, known_s: float = math.inf) -> list[Point]:
-    """One search, trial by trial; it ends where nothing that is counted could change any more.
+@contextlib.contextmanager
+def scored_as(way: SearchMethod) -> Iterator[None]:
+    """Within it, pieces of work are compared as a method has it."""
+    before = next_work.score
+    if way is METHODS["per_second"]:
+        next_work.score = sampler.score = lambda gain, cost_s: np.asarray(gain / np.maximum(cost_s, 1.0))
+    try:
+        yield
+    finally:
+        next_work.score = sampler.score = before
 
-    `number` is its seed, and says the plain run it starts with and the pass that it sees. `known_s`: the time that it
-    is told to have.
-    """
+
+def curve(recorded: Recorded, way: SearchMethod, number: int, budget_s: float, *, to_end: bool = True) -> list[Point]:
+    """One search, piece by piece; without `to_end` it ends where all LEVELS are reached."""
     truth = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
-    cost = first_seconds(recorded)
-    best, budget_s = min(truth.values()), BUDGET_SHARE * sum(cost.values())
+    best = min(truth.values())
     points: list[Point] = []
-    spent, fastest, share = 0.0, math.inf, 0.0
 
-    def left_s() -> float:
-        return known_s - (points[-1].seconds if points else 0.0)
+    def point_of(moment: Moment) -> Point:
+        share = 0.0 if moment.leader is None else best / truth[moment.leader]
+        return Point(trials=moment.looks, seconds=moment.seconds, share=share)
 
-    for seen, trial in walk(recorded, way, number, left_s=left_s):
-        spent += cost[trial.config]
-        if seen.step_time_s is not None and seen.outcome == "ok" and seen.step_time_s.median < fastest:
-            fastest, share = seen.step_time_s.median, best / truth[trial.config]
-        points.append(Point(trials=len(points) + 1, seconds=spent, share=share))
-        if spent > budget_s and all(reached(points, level) for level in LEVELS) and way.sampler != "autoplan":
-            break
+    with scored_as(way):
+        for moment in replay(recorded, way, number, budget_s=budget_s):
+            points.append(point_of(moment))
+            if not to_end and all(reached(points, level) for level in LEVELS):
+                break
     return points
 
 
-def first_seconds(recorded: Recorded) -> dict[object, float]:
-    """By candidate: the seconds that its trial of the first pass took."""
-    return {trial.config: trial.seconds_spent for trial in recorded.rounds[0]}
+def all_seconds(recorded: Recorded) -> float:
+    """What the looks at all candidates took in the first round, where nothing was in the compile cache."""
+    return sum(trial.seconds_spent for trial in recorded.rounds[0])
+
+
+def affordable_share(recorded: Recorded, budget_s: float) -> float:
+    """The speed of the best that is affordable in a time, of that of the best candidate.
+
+    By what was recorded: the plain run and its look; and the parity check as it is predicted.
+    """
+    session = open_session(recorded, METHODS["ours"], 0, math.inf)
+    truth = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
+    looks = {config: max(trial.seconds_spent for trial in trials) for config, trials in recorded.processes.items()}
+    plain = next(c for c in plain_configs(session) if truth[c] < math.inf)
+    do(session, next_work.Work(kind="baseline", config=plain), None)  # type: ignore[arg-type]
+
+    def needed_s(config: TrainingConfig) -> float:
+        if config == plain:
+            return looks[plain]
+        return looks[plain] + looks[config] + check_s(session, config)
+
+    within = [seconds for config, seconds in truth.items() if needed_s(config) <= budget_s]
+    return min(truth.values()) / min(within, default=truth[plain])
 
 
 def reached(points: Sequence[Point], level: float) -> Point | None:
@@ -99,13 +133,9 @@ def reached(points: Sequence[Point], level: float) -> Point | None:
     return next((point for point in points if point.share >= level), None)
 
 
-def regret_at(points: Sequence[Point], budget_s: float) -> float:
-    """How much slower than the best is what a search would hand over after so many device seconds.
-
-    Infinite, where no trial had ended by then.
-    """
-    done = [point.share for point in points if point.seconds <= budget_s]
-    return 1 / done[-1] - 1 if done and done[-1] > 0 else math.inf
+def regret_of(points: Sequence[Point], affordable: float) -> float:
+    """How much slower than the best that was affordable is what a search handed over; infinite if it had nothing."""
+    return affordable / points[-1].share - 1 if points and points[-1].share > 0 else math.inf
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -114,7 +144,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def one_pass_regret(recorded: Recorded) -> float:
-    """The regret of who tries every candidate once and takes the fastest: chance alone; the worse of both passes."""
+    """The regret of who tries every candidate once and takes the fastest: chance alone; the worst of the rounds."""
     truth = recorded.seconds
     seen = [[t.step_time_s.median if t.step_time_s else math.inf for t in trials] for trials in recorded.rounds]
     return max(float(truth[int(np.argmin(times))] / truth.min() - 1) for times in seen)
@@ -129,7 +159,7 @@ class Score:
         curves: One for each replay.
         to_level: By level: the median trials and device seconds until it is reached, and how many reached it. Replays
             that never did count as infinite.
-        regrets: By percentile: the regret at the budget.
+        regrets: By percentile: the regret with a tenth of the time.
     """
 
     name: str
@@ -140,26 +170,21 @@ class Score:
 
 def score(recorded: Recorded, way: SearchMethod, seeds: int) -> Score:
     """Replays one method on one table."""
-    count = min(seeds, 2 * max(1, len(recorded.plain))) if way.sampler == "autoplan" else seeds
-    curves = [curve(recorded, way, number) for number in range(count)]
-    budget_s = BUDGET_SHARE * sum(first_seconds(recorded).values())
-    within = None
-    if way.sampler == "autoplan":  # as any search of ours, it knows the time that it has
-        within = [curve(recorded, way, number, known_s=budget_s) for number in range(count)]
-    return score_of(way.name, curves, budget_s, within)
+    whole_s = all_seconds(recorded)
+    curves = [curve(recorded, way, seed, whole_s, to_end=way.sampler == "autoplan") for seed in range(seeds)]
+    brief = [curve(recorded, way, seed, BUDGET_SHARE * whole_s) for seed in range(seeds)]
+    return score_of(way.name, curves, brief, affordable_share(recorded, BUDGET_SHARE * whole_s))
 
 
-def score_of(
-    name: str, curves: list[list[Point]], budget_s: float, within: Sequence[Sequence[Point]] | None = None
-) -> Score:
-    """What some searches show. `within`: the searches that the regret is read from, where they are others."""
+def score_of(name: str, curves: list[list[Point]], brief: Sequence[Sequence[Point]], affordable: float) -> Score:
+    """What some searches show; `brief`: those with a tenth of the time, that the regret is of."""
     to_level = {}
     for level in LEVELS:
         found = [reached(points, level) for points in curves]
         trials = percentile([point.trials if point else math.inf for point in found], 50)
         seconds = percentile([point.seconds if point else math.inf for point in found], 50)
         to_level[level] = trials, seconds, sum(point is not None for point in found)
-    regrets = [regret_at(points, budget_s) for points in within or curves]
+    regrets = [regret_of(points, affordable) for points in brief]
     return Score(
         name=name,
         curves=curves,
@@ -173,7 +198,7 @@ def score_of(
 
 def table(scores: Sequence[Score]) -> str:
     """A row for each method, in Markdown."""
-    head = ["search", "replays", *(f"to {level:.0%}: trials / device s / reached" for level in LEVELS)]
+    head = ["search", "replays", *(f"to {level:.0%}: looks / device s / reached" for level in LEVELS)]
     head += [f"regret at a tenth: {percent}th percentile" for percent in MOST_REGRET]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for one in scores:
@@ -215,12 +240,16 @@ def verdicts(recorded: Recorded, scores: Sequence[Score]) -> list[str]:
 
 def passes(recorded: Recorded) -> str:
     """A sentence on what the table itself can tell."""
-    total = sum(first_seconds(recorded).values())
+    total_s = all_seconds(recorded)
+    affordable = affordable_share(recorded, BUDGET_SHARE * total_s)
+    compiling_s = sum(compile_s(trial) for trial in recorded.rounds[0])
     return (
-        f"all candidates take {total:.0f} device seconds, a tenth is {BUDGET_SHARE * total:.0f}; "
-        f"the two passes differ by {recorded.noise:.1%} (median) and "
+        f"all candidates take {total_s:.0f} device seconds ({compiling_s:.0f} of them compiling), a tenth is "
+        f"{BUDGET_SHARE * total_s:.0f}, in which the best that is affordable has {affordable:.1%} of the best speed; "
+        f"{len(recorded.rounds)} processes of each differ by {recorded.noise:.1%} (median) and "
         f"{percentile(recorded.apart.tolist(), 90):.1%} (90th percentile); who tries all once and takes the fastest is "
-        f"up to {one_pass_regret(recorded):.1%} off; disturbed: {recorded.disturbed} of {2 * len(recorded.candidates)}"
+        f"up to {one_pass_regret(recorded):.1%} off; "
+        f"disturbed: {recorded.disturbed} of {len(recorded.rounds) * len(recorded.candidates)}"
         + (f"; NOT FINISHED: {len(recorded.candidates)} of {recorded.planned}" * (not recorded.finished))
     )
 

@@ -1,16 +1,17 @@
-"""Records a table of a case: candidates of its real space, each run for real in two passes.
+"""Records a table of a case: candidates of its real space, each run for real in several processes.
 
     python -m benchmarks.search_tables --case gpt --ranks 1 [--minutes 20]
     python -m benchmarks.search_tables --case gpt --ranks 1 --again      (what was disturbed is measured again)
 
 The cases: gpt, llama_lora, vision, encoder_decoder; on CPU with up to 1 or 2 ranks. The candidates are drawn by a seed
 from the space that `autoplan search` makes: each value of each knob that varies occurs, and pairs of values are spread
-evenly. Both passes run all of them through the trial runner of a search, each in an order of its own; the difference
-of the passes is what no search can tell apart. The first pass starts with an empty compile cache.
+evenly. A pass runs all of them through the trial runner of a search, in an order of its own; there are PROCESSES of
+them, whose difference is what no search can tell apart. Each trial is kept with the time of each of its steps. The
+first pass starts with an empty compile cache.
 
 Every finished trial is a line of JSON on disk before the next one starts, so an ended recording goes on where it was:
 give the same command again. Record on a quiet machine: each line says whether something disturbed the trial. A table
-of 64 candidates takes some 20 minutes on two quiet cores. `make bench-search` replays the tables.
+of 64 candidates and three processes takes some 30 minutes on two quiet cores. `make bench-search` replays the tables.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.digests import installed_versions
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from benchmarks.search_cases import CASES, case_spec
-from benchmarks.trials_saved_record import LIMIT_BYTES, SETUP, TRIALS, choose, only_used, read_setup
+from benchmarks.trials_saved_record import LIMIT_BYTES, SETUP, TRIALS, choose, only_used, processes_of, read_setup
 
 TABLES = Path(__file__).parent / "results" / "search_tables"
-CANDIDATES, COMPILED = 64, 8
+CANDIDATES, COMPILED, PROCESSES = 64, 8, 3
 DEADLINE_S = 300.0
 """Of one trial: a whole model that is compiled on one core takes two minutes."""
 
@@ -96,9 +97,10 @@ def open_setup(table: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     setup = read_setup(table)
     same = asked | {"versions": installed_versions() | {"python": ".".join(map(str, sys.version_info[:3]))}}
     for name, value in same.items():
-        if setup[name] != value:
+        there = processes_of(setup) if name == "processes" else setup[name]
+        if there != value:
             raise UsageError(
-                f"the table {table} was begun with {name} {setup[name]!r}, and now it is {value!r}",
+                f"the table {table} was begun with {name} {there!r}, and now it is {value!r}",
                 hint="Go on as it was begun, give another --folder, or start over with --fresh.",
             )
     begun = HardwareProfile.model_validate(setup["hardware"])
@@ -117,13 +119,15 @@ def drawn_order(count: int, number: int, seed: int) -> list[int]:
     return order
 
 
-def left_to_run(count: int, seed: int, done: Sequence[dict[str, Any]], *, again: bool) -> Iterator[tuple[int, int]]:
+def left_to_run(
+    count: int, seed: int, done: Sequence[dict[str, Any]], *, processes: int, again: bool
+) -> Iterator[tuple[int, int]]:
     """What is not measured yet, as (pass, candidate), in the order in which it is to run.
 
     With `again` also what was disturbed the last time it ran.
     """
     last = {(line["pass"], line["candidate"]): line["disturbed"] for line in done}
-    for number in (0, 1):
+    for number in range(processes):
         for candidate in drawn_order(count, number, seed):
             if (number, candidate) not in last or (again and last[number, candidate]):
                 yield number, candidate
@@ -138,7 +142,8 @@ def record(
     """
     ends_at = time.monotonic() + limit_s
     configs = [TrainingConfig.model_validate(config) for config in setup["candidates"]]
-    left = list(left_to_run(len(configs), setup["seed"], trials.documents, again=again))
+    processes = processes_of(setup)
+    left = list(left_to_run(len(configs), setup["seed"], trials.documents, processes=processes, again=again))
     skipped = 0
     for count, (number, candidate) in enumerate(left):
         if time.monotonic() > ends_at:
@@ -156,8 +161,8 @@ def record(
         else:
             trials.append(line_of(number, candidate, trial))
         print(
-            f"pass {number + 1} of 2, {count + 1} of {len(left)}: {trial.seconds_spent:5.1f} s {trial.outcome.value} "
-            f"{'(disturbed) ' if trial.disturbed else ''}{trial.config.describe()}",
+            f"pass {number + 1} of {processes}, {count + 1} of {len(left)}: {trial.seconds_spent:5.1f} s "
+            f"{trial.outcome.value} {'(disturbed) ' if trial.disturbed else ''}{trial.config.describe()}",
             file=sys.stderr,
             flush=True,
         )
@@ -195,6 +200,7 @@ def run(options: argparse.Namespace) -> int:
         "ranks": options.ranks,
         "seed": options.seed,
         "bounds": list(options.bound),
+        "processes": options.processes,
     }
     setup = open_setup(table, asked)
     with tempfile.TemporaryDirectory(prefix="search-tables-") as folder:
@@ -231,6 +237,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="no trial starts later; give the command again to go on")
     parser.add_argument("--candidates", type=int, default=CANDIDATES)
     parser.add_argument("--compiled", type=int, default=COMPILED, help="of them: each costs a compilation")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="of each candidate")
     parser.add_argument("--seed", type=int, default=0, help="of the draw and of the orders")
     parser.add_argument("--bound", action="append", default=[], metavar="KNOB=VALUES", help="as autoplan search has it")
     parser.add_argument("--folder", type=Path, default=TABLES)
@@ -239,6 +246,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 <= options.compiled < options.candidates:
         parser.error(f"--compiled is {options.compiled}; it is at least 0 and below --candidates {options.candidates}")
+    if options.processes < 2:
+        parser.error(f"--processes is {options.processes}; one process of each shows no spread")
     try:
         run(options)
     except AutoplanError as error:

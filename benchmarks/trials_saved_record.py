@@ -1,6 +1,7 @@
-"""Tables of candidates of a real space that were all run for real, twice: which are recorded, and how they are read.
+"""Tables of candidates of a real space that were all run for real, several times: which are recorded, and the reader.
 
-benchmarks/search_tables.py records them; benchmarks/trials_saved.py and benchmarks/search_replay.py replay them.
+benchmarks/search_tables.py records them; benchmarks/trials_saved.py and benchmarks/search_replay.py replay them. Older
+tables have two processes of each candidate, and one step time of each process.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ MOST_LOOKED_AT = 1500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """One workload as recorded: its profile as the search had it, and the same candidates' trials twice.
+    """One workload as recorded: its profile as the search had it, and the candidates' trials.
 
-    `planned` is how many candidates were to be recorded.
+    A round is a pass over all candidates: one process of each. `planned` is how many were to be recorded.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Recorded:
     legal: int
     profile: ModelProfile
     hardware: HardwareProfile
-    rounds: tuple[list[Trial], list[Trial]]
+    rounds: tuple[list[Trial], ...]
     global_batch: int
     planned: int
 
@@ -54,34 +55,43 @@ class Recorded:
         return [trial.config for trial in self.rounds[0]]
 
     @property
+    def processes(self) -> dict[TrainingConfig, list[Trial]]:
+        """By candidate: its trial of each round."""
+        return {trials[0].config: list(trials) for trials in zip(*self.rounds, strict=True)}
+
+    @property
     def plain(self) -> list[TrainingConfig]:
         """The plain runs, the largest micro-batch first."""
         return sorted(filter(is_plain, self.candidates), key=lambda config: -config.micro_batch)
 
     @property
     def seconds(self) -> np.ndarray[Any, Any]:
-        """Step time of each candidate, the geometric mean of both rounds; infinite where it did not run in both."""
-        return np.sqrt(np.prod([[_seconds(trial) for trial in trials] for trials in self.rounds], axis=0))
+        """Step time of each candidate, the geometric mean of its rounds; infinite where it did not run in all."""
+        return np.exp(np.mean(np.log(self._round_seconds), axis=0))
+
+    @property
+    def _round_seconds(self) -> np.ndarray[Any, Any]:
+        return np.array([[_seconds(trial) for trial in trials] for trials in self.rounds])
 
     @property
     def peaks(self) -> np.ndarray[Any, Any]:
-        """Peak memory of each candidate in bytes, the higher of both rounds."""
+        """Peak memory of each candidate in bytes, the highest of its rounds."""
         return np.array([[trial.peak_memory_bytes or 0 for trial in trials] for trials in self.rounds]).max(axis=0)
 
     @property
     def apart(self) -> np.ndarray[Any, Any]:
-        """How far the two rounds of each candidate that ran in both are apart, as shares of the second."""
-        pairs = [(_seconds(a), _seconds(b)) for a, b in zip(*self.rounds, strict=True)]
-        return np.array([abs(a / b - 1) for a, b in pairs if max(a, b) < math.inf])
+        """How far two rounds of each candidate that ran in all are apart, as shares of the later; the mean of pairs."""
+        times = self._round_seconds[:, np.isfinite(self.seconds)]
+        return np.mean([abs(a / b - 1) for a, b in itertools.combinations(times, 2)], axis=0)
 
     @property
     def finished(self) -> bool:
-        """Whether all candidates were measured twice."""
+        """Whether all candidates were measured in each round."""
         return len(self.candidates) == self.planned
 
     @property
     def disturbed(self) -> int:
-        """How many of the trials of both rounds were disturbed by other work."""
+        """How many of the trials were disturbed by other work."""
         return sum(trial.disturbed is not None for trials in self.rounds for trial in trials)
 
     @property
@@ -157,7 +167,7 @@ def only_used(profile: ModelProfile, configs: Sequence[TrainingConfig]) -> Model
 
 
 def read(folder: Path) -> list[Recorded]:
-    """The tables of a folder, by name; of one that is not finished, the candidates that were measured twice."""
+    """The tables of a folder, by name; of one that is not finished, the candidates that have all their processes."""
     found = [_read_document(path) for path in sorted(folder.glob("*.json.gz"))]
     found += [read_table(path.parent) for path in sorted(folder.glob(f"*/{SETUP}"))]
     return [recorded for recorded in found if recorded.candidates]
@@ -169,41 +179,52 @@ def read_setup(table: Path) -> dict[str, Any]:
     return setup
 
 
+def processes_of(setup: dict[str, Any]) -> int:
+    """How many processes of each candidate a table is to have."""
+    return int(setup.get("processes", 2))
+
+
 def read_table(table: Path) -> Recorded:
-    """A table of benchmarks/search_tables.py: its candidates that were measured twice, in the order of the first pass.
+    """A table of benchmarks/search_tables.py: its candidates that have all their processes, in the order of the first.
 
     Of a trial that was measured again because it had been disturbed, the last line counts. A torn last line is left
     out.
     """
     setup = read_setup(table)
-    passes: tuple[dict[int, Trial], dict[int, Trial]] = ({}, {})
+    passes: list[dict[int, Trial]] = [{} for _ in range(processes_of(setup))]
     lines = (table / TRIALS).read_text().split("\n")[:-1] if (table / TRIALS).exists() else []
     for document in map(json.loads, lines):
         passes[document["pass"]][document["candidate"]] = Trial.model_validate(document["trial"])
-    both = [number for number in passes[0] if number in passes[1]]
+    whole = [number for number in passes[0] if all(number in one for one in passes)]
     return Recorded(
         name=table.name,
         bounds=tuple(setup["bounds"]),
         legal=setup["legal"],
-        profile=ModelProfile.model_validate(setup["profile"]),
+        profile=_profile_of(setup),
         hardware=HardwareProfile.model_validate(setup["hardware"]),
-        rounds=([passes[0][number] for number in both], [passes[1][number] for number in both]),
+        rounds=tuple([one[number] for number in whole] for one in passes),
         global_batch=setup["global_batch"],
         planned=len(setup["candidates"]),
     )
 
 
+def _profile_of(setup: dict[str, Any]) -> ModelProfile:
+    """The model's profile; fields that earlier versions had are left out."""
+    fields = {name: value for name, value in setup["profile"].items() if name in ModelProfile.model_fields}
+    return ModelProfile.model_validate(fields)
+
+
 def _read_document(path: Path) -> Recorded:
     """A table as an earlier recorder wrote it: one document."""
     document = json.loads(gzip.decompress(path.read_bytes()))
-    first, second = ([Trial.model_validate(trial) for trial in trials] for trials in document["rounds"])
+    rounds = tuple([Trial.model_validate(trial) for trial in trials] for trials in document["rounds"])
     return Recorded(
         name=path.name.removesuffix(".json.gz"),
         bounds=tuple(document["bounds"]),
         legal=document["legal"],
-        profile=ModelProfile.model_validate(document["profile"]),
+        profile=_profile_of(document),
         hardware=HardwareProfile.model_validate(document["hardware"]),
-        rounds=(first, second),
+        rounds=rounds,
         global_batch=GLOBAL_BATCH,
-        planned=len(first),
+        planned=len(rounds[0]),
     )

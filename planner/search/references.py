@@ -74,5 +74,6 @@ def hand_setting(session: Session) -> TrainingConfig | None:
             if precision in values["precision"] and incompatible(config, session.context.spec.global_batch) is None:
                 settings.append(config)
     limit = session.context.memory_limit_bytes
-    fitting = [config for config in settings if session.predict(config).peak_memory_high_bytes <= limit]
-    return min(fitting, key=lambda config: session.predict(config).step_time_s, default=None)
+    predicted = zip(settings, session.context.estimator.estimate(settings), strict=True)
+    fitting = {config: found.step_time_s for config, found in predicted if found.peak_memory_high_bytes <= limit}
+    return min(fitting, key=lambda config: fitting[config], default=None)

@@ -99,20 +99,21 @@ def _plain_run(session: Session) -> Option | None:
 
 
 def looks_of(
-    model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig], tuple[float, float]]
+    model: CandidateModel, left_s: float, needs_s: Callable[[TrainingConfig, float], tuple[float, float]]
 ) -> Iterator[Option]:
     """The untried candidates that can still win and whose look fits in the time, the best score first.
 
     Args:
         model: What is known of the candidates.
         left_s: Seconds that are left.
-        needs_s: What a candidate needs afterwards if it leads then: in all, and of it the parity check.
+        needs_s: What a candidate, whose look is expected to take so long, needs afterwards if it leads then: in all,
+            and of it the parity check.
     """
     now = model.assess()
     gain, hopeful = prospects(now)
     for index in ordered(now, gain, hopeful & (now.cost_s <= left_s))[:MOST_LOOKS]:
         config = model.candidates[index]
-        needed_s, checked_s = needs_s(config)
+        needed_s, checked_s = needs_s(config, float(now.cost_s[index]))
         yield Option(
             kind="look",
             config=config,
@@ -129,7 +130,11 @@ def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
     model, sampler = session.model, session.sampler
     if isinstance(sampler, AutoplanSampler):
-        yield from looks_of(model, session.left_s, lambda config: (needs_s(session, config), check_s(session, config)))
+
+        def after(config: TrainingConfig, look_s: float) -> tuple[float, float]:
+            return needs_s(session, config, look_s), check_s(session, config)
+
+        yield from looks_of(model, session.left_s, after)
         return
     now = model.assess()
     all_s, checked_s = needs_s(session, model.candidates[0]), check_s(session, model.candidates[0])
@@ -206,12 +211,18 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
 # Proving.
 
 
-def needs_s(session: Session, config: TrainingConfig) -> float:
-    """Seconds that a configuration needs if it leads: its parity check and the rounds of the claim."""
+def needs_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
+    """Seconds that a configuration needs if it leads: its parity check and the rounds of the claim.
+
+    Args:
+        session: The search.
+        config: The configuration.
+        look_s: What its look is expected to take; None: it is predicted here, which takes some 10 ms.
+    """
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
-    return check_s(session, config) + CLAIM_ROUNDS * round_s(session, config)
+    return check_s(session, config) + CLAIM_ROUNDS * round_s(session, config, look_s)
 
 
 def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
@@ -232,17 +243,27 @@ def check_s(session: Session, config: TrainingConfig) -> float:
 
 
 def _check_factor(ledger: tuple[WorkLine, ...]) -> float:
-    """How many times what was predicted the checks of this search took; CHECK_MARGIN before there is one."""
-    made = [line.seconds / line.predicted_s for line in ledger if line.kind == "parity" and line.predicted_s > 0]
-    return min(max(float(np.median(made)), 0.3), 3.0) if made else CHECK_MARGIN
+    """How many times what its parts are predicted to take the checks of this search took; CHECK_MARGIN before one.
+
+    A line of the ledger has what was predicted with the factor of its time.
+    """
+    factor, made = CHECK_MARGIN, list[float]()
+    for line in ledger:
+        if line.kind == "parity" and line.predicted_s > 0:
+            made.append(factor * line.seconds / line.predicted_s)
+            factor = min(max(float(np.median(made)), 0.3), 3.0)
+    return factor
 
 
-def round_s(session: Session, config: TrainingConfig) -> float:
+def round_s(session: Session, config: TrainingConfig, look_s: float | None = None) -> float:
     """Expected seconds of one round of the claim: a run of the configuration and one of the plain run."""
     assert session.baseline is not None
     cost = session.trial_cost
     first = session.first_run(config)
-    own_s = cost.warm_s(config, session.model.cost_s(config)) if first is None else cost.repeat_s(first)
+    if first is not None:
+        own_s = cost.repeat_s(first)
+    else:
+        own_s = cost.warm_s(config, session.model.cost_s(config) if look_s is None else look_s)
     return own_s + cost.repeat_s(session.baseline)
 
 

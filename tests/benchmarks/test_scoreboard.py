@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoplan.errors import UsageError
 from autoplan.planner.records import Interval, Outcome, Trial, Window
+from autoplan.planner.search import next_work, sampler
+from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.journal import RecordFile
+from autoplan.planner.trials.drop import ToBeat
+from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import search_replay, search_tables, trials_saved
+from benchmarks.replay import MemoryStore, TableRunner, compile_s, ended_early, replay
 from benchmarks.search_plot import draw_curves, share_at
 from benchmarks.search_replay import METHODS, Point
-from benchmarks.trials_saved_record import SETUP, TRIALS, Recorded, choose, is_plain, read, read_table
+from benchmarks.trials_saved_record import LIMIT_BYTES, SETUP, TRIALS, Recorded, choose, is_plain, read, read_table
 
 CONFIGS = [TrainingConfig(micro_batch=size) for size in (1, 2, 4, 8)]
 CONFIGS += [TrainingConfig(micro_batch=size, checkpointing="full") for size in (1, 2, 4, 8)]
@@ -72,6 +79,7 @@ def setup_of(image: Recorded) -> dict[str, Any]:
         "ranks": 1,
         "seed": 0,
         "bounds": [],
+        "processes": 3,
         "legal": 8,
         "global_batch": 16,
         "cpu": "some",
@@ -125,27 +133,28 @@ def test_a_recording_that_was_ended_goes_on_and_repeats_nothing(table: Path, ima
     second = Answers()
     assert record(table, second, image) == 0
     asked = [*first.asked, *second.asked]
-    assert len(first.asked) == 5 and len(asked) == 16
-    assert sorted(map(str, asked[:8])) == sorted(map(str, asked[8:])) == sorted(map(str, CONFIGS))
-    assert asked[:8] != asked[8:]  # each pass has its own order
+    assert len(first.asked) == 5 and len(asked) == 24
+    passes = [asked[:8], asked[8:16], asked[16:]]
+    assert all(sorted(map(str, one)) == sorted(map(str, CONFIGS)) for one in passes)
+    assert passes[0] != passes[1] != passes[2]  # each pass has its own order
     found = read_table(table)
-    assert found.finished and found.disturbed == 0
+    assert found.finished and found.disturbed == 0 and len(found.rounds) == 3
     assert [SECONDS[CONFIGS.index(config)] for config in found.candidates] == pytest.approx(found.seconds.tolist())
     assert record(table, Answers(most=0), image) == 0
 
 
 def test_what_was_disturbed_can_be_measured_again_and_the_last_line_counts(table: Path, image: Recorded):
     record(table, Answers(disturbed="another process took a core"), image)
-    assert read_table(table).disturbed == 16
+    assert read_table(table).disturbed == 24
     assert record(table, Answers(most=0), image) == 0  # a disturbed trial is a trial
     again = Answers()
     record(table, again, image, again=True)
-    assert len(again.asked) == 16 and read_table(table).disturbed == 0
+    assert len(again.asked) == 24 and read_table(table).disturbed == 0
 
 
-def test_of_a_table_that_is_not_finished_what_ran_twice_is_read(table: Path, image: Recorded):
+def test_of_a_table_that_is_not_finished_what_ran_in_each_pass_is_read(table: Path, image: Recorded):
     with pytest.raises(KeyboardInterrupt):
-        record(table, Answers(most=11), image)
+        record(table, Answers(most=19), image)
     found = read_table(table)
     assert len(found.candidates) == 3 and not found.finished
     assert read(table.parent)[-1].candidates == found.candidates
@@ -153,9 +162,11 @@ def test_of_a_table_that_is_not_finished_what_ran_twice_is_read(table: Path, ima
 
 
 def test_a_table_is_not_mixed_with_another(table: Path, image: Recorded):
-    asked = {"case": "vision", "ranks": 1, "seed": 1, "bounds": []}
+    asked = {"case": "vision", "ranks": 1, "seed": 1, "bounds": [], "processes": 3}
     with pytest.raises(UsageError, match="was begun with seed 0, and now it is 1"):
         search_tables.open_setup(table, asked)
+    with pytest.raises(UsageError, match="was begun with processes 3, and now it is 4"):
+        search_tables.open_setup(table, asked | {"seed": 0, "processes": 4})
     with pytest.raises(UsageError, match="versions"):
         search_tables.open_setup(table, asked | {"seed": 0})
     assert search_tables.open_setup(table / "new", asked) is None
@@ -171,44 +182,118 @@ POINTS = [
 def test_the_arithmetic_of_a_replay():
     assert search_replay.reached(POINTS, 0.95) == search_replay.reached(POINTS, 0.98) == POINTS[2]
     assert search_replay.reached(POINTS, 0.99) is None
-    assert search_replay.regret_at(POINTS, 5.0) == search_replay.regret_at(POINTS, 19.9) == math.inf
-    assert search_replay.regret_at(POINTS, 20.0) == pytest.approx(1.0)  # half as fast takes twice as long
-    assert search_replay.regret_at(POINTS, 1e9) == pytest.approx(1 / 0.98 - 1)
-    score = search_replay.score_of("x", [POINTS, POINTS, POINTS[:2]], 20.0)
+    assert search_replay.regret_of([], 1.0) == search_replay.regret_of(POINTS[:1], 1.0) == math.inf
+    assert search_replay.regret_of(POINTS[:2], 1.0) == pytest.approx(1.0)  # half as fast takes twice as long
+    assert search_replay.regret_of(POINTS, 0.98) == pytest.approx(0.0)  # as good as what was affordable
+    score = search_replay.score_of("x", [POINTS, POINTS, POINTS[:2]], [POINTS[:2]] * 3, 1.0)
     assert score.to_level == {0.95: (3, 50.0, 2), 0.98: (3, 50.0, 2), 0.99: (math.inf, math.inf, 0)}
     assert score.regrets == {50: pytest.approx(1.0), 90: pytest.approx(1.0)}
     assert search_replay.percentile([3.0, math.inf, 1.0, 2.0], 50) == 2.0
     assert search_replay.percentile([3.0, math.inf, 1.0, 2.0], 90) == math.inf
 
 
-@pytest.mark.parametrize("method", ["ours", "tpe", "gp", "random"])
+@pytest.mark.parametrize("method", ["ours", "per_second", "tpe", "gp", "random"])
 def test_every_method_finds_the_best_of_a_known_table(known: Recorded, method: str):
-    points = search_replay.curve(known, METHODS[method], 1)
-    assert [point.seconds for point in points] == [10.0 * point.trials for point in points]
+    points = search_replay.curve(known, METHODS[method], 1, 1000.0)
+    assert points[0].trials == 1 and points[0].share == 1.0 / SECONDS[CONFIGS.index(TrainingConfig(micro_batch=8))]
     shares = [point.share for point in points]
     assert shares == sorted(shares) and shares[-1] == 1.0
-    assert set(shares) <= {1.0 / seconds for seconds in SECONDS}
-    first = 4  # number 1 begins with the second of the plain runs, the largest first
-    assert shares[0] == 1.0 / SECONDS[CONFIGS.index(TrainingConfig(micro_batch=first))]
+    assert [point.seconds for point in points] == sorted(point.seconds for point in points)
+    assert next_work.score is sampler.score  # as it was
 
 
-def test_chance_in_one_pass_is_a_regret_and_compiling_is_paid_for(known: Recorded):
+def test_a_replay_has_the_pieces_of_a_live_search(known: Recorded):
+    moments = list(replay(known, METHODS["ours"], 0, budget_s=400.0))
+    kinds = [moment.work.kind for moment in moments]
+    assert kinds[0] == "baseline" and "look" in kinds and kinds[-1] == "claim" and kinds.count("claim") >= 2
+    best = CONFIGS[2]
+    assert moments[-1].leader == best
+    checked = next(moment for moment in moments if moment.work.kind == "parity")
+    assert checked.work.config == best
+    claims = [trial for trial in moments[-1].trials if trial.purpose == "claim"]
+    assert {trial.config for trial in claims} == {best, CONFIGS[3]}
+
+
+def test_with_too_little_time_there_is_no_baseline_and_what_is_affordable_is_known(known: Recorded):
+    assert list(replay(known, METHODS["ours"], 0, budget_s=0.1)) == []
+    plain = 1.0 / SECONDS[3]
+    assert search_replay.affordable_share(known, 15.0) == plain  # the plain run alone
+    assert search_replay.affordable_share(known, 1000.0) == 1.0
+
+
+def test_chance_in_one_pass_is_a_regret(known: Recorded):
     first, second = list(known.rounds[0]), list(known.rounds[1])
-    first[3] = trial_of(CONFIGS[3], 0.9, spent=70.0)  # by chance faster than the best once: 0.9 for 1.2
+    first[3] = trial_of(CONFIGS[3], 0.9)  # by chance faster than the best once: 0.9 for 1.2
     table = replace(known, rounds=(first, second))
     assert table.seconds[3] == pytest.approx(math.sqrt(0.9 * 1.2))
     assert search_replay.one_pass_regret(table) == pytest.approx(math.sqrt(0.9 * 1.2) - 1)
-    points = search_replay.curve(table, METHODS["random"], 4)  # sees the second pass, and pays for the first
-    paid = [b.seconds - a.seconds for a, b in zip(points, points[1:], strict=False)] + [points[0].seconds]
-    assert sorted(set(paid)) == [10.0, 70.0]
+
+
+def sampled(config: TrainingConfig, steps: Sequence[float], **others: Any) -> Trial:
+    trial = trial_of(config, float(np.median(steps)), **others)
+    return trial.model_copy(update={"samples_s": {"step": tuple(steps)}, "method": "whole_steps"})
+
+
+def order_of(config: TrainingConfig, **others: Any) -> TrialOrder:
+    return TrialOrder(number=5, purpose="finalist", config=config, prediction=None, deadline_s=99.0, **others)
+
+
+def test_a_run_draws_a_process_and_then_its_steps(known: Recorded):
+    """Processes around 1, 2 and 3 seconds: a run's steps are all of one of them, and runs differ in their steps."""
+    rounds = tuple(
+        [sampled(config, [middle - 0.1, middle - 0.05, middle, middle + 0.05, middle + 0.1]) for config in CONFIGS]
+        for middle in (1.0, 2.0, 3.0)
+    )
+    table = replace(known, rounds=rounds)
+    store = MemoryStore()
+    runner = TableRunner(table, store, 0, LIMIT_BYTES)
+    trials = [runner.run(order_of(CONFIGS[0], round=number)) for number in range(40)]
+    medians = {trial.step_time_s.median for trial in trials if trial.step_time_s is not None}
+    assert {round(median) for median in medians} == {1, 2, 3} and len(medians) > 6
+    assert all(max(steps) - min(steps) <= 0.2001 for trial in trials for steps in trial.samples_s.values())
+    assert store.spent_s == pytest.approx(400.0) and trials[3].round == 3 and trials[3].purpose == "finalist"
+    assert np.allclose(table.seconds, 6 ** (1 / 3)) and table.noise > 0.3
+
+
+def test_a_look_that_is_behind_ends_early_and_costs_less(known: Recorded):
+    slow = sampled(CONFIGS[0], [3.0, 3.01, 2.99, 3.0, 3.02, 3.0]).model_copy(
+        update={"phase_seconds": {"measure": 6.0}, "seconds_spent": 8.0}
+    )
+    leader = ToBeat(log_s=0.0, sd=0.01, level=0.05)
+    found = ended_early(slow, leader)
+    assert found.outcome is Outcome.PRUNED and found.step_time_s is None
+    assert 1.0 < (found.at_least_s or 0.0) < 3.0 and found.seconds_spent < 8.0
+    near = ended_early(slow, leader.model_copy(update={"log_s": math.log(2.95)}))
+    assert near == slow
+    old = trial_of(CONFIGS[0], 3.0)
+    assert ended_early(old, leader) == old  # one step time alone says nothing of its steps
+
+
+def test_a_graph_is_compiled_with_an_empty_cache_once(known: Recorded):
+    config = TrainingConfig(micro_batch=8, compile="block")
+    other = config.model_copy(update={"optimizer_step": "fused"})  # the same graph
+
+    def compiled(which: TrainingConfig, seconds: float) -> Trial:
+        phases = {"compile": seconds, "measure": 1.0}
+        said = "compile cache: 0 hit(s), 9 miss(es)" if seconds > 10 else "compile cache: 9 hit(s), 0 miss(es)"
+        trial = trial_of(which, 1.0, spent=4.0 + seconds)
+        return trial.model_copy(update={"phase_seconds": phases, "warnings": (said,)})
+
+    table = replace(known, rounds=([compiled(config, 30.0), compiled(other, 3.0)], [compiled(config, 3.0)] * 2))
+    table = replace(table, rounds=(table.rounds[0], [compiled(config, 3.0), compiled(other, 2.0)]))
+    runner = TableRunner(table, MemoryStore(), 0, LIMIT_BYTES)
+    first, second, again = (runner.run(order_of(which)) for which in (other, config, other))
+    assert [was_warm(trial) for trial in (first, second, again)] == [False, True, True]
+    assert [compile_s(trial) for trial in (first, second, again)] == [30.0, 3.0, 2.0]
+    assert [trial.seconds_spent for trial in (first, second, again)] == [34.0, 7.0, 6.0]
 
 
 def test_what_is_printed_says_what_was_aimed_at(known: Recorded, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     scores = [search_replay.score(known, METHODS[name], 3) for name in ("ours", "random")]
     said = "\n".join(search_replay.verdicts(known, scores))
     assert "regret, 50th percentile" in said and "less device time than random, aim 5: " in said
-    assert "all candidates take 80 device seconds, a tenth is 8" in search_replay.passes(known)
-    assert "nothing yet" in search_replay.table(scores)  # a tenth is less than the first trial takes
+    assert "all candidates take 80 device seconds (0 of them compiling), a tenth is 8, in which" in search_replay.passes(known)
+    assert "nothing yet" in search_replay.table(scores)  # a tenth is less than the plain run and a check take
     assert search_replay.show([tmp_path], ["ours"], 2, None) == 0
 
 
@@ -222,6 +307,22 @@ def test_the_drawing_is_a_file_of_its_own_with_a_line_for_each_method():
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     words = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a & b", "ours", "random", "device seconds"} <= set(words)
+
+
+@pytest.mark.slow
+def test_a_tiny_table_is_recorded_and_replayed(tmp_path: Path):
+    """For real: two candidates, two processes each."""
+    options = argparse.Namespace(
+        case="vision", ranks=1, minutes=None, candidates=3, compiled=0, processes=2, seed=0, folder=tmp_path,
+        bound=["micro_batch=32", "precision=fp32", "checkpointing=none", "compile=off", "allocator=own",
+               "attention=own", "gelu=own", "optimizer_step=own,fused"],
+        again=False, fresh=False,
+    )  # fmt: skip
+    assert search_tables.run(options) == 0
+    table = read_table(tmp_path / "vision-1")
+    assert table.finished and len(table.rounds) == 2 and len(table.candidates) >= 2
+    assert all(trial.samples_s for trials in table.rounds for trial in trials)
+    assert [m.work.kind for m in replay(table, METHODS["ours"], 0, budget_s=600.0)][0] == "baseline"
 
 
 def test_the_command_refuses_counts_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -15,8 +15,9 @@ from autoplan.planner.search.untried import find_untried
 from autoplan.planner.untried import Untried
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
-from benchmarks.trials_saved import LIMIT_BYTES, RESULTS, answer, make_estimator
-from benchmarks.trials_saved_record import read
+from benchmarks.replay import answer, make_estimator
+from benchmarks.trials_saved import RESULTS
+from benchmarks.trials_saved_record import LIMIT_BYTES, read
 from tests.planner.search.test_search_sampler import CANDIDATES, LIMIT, SPACES, Search, make_trial
 from tests.recorded import make_plan
 

@@ -1,0 +1,447 @@
+"""Replays a search over a recorded table: the live search's own state, decisions and pieces of work, with no training.
+
+    for moment in replay(recorded, METHODS["ours"], seed, budget_s=60.0):
+        print(moment.seconds, moment.work.kind, moment.leader)
+
+A replay is a `Session` whose runner answers from the table, and whose store is in memory with a clock that goes forward
+by what each run took when it was recorded. `next_work` names the pieces and `work.do` does them, as in a live search:
+looks, pairs side by side, the parity check, the rounds of the claim. A run draws one of the processes of its
+configuration, and then its steps out of that process's steps; two runs of a pair draw two processes. A look that the
+bound puts behind the leader ends early (tables with each step's time).
+
+A configuration that compiles takes its time with an empty cache the first time that its graph is compiled in the
+replay. The parity check takes what is predicted of it, and passes. Not in a replay: probes, traces, imports. The hand
+setting is looked at where the table has it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from autoplan.planner.cost.traced.estimator import CostTable, Estimator
+from autoplan.planner.records import ClaimRounds, CompiledAhead, Outcome, Parity, Trial, WorkLine
+from autoplan.planner.search.candidate_model import Assessment, CandidateModel
+from autoplan.planner.search.claim import is_no_gain
+from autoplan.planner.search.compile_ahead import CompileAhead
+from autoplan.planner.search.next_work import Work, next_work
+from autoplan.planner.search.option_checks import SamplerName
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.references import hand_setting
+from autoplan.planner.search.session import BudgetOver, Session
+from autoplan.planner.search.state import read_state
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost, what_is_compiled
+from autoplan.planner.search.work import do
+from autoplan.planner.space.prune import keep_what_may_win
+from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
+from autoplan.planner.trace.model_profile import ModelProfile
+from autoplan.planner.trials.drop import ToBeat, compare
+from autoplan.planner.trials.measure import invert, median_interval, step_terms, sum_interval
+from autoplan.planner.trials.request import FEWEST_SAMPLES
+from autoplan.planner.trials.runner import TrialOrder
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.spec import WorkloadSpec
+from benchmarks.replay_samplers import sampler_of
+from benchmarks.trials_saved_record import LIMIT_BYTES, Recorded
+
+FLAT_FACTOR = 3.0
+"""Over two small records of 26 candidates 3 and 4 always came to the best, after 6 to 8 trials, and ended the search
+after 9 to 21. With 2 one of the two records ended 36 % off it, with 1.3 both (24 and 147 %)."""
+
+STEP = "step"
+PASSED = Parity(
+    passed=True, tolerance=1.0, worst_gradient_difference=0.0, worst_update_difference=0.0, worst_group="",
+    loss_difference=0.0, global_batch=1, sequence_length=None, changes_numerics=False,
+)  # fmt: skip
+
+Model = Literal["search", "untimed", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchMethod:
+    """One way to search.
+
+    Attributes:
+        name: In the table.
+        sampler: Its name.
+        model: The cost model as a search has it; the same without the operations' times, by rates alone; none.
+        drops: Whether what the model calls too big is dropped before the first trial.
+    """
+
+    name: str
+    sampler: SamplerName | Literal["gp"]
+    model: Model = "search"
+    drops: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Where a replay stands after a piece of work.
+
+    Attributes:
+        seconds: Of the budget that are spent.
+        work: The piece.
+        leader: What would be handed over now; None: nothing has run.
+        trials: Of it, in order.
+    """
+
+    seconds: float
+    work: Work
+    leader: TrainingConfig | None
+    trials: Sequence[Trial]
+
+    @property
+    def looks(self) -> int:
+        """How many runs were made that measure no configuration again."""
+        return sum(not trial.is_repeat for trial in self.trials)
+
+
+def replay(
+    recorded: Recorded,
+    way: SearchMethod,
+    number: int,
+    *,
+    budget_s: float,
+    limit_bytes: int = LIMIT_BYTES,
+    end_after: TrainingConfig | None = None,
+) -> Iterator[Moment]:
+    """One search over what was recorded, piece by piece.
+
+    Args:
+        recorded: The table.
+        way: How it searches.
+        number: Its seed.
+        budget_s: Seconds that it may take.
+        limit_bytes: A recorded peak above it is answered as out of memory.
+        end_after: A configuration after whose first run it ends.
+    """
+    session = open_session(recorded, way, number, budget_s, limit_bytes)
+    yield from run_session(session, CompileAhead(session), end_after)
+
+
+def run_session(session: Session, ahead: CompileAhead, end_after: TrainingConfig | None = None) -> Iterator[Moment]:
+    """The loop of a live search (planner/search/run.py), with a parity check that takes what is predicted."""
+    while True:
+        work = next_work(read_state(session, ahead), session.left_s, session.context.nproc)
+        if work.kind == "end":
+            return
+        if work.kind == "parity" and work.config is not None:
+            with session.entry(work):
+                cast(MemoryStore, session.store).spent_s += work.cost_s
+                session.store.add_parity(work.config, PASSED)
+        else:
+            try:
+                do(session, work, ahead)
+            except BudgetOver:
+                return
+        yield Moment(
+            seconds=session.store.spent_s, work=work, leader=plan_now(session), trials=tuple(session.store.trials)
+        )
+        if end_after is not None and any(trial.config == end_after for trial in session.store.trials):
+            return
+
+
+def plan_now(session: Session) -> TrainingConfig | None:
+    """What the search would hand over: the leader, or the plain run if its claim shows no gain."""
+    leader = session.leader
+    if leader is None:
+        return None
+    against = session.comparison(leader) if session.claim_is_over(leader.config) else None
+    return session.plain_config if against is not None and is_no_gain(against) else leader.config
+
+
+# What stands in the place of a store and of the device.
+
+
+@dataclass(kw_only=True)
+class MemoryStore:
+    """What a `Session` asks of its store, in memory; `spent_s` is the clock of the replay."""
+
+    trials: list[Trial] = field(default_factory=list)
+    ledger: tuple[WorkLine, ...] = ()
+    claims: list[ClaimRounds] = field(default_factory=list)
+    compiled_ahead: list[CompiledAhead] = field(default_factory=list)
+    parities: dict[TrainingConfig, Parity] = field(default_factory=dict)
+    spent_s: float = 0.0
+
+    @property
+    def next_number(self) -> int:
+        """Of the next trial."""
+        return len(self.trials)
+
+    def parity_of(self, config: TrainingConfig) -> Parity | None:
+        """The verdict on a configuration, if there is one."""
+        return self.parities.get(config)
+
+    def add_trial(self, trial: Trial) -> None:
+        """Keeps a trial."""
+        self.trials.append(trial)
+
+    def add_work(self, line: WorkLine) -> None:
+        """Keeps a line of the ledger."""
+        self.ledger = (*self.ledger, line)
+
+    def add_claim(self, claim: ClaimRounds) -> None:
+        """Keeps a claim that was begun."""
+        self.claims.append(claim)
+
+    def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
+        """Keeps a verdict."""
+        self.parities[config] = parity
+
+    def add_compiled_ahead(self, group: CompiledAhead) -> None:
+        """Keeps what was compiled ahead."""
+        self.compiled_ahead.append(group)
+
+    def tick(self, *, force: bool = False) -> None:
+        """Nothing is on disk."""
+
+
+class TableRunner:
+    """Answers trials from a table, and puts the store's clock forward by what they took.
+
+    Args:
+        recorded: The table.
+        store: Of the replay.
+        seed: Of the draws.
+        limit_bytes: A peak above it is out of memory.
+    """
+
+    def __init__(self, recorded: Recorded, store: MemoryStore, seed: int, limit_bytes: int) -> None:
+        self._processes = recorded.processes
+        self._store, self._limit_bytes = store, limit_bytes
+        self._global_batch = recorded.global_batch
+        self._random = random.Random(seed)
+        self.compiled: set[TrainingConfig] = set()
+        self._cold: dict[TrainingConfig, Trial] = {}
+        for trials in self._processes.values():
+            for trial in trials:
+                graph = what_is_compiled(trial.config)
+                if trial.config.compile != "off" and compile_s(trial) >= compile_s(self._cold.get(graph)):
+                    self._cold[graph] = trial
+
+    def run(self, order: TrialOrder, **others: Any) -> Trial:
+        """The trial that is ordered, as one of its recorded processes ended."""
+        trials = self._processes[order.config]
+        trial = answer(self._random.choice(trials), order.number, self._limit_bytes)
+        trial = with_drawn_steps(self._with_compilation(trial, trials), self._random, self._global_batch)
+        if order.to_beat is not None:
+            trial = ended_early(trial, order.to_beat)
+        late = trial.seconds_spent > order.deadline_s
+        if late:
+            over = {"outcome": Outcome.TIMEOUT, "step_time_s": None, "seconds_spent": order.deadline_s}
+            trial = trial.model_copy(update=over | {"budget_ended": order.deadline_of_budget})
+        self._store.spent_s += trial.seconds_spent
+        return trial.model_copy(update={"purpose": order.purpose, "round": order.round})
+
+    def _with_compilation(self, trial: Trial, trials: Sequence[Trial]) -> Trial:
+        """With the seconds of its compilation as the cache is in this replay, and the warning that says what it had."""
+        if trial.config.compile == "off" or not compile_s(trial):
+            return trial
+        graph = what_is_compiled(trial.config)
+        as_now = min(trials, key=compile_s) if graph in self.compiled else self._cold[graph]
+        self.compiled.add(graph)
+        return with_compile_s(trial, compile_s(as_now), as_now.warnings)
+
+
+def compile_s(trial: Trial | None) -> float:
+    """Seconds that a trial compiled; 0 of none."""
+    return 0.0 if trial is None else trial.phase_seconds.get("compile", 0.0)
+
+
+def with_compile_s(trial: Trial, seconds: float, warnings: tuple[str, ...]) -> Trial:
+    """The trial as if it had compiled so long."""
+    phases = trial.phase_seconds | {"compile": seconds}
+    spent_s = trial.seconds_spent - compile_s(trial) + seconds
+    return trial.model_copy(update={"phase_seconds": phases, "seconds_spent": spent_s, "warnings": warnings})
+
+
+def answer(trial: Trial, number: int, limit_bytes: int) -> Trial:
+    """How a search would have seen the trial end: the recorded trial, or that its peak is above the limit."""
+    peak = trial.peak_memory_bytes or 0
+    if trial.outcome is not Outcome.OK or peak <= limit_bytes:
+        return trial.model_copy(update={"number": number})
+    capped = trial.peak_memory.model_copy(update={"resident_bytes": limit_bytes})
+    over = {"outcome": Outcome.OUT_OF_MEMORY, "detail": "host", "step_time_s": None, "peak_memory": capped}
+    return trial.model_copy(update=over | {"number": number})
+
+
+def with_drawn_steps(trial: Trial, rng: random.Random, global_batch: int) -> Trial:
+    """The trial with as many steps drawn out of its own; of a table without each step's time, as it was recorded."""
+    if trial.step_time_s is None or not trial.samples_s:
+        return trial
+    drawn = {part: tuple(rng.choices(samples, k=len(samples))) for part, samples in trial.samples_s.items() if samples}
+    if STEP in drawn:
+        interval = median_interval(drawn[STEP])
+    else:
+        interval = sum_interval(step_terms(drawn, trial.config.accumulation(global_batch)))
+    return trial.model_copy(
+        update={
+            "samples_s": drawn,
+            "step_time_s": interval,
+            "tokens_per_s": invert(interval, trial.items_per_step) if trial.items_per_step else trial.tokens_per_s,
+        }
+    )
+
+
+def ended_early(trial: Trial, to_beat: ToBeat) -> Trial:
+    """The look as it ends once its samples are behind the leader; one that has all its samples is not dropped."""
+    if trial.step_time_s is None or not trial.samples_s:
+        return trial
+    part = max(trial.samples_s.values(), key=sum)
+    middle = float(np.median(part))
+    steps_s = [trial.step_time_s.median * seconds / middle for seconds in part]
+    for count in range(FEWEST_SAMPLES, len(steps_s)):
+        found = compare(steps_s[:count], to_beat)
+        if found.behind:
+            saved_s = trial.phase_seconds.get("measure", 0.0) * (1 - count / len(steps_s))
+            update = {"outcome": Outcome.PRUNED, "step_time_s": None, "at_least_s": found.at_least_s}
+            return trial.model_copy(update=update | {"seconds_spent": trial.seconds_spent - saved_s})
+    return trial
+
+
+# What a session is opened with.
+
+
+class ReplaySession(Session):
+    """A session whose hand setting is looked at only where it was recorded."""
+
+    @cached_property
+    def _has_hand_setting(self) -> bool:
+        return hand_setting(self) in self.model.legal
+
+    @property
+    def hand_config(self) -> TrainingConfig | None:
+        """Any other counts as looked at."""
+        return super().hand_config or (None if self._has_hand_setting else self.plain_config)
+
+
+class ListedCandidates(CandidateModel):
+    """For samplers that ask of the candidates only which are left: what is expected of each is not worked out again."""
+
+    _first: Assessment | None = None
+
+    def assess(self) -> Assessment:
+        """As it was at first, less what was tried since."""
+        if self._first is None:
+            self._first = super().assess()
+        tried = {trial.config for trial in self.trials}
+        return replace(self._first, untried=np.array([config not in tried for config in self.candidates]))
+
+
+def open_session(
+    recorded: Recorded, way: SearchMethod, number: int, budget_s: float, limit_bytes: int = LIMIT_BYTES, **context: Any
+) -> Session:
+    """A session at its start; `context` is put in the place of what `SearchContext` has."""
+    estimator = make_estimator(recorded, way.model, limit_bytes)
+    candidates = kept(recorded, estimator, limit_bytes) if way.drops else recorded.candidates
+    profile, device = recorded.profile, context.get("device", "cpu")
+    spec = WorkloadSpec(
+        kind="model", reference=recorded.name, name=recorded.name, identity=recorded.name,
+        sequence_length=profile.sequence_length, global_batch=recorded.global_batch,
+    )  # fmt: skip
+    options = SearchOptions(spec=spec, sampler="autoplan" if way.sampler == "gp" else way.sampler, seed=number)
+    cost = TrialCost(
+        candidates, global_batch=recorded.global_batch, num_blocks=profile.num_blocks, device=device,
+        kept=context.pop("kept", None),
+    )  # fmt: skip
+    kind = CandidateModel if way.sampler == "autoplan" else ListedCandidates
+    model = kind(
+        candidates, estimator, cost, memory_limit_bytes=limit_bytes, device=device,
+        slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
+    )  # fmt: skip
+    values = choices_of((*candidates, *recorded.plain))
+    spaces = make_distributions(values)
+    sampler = sampler_of(way.sampler, model, spaces, number)
+    store = MemoryStore()
+    known = {
+        "spec": spec, "hardware": recorded.hardware, "device": "cpu", "nproc": 64, "probed": True, "profile": profile,
+        "memory_limit_bytes": limit_bytes, "host_limit_bytes": limit_bytes, "estimator": estimator,
+        "candidates": tuple(candidates), "facts": SimpleNamespace(training=None, step_s=None),
+        "space": SimpleNamespace(values=values | {"micro_batch": [config.micro_batch for config in recorded.plain]}),
+        "rough": lambda config: False, "variants": lambda *configs: (),
+    }  # fmt: skip
+    stands_in: dict[str, Any] = {
+        "store": store,
+        "zygote": None,
+        "context": SimpleNamespace(**known | context),
+        "runner": TableRunner(recorded, store, number, limit_bytes),
+    }
+    return ReplaySession(
+        options=options,
+        observer=SearchObserver(),
+        budget_s=budget_s,
+        model=model,
+        sampler=sampler,
+        study=SearchStudy(None, spaces, (), sampler),
+        **stands_in,
+    )
+
+
+class FlatEstimator(Estimator):
+    """No cost model: every configuration is expected to be like the mean of the trials, within a factor of three.
+
+    The factor is that of a 90 % interval. What the trials show of each other's neighbours is left to the surrogate.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[float, float]] = []
+
+    def observe(self, trial: Trial) -> None:
+        """Keeps the logarithms of the time and the peak of what ran."""
+        if trial.step_time_s is not None and trial.peak_memory_bytes:
+            self.seen.append((math.log(trial.step_time_s.median), math.log(trial.peak_memory_bytes)))
+
+    def table(self, configs: Sequence[TrainingConfig]) -> CostTable:
+        """The same for each."""
+        seconds, peak = np.exp(np.mean(self.seen or [(0.0, math.log(2**30))], axis=0))
+        ones = np.ones(len(configs))
+        return replace(
+            super().table(configs),
+            step_time_s=ones * seconds,
+            step_time_low_s=ones * seconds / FLAT_FACTOR,
+            step_time_high_s=ones * seconds * FLAT_FACTOR,
+            peak_memory_bytes=ones * peak,
+            peak_memory_low_bytes=ones * peak / FLAT_FACTOR,
+            peak_memory_high_bytes=ones * peak * FLAT_FACTOR,
+        )
+
+
+def make_estimator(recorded: Recorded, model: Model, limit_bytes: int) -> Estimator:
+    """The cost model of a way to search, before its first trial."""
+    profile = without_times(recorded.profile) if model == "untimed" else recorded.profile
+    kind = FlatEstimator if model == "none" else Estimator
+    device: Literal["cuda", "cpu"] = "cuda" if profile.device == "cuda" else "cpu"
+    return kind(
+        profile,
+        recorded.hardware,
+        device=device,
+        global_batch=recorded.global_batch,
+        memory_limit_bytes=limit_bytes,
+    )
+
+
+def without_times(profile: ModelProfile) -> ModelProfile:
+    """The profile as if no operation had been timed."""
+    variants = {
+        text: variant.model_copy(
+            update={"groups": tuple(group.model_copy(update={"measured_s": None}) for group in variant.groups)}
+        )
+        for text, variant in profile.variants.items()
+    }
+    return profile.model_copy(update={"variants": variants})
+
+
+def kept(recorded: Recorded, estimator: Estimator, limit_bytes: int) -> list[TrainingConfig]:
+    """The candidates that a search keeps under this memory limit, before its first trial."""
+    configs = recorded.candidates
+    places, _ = keep_what_may_win(configs, estimator.table(configs), limit_bytes, recorded.profile.device)
+    return [configs[place] for place in places]
