@@ -72,6 +72,7 @@ class Session:
         unchecked: Configurations whose parity check did not come to its end in this run of the search.
         plain_failed: The plain run does not run here.
         ended_claims: Numbers of claims whose rounds ended early.
+        unpaired: Configurations whose run beside the leader ended early: in this run of the search there is no other.
     """
 
     options: SearchOptions
@@ -93,6 +94,7 @@ class Session:
     unchecked: set[TrainingConfig] = field(default_factory=set)
     plain_failed: bool = False
     ended_claims: set[int] = field(default_factory=set)
+    unpaired: set[TrainingConfig] = field(default_factory=set)
 
     @property
     def objective(self) -> Objective:

@@ -189,7 +189,7 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
     spread, cost = session.run_spread, session.trial_cost
     for other in session.contenders:
         made = len(shared_rounds((leader, other)))
-        if made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
+        if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
             continue
         runs = 1 + made
         difference = math.log(other.step_time.median / leader.step_time.median)

@@ -142,7 +142,8 @@ def run_pair(session: Session, work: Work) -> None:
     if leader is None or other is None:
         return
     session.observer.on_phase("pair", f"{other.config.describe()} beside the leader")
-    _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader))
+    if not _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader)):
+        session.unpaired.add(other.config)
 
 
 def run_claim_round(session: Session, work: Work) -> None:

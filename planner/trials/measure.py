@@ -7,6 +7,7 @@ page fault, other work on the machine), and because a user's steps are mostly us
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -250,8 +251,10 @@ def pool_runs(runs: Sequence[Interval]) -> Interval:
 
     The median of an even number of runs is the geometric mean of the two in the middle, because ratios are compared.
     """
+    if len(runs) == 1:
+        return runs[0]
     return Interval(
-        median=math.exp(float(np.median([math.log(run.median) for run in runs]))),
+        median=math.exp(statistics.median(math.log(run.median) for run in runs)),
         low=min(run.low for run in runs),
         high=max(run.high for run in runs),
         samples=sum(run.samples for run in runs),
