@@ -294,6 +294,8 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
     leader, plain = session.leader, session.baseline
     if session.best is None:
         return answer.nothing_ran(run, session.ended_by)
+    if leader is None and session.unchecked and not run.did_not_run:
+        return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
     if leader is None:
         return answer.nothing_verified(run, session.ended_by)
     if plain is None:

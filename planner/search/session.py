@@ -6,6 +6,7 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Session:
         unchecked: Configurations whose parity check did not come to its end in this run of the search.
         plain_failed: The plain run does not run here.
         ended_claims: Numbers of claims whose rounds ended early.
+        traced: Configurations whose variants were traced in this run of the search, as far as there was time.
         unpaired: Configurations whose run beside the leader ended early: in this run of the search there is no other.
     """
 
@@ -95,6 +97,7 @@ class Session:
     plain_failed: bool = False
     ended_claims: set[int] = field(default_factory=set)
     unpaired: set[TrainingConfig] = field(default_factory=set)
+    traced: set[TrainingConfig] = field(default_factory=set)
 
     @property
     def objective(self) -> Objective:
@@ -169,6 +172,11 @@ class Session:
         return best_trial_for(self.objective, [t for t in self.store.trials if self.options.allows(t.config)])
 
     @property
+    def best_eligible(self) -> Trial | None:
+        """The same among those that may become the plan: nothing is dropped for one that failed its check."""
+        return best_trial_for(self.objective, [runs.first for runs in self.eligible])
+
+    @property
     def eligible(self) -> list[CandidateRuns]:
         """The configurations that may become the plan, fastest first.
 
@@ -198,12 +206,23 @@ class Session:
         """The first good trial of a configuration."""
         return next((runs.first for runs in collect_runs(self.store.trials) if runs.config == config), None)
 
+    def has_verdict(self, config: TrainingConfig) -> bool:
+        """Whether a trial of it came to its end; one that the budget ended says nothing."""
+        return any(trial.config == config and not trial.budget_ended for trial in self.store.trials)
+
     @property
     def hand_config(self) -> TrainingConfig | None:
-        """The hand setting that was chosen, looked at or found among the trials; None: none was yet."""
+        """The hand setting that was chosen; None: none was yet. Earlier versions tried two: the faster one."""
         lines = [line.config for line in self.store.ledger if line.kind == "hand setting" and line.config is not None]
-        older = [trial.config for trial in self.store.trials if trial.purpose == "reference"]
-        return next(iter((*lines, *older)), None)
+        older = [trial for trial in self.store.trials if trial.purpose == "reference"]
+        older.sort(key=lambda trial: math.inf if trial.step_time_s is None else trial.step_time_s.median)
+        return next(iter((*lines, *(trial.config for trial in older))), None)
+
+    @property
+    def hand_is_known(self) -> bool:
+        """Whether the hand setting was looked at, or cannot be now: something outside ended each run of it."""
+        config = self.hand_config
+        return config is not None and (self.has_verdict(config) or config in self.model.out_of_turn)
 
     @property
     def hand(self) -> Trial | None:
@@ -214,10 +233,16 @@ class Session:
 
     # The claim.
 
+    @property
+    def whole_budget_s(self) -> float:
+        """With what is kept for the loader: a search that is given one later has the same budget."""
+        return self.budget_s + self.loading_s
+
     def claim_rounds(self, config: TrainingConfig) -> ClaimRounds | None:
-        """The claim of this configuration that was begun with this budget; None: it was not."""
-        begun = self.store.claims
-        return begun[-1] if begun and begun[-1].config == config and begun[-1].budget_s == self.budget_s else None
+        """The claim of this configuration that was begun with this budget or a larger one; None: it was not."""
+        last = next(reversed(self.store.claims), None)
+        known = last is not None and last.config == config and last.budget_s >= self.whole_budget_s
+        return last if known else None
 
     def claim_is_over(self, config: TrainingConfig) -> bool:
         """Whether all its rounds are made, or no more may be."""

@@ -24,6 +24,7 @@ from autoplan.planner.search.next_work import (
     check_gain,
     pair_gain,
 )
+from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.sampler import AutoplanSampler, ordered
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from autoplan.planner.search.candidate_model import CandidateModel
     from autoplan.planner.search.compile_ahead import CompileAhead
     from autoplan.planner.search.session import Session
-    from autoplan.planner.trace.model_profile import VariantKey
 
 MOST_LOOKS = 200
 """So many of the best-scored candidates are priced one by one; of thousands, the rest is never next."""
@@ -137,7 +137,8 @@ def _looks(session: Session) -> Iterator[Option]:
         yield from looks_of(model, session.left_s, after)
         return
     now = model.assess()
-    all_s, checked_s = needs_s(session, model.candidates[0]), check_s(session, model.candidates[0])
+    drawn = next((config for config in model.candidates if config != session.plain_config), model.candidates[0])
+    all_s, checked_s = needs_s(session, drawn), check_s(session, drawn)
     wanted = now.untried & (now.cost_s <= session.left_s - checked_s)
     if wanted.any():
         cost_s = float(np.median(now.cost_s[wanted]))
@@ -152,26 +153,26 @@ def _sharpening(session: Session, looks: Sequence[Option]) -> Iterator[Option]:
     if probe_s > 0:
         yield Option(kind="probe", cost_s=probe_s, why="rates that are assumed rank all that is not tried")
     near = [look.config for look in looks[:NEAR_THE_FRONT] if look.config is not None]
-    rough = [config for config in near if context.rough(config)]
+    rough = [config for config in near if context.rough(config) and config not in session.traced]
     trace_s = trace_cost_s(context, context.variants(*rough)) if near and rough[:1] == near[:1] else 0.0
     if trace_s > 0:
         yield Option(kind="trace", config=near[0], cost_s=trace_s, why="the next ones are predicted without a trace")
 
 
-def near_variants(session: Session, config: TrainingConfig) -> Sequence[VariantKey]:
-    """What is traced when the prediction of this candidate waits for it: its variant, and those of the next ones."""
+def near_configs(session: Session, config: TrainingConfig) -> list[TrainingConfig]:
+    """Whose variants are traced when the prediction of this candidate waits for it: its own, and of the next ones."""
     looks = list(_looks(session))[:NEAR_THE_FRONT]
-    return session.context.variants(config, *(look.config for look in looks if look.config is not None))
+    return [config, *(look.config for look in looks if look.config is not None)]
 
 
 def _hand(session: Session, leader: CandidateRuns) -> Option | None:
     """The look at the hand setting, once there is a leader to compare with it."""
-    if session.hand_config is not None or leader.config == session.plain_config:
+    if session.hand_is_known or leader.config == session.plain_config:
         return None
-    config = hand_setting(session)
+    config = session.hand_config or hand_setting(session)
     if config is None:
         return None
-    tried = any(trial.config == config for trial in session.store.trials)
+    tried = session.has_verdict(config)
     return Option(
         kind="hand setting",
         config=config,
@@ -192,7 +193,7 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
             continue
         runs = 1 + made
-        difference = math.log(other.step_time.median / leader.step_time.median)
+        difference = math.log(_counted_s(session, other) / _counted_s(session, leader))
         gain = pair_gain(difference, spread.sd * math.sqrt(2 / runs))
         if gain < LEAST_PAIR_GAIN:
             continue
@@ -206,6 +207,11 @@ def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
             why="single runs do not tell it from the leader",
             devices=max(leader.config.world_size, other.config.world_size),
         )
+
+
+def _counted_s(session: Session, runs: CandidateRuns) -> float:
+    """Its step time; where cost is looked for, of all its ranks together."""
+    return runs.step_time.median * devices_of(session.objective, runs.config)
 
 
 # Proving.

@@ -20,7 +20,7 @@ from autoplan.planner.search.references import needed_offload, plain_configs
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.setup import probe_more, trace_more
-from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_variants, needs_s
+from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
 from autoplan.planner.trials.failures import WORKLOAD
 from autoplan.processes import TaskFailedError
@@ -107,7 +107,7 @@ def run_look(session: Session, work: Work) -> None:
 def run_hand_setting(session: Session, work: Work) -> None:
     """A look at the hand setting like any other: stopped once a bound puts it behind the leader."""
     assert work.config is not None
-    if any(trial.config == work.config for trial in session.store.trials):
+    if session.has_verdict(work.config):
         return  # the search has tried it
     session.observer.on_phase("hand setting", work.config.describe())
     _look(session, "reference", work.config, None)
@@ -127,7 +127,7 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any
         config,
         deadline_s=min(budget_s, own_s),
         deadline_of_budget=budget_s < own_s,
-        to_beat=to_beat(session.objective, session.best, config, session.run_spread, session.trials_done),
+        to_beat=to_beat(session.objective, session.best_eligible, config, session.run_spread, session.trials_done),
         asked=asked,
     )
 
@@ -158,7 +158,7 @@ def run_claim_round(session: Session, work: Work) -> None:
             reference=plain.config,
             first_round=_next_round(session, "claim"),
             rounds=claim_size(session, leader),
-            budget_s=session.budget_s,
+            budget_s=session.whole_budget_s,
         )
         session.store.add_claim(began)
     number = _next_round(session, "claim") - began.first_round + 1
@@ -278,7 +278,9 @@ def sharpen(session: Session, work: Work) -> None:
     if work.kind == "probe":
         session.take_context(probe_more(session.context))
     elif work.config is not None:
-        session.take_context(trace_more(session.context, near_variants(session, work.config)))
+        configs = near_configs(session, work.config)
+        session.traced.update(configs)
+        session.take_context(trace_more(session.context, session.context.variants(*configs)))
 
 
 _BY_KIND: dict[str, Callable[[Session, Work], None]] = {

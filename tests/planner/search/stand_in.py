@@ -266,7 +266,7 @@ class Searches:
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self._patch = folder, monkeypatch
+        self.folder, self.monkeypatch = folder, monkeypatch
 
     def open(self, world: World, *, observer: Observer | None = None, **options: Any) -> SearchRun:
         """A run with an open store and session; the caller closes the store."""
@@ -320,8 +320,8 @@ class Searches:
                 raise TaskFailedError(report)
             return verdict(passed)
 
-        self._patch.setattr(search_run, "TrialRunner", make_runner)
-        self._patch.setattr(compare, "run_parity", check)
+        self.monkeypatch.setattr(search_run, "TrialRunner", make_runner)
+        self.monkeypatch.setattr(compare, "run_parity", check)
 
 
 def verdict(passed: bool) -> Parity:

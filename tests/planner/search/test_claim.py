@@ -221,7 +221,9 @@ def test_a_second_claim_has_rounds_of_its_own_and_half_the_level():
     assert as_first.claim.chosen_from == 1 and second.claim.chosen_from == 2
     assert second.speedup.low < as_first.speedup.low
     assert as_first.speedup.low == pytest.approx(math.exp(math.log(1.1) - half_width(ASSUMED, 2)), rel=1e-3)
-    assert second.speedup.low == pytest.approx(math.exp(math.log(1.1) - half_width(ASSUMED, 2, chosen_from=2)), rel=1e-3)
+    assert second.speedup.low == pytest.approx(
+        math.exp(math.log(1.1) - half_width(ASSUMED, 2, chosen_from=2)), rel=1e-3
+    )
 
 
 def test_how_many_rounds_there_are_is_fixed_before_the_first():

@@ -1,0 +1,422 @@
+"""From the looks to the plan: what leads is checked and claimed, else the next one, else the plain run; the traps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autoplan.planner.records import Outcome
+from autoplan.planner.search import state as search_state
+from autoplan.planner.search import work as search_work
+from autoplan.planner.search.next_work import CLAIM_ROUNDS
+from autoplan.planner.search.plan_maker import PLAIN_PARITY
+from autoplan.planner.trials.runner import TrialOrder
+from autoplan.strategies.config import TrainingConfig
+from tests.planner.search.stand_in import (
+    CANDIDATES,
+    LOAD,
+    PLAIN,
+    Searched,
+    Searches,
+    World,
+    searches,
+    usual_s,
+)
+
+__all__ = ["searches"]
+
+BEST = TrainingConfig(micro_batch=16, precision="bf16", optimizer_step="fused")
+
+
+def plan_of(searched: Searched) -> Any:
+    assert searched.result.status == "plan_found", searched.result.reason
+    plan = searched.result.plan
+    assert plan is not None
+    return plan
+
+
+def some(*chosen: TrainingConfig) -> tuple[TrainingConfig, ...]:
+    """The plain run, and some others."""
+    return (PLAIN, *chosen)
+
+
+# A plan, and where its time went.
+
+
+def test_a_search_finds_checks_and_claims_and_says_where_its_time_went(searches: Searches):
+    world = World()
+    found = searches.search(world)
+    plan = plan_of(found)
+    assert plan.config == BEST and plan.parity.passed and plan.claim.claimed
+    assert plan.speedup.median == pytest.approx(usual_s(PLAIN) / usual_s(BEST), rel=0.03)
+    kinds = [line.kind for line in plan.ledger]
+    assert kinds == found.observer.kinds
+    assert kinds[:3] == ["baseline", "look", "parity"], "the leader is checked early"
+    assert kinds.index("hand setting") > kinds.index("look"), "it is compared with a leader"
+    first_claim = kinds.index("claim")
+    assert set(kinds[first_claim:]) == {"claim"} and len(kinds[first_claim:]) >= CLAIM_ROUNDS
+    assert [line.began_s for line in plan.ledger] == sorted(line.began_s for line in plan.ledger)
+    assert sum(line.seconds for line in plan.ledger) == pytest.approx(found.result.spent_s)
+    assert all(line.why for line in plan.ledger)
+    assert found.result.spent_s <= 120.0 and found.session.ended_by == "nothing_left"
+    assert plan.hand is not None and plan.hand.config == TrainingConfig(micro_batch=16, precision="bf16")
+    assert plan.hand.speedup.median > 1.0
+
+
+def test_the_budget_holds_what_the_leader_needs(searches: Searches):
+    """Hundreds of candidates are as good as each other: looks end in time for the check and the rounds."""
+    many = tuple(
+        TrainingConfig.model_validate({"micro_batch": size, "precision": precision, "checkpointing": kept})
+        for size in (1, 2, 4, 8, 16)
+        for precision in ("fp32", "bf16")
+        for kept in ("none", "full", "every_2")
+    )
+    flat = World(seconds=lambda config: 0.3 if config == PLAIN else 0.25, candidates=many, width=2.0, check_s=3.2)
+    found = searches.search(flat, budget=60.0)
+    plan = plan_of(found)
+    assert found.session.ended_by == "time" and plan.claim.rounds >= CLAIM_ROUNDS
+    assert flat.purposes().count("search") > 3 and flat.checked
+    assert found.result.spent_s <= 1.05 * 60.0
+
+
+def test_a_budget_that_holds_no_claim_gives_a_checked_plan_that_claims_nothing(searches: Searches):
+    slow = World(seconds=lambda config: 8 * usual_s(config), check_s=8.0)
+    found = searches.search(slow, budget=32.0)
+    plan = plan_of(found)
+    assert plan.config != PLAIN and plan.parity.passed and not slow.purposes().count("claim")
+    assert plan.claim.rounds == 0 and plan.claim.chosen_from > 1
+
+
+def test_a_budget_that_cannot_hold_the_plain_run_is_refused_before_the_first_run_with_one_that_can(searches: Searches):
+    world = World(seconds=lambda config: 200 * usual_s(config))
+    found = searches.search(world, budget=60.0)
+    assert (found.result.status, found.result.exit_code) == ("budget_ended", 5)
+    assert world.made == [] and "too small" in str(found.result.reason)
+    assert "--budget" in str(found.result.hint)
+    minutes = int(str(found.result.hint).partition("--budget ")[2].partition("m")[0])
+    plan_of(searches.search(world, budget=60.0 * minutes))
+
+
+# The plain run is the plan.
+
+
+def test_a_plain_run_that_leads_needs_no_claim_and_no_check(searches: Searches):
+    world = World(seconds=lambda config: 0.3 if config == PLAIN else 0.6, predicted=lambda config: 0.3)
+    plan = plan_of(searches.search(world))
+    assert plan.config == PLAIN and plan.parity == PLAIN_PARITY
+    assert not plan.claim.claimed and plan.claim.why_not == "nothing faster was found"
+    assert world.checked == [] and set(world.purposes()) <= {"baseline", "search", "finalist"}
+
+
+@pytest.mark.parametrize("in_rounds", [1.0, 1.3], ids=["within noise", "slower"])
+def test_a_leader_without_a_gain_in_its_rounds_gives_way_to_the_plain_run(searches: Searches, in_rounds: float):
+    """Drift: it was fast when it was chosen. The rounds decide, and they say so."""
+    one = BEST
+
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        return {"slower": in_rounds * usual_s(PLAIN) / usual_s(one)} if order.purpose == "claim" and before else None
+
+    world = World(
+        candidates=some(one),
+        fate=lambda order, before: fate(order, before) if order.config == one else None,
+    )
+    found = searches.search(world)
+    plan = plan_of(found)
+    assert plan.config == PLAIN and plan.parity == PLAIN_PARITY
+    assert not plan.claim.claimed and plan.claim.why_not == "nothing faster was found"
+    (note,) = [note for note in plan.notes if "the plan is the plain run" in note]
+    assert one.describe() in note and "side by side with the plain run" in note
+    assert found.session.store.parity_of(one) is not None
+
+
+def test_where_only_some_may_be_the_plan_the_plain_run_is_not(searches: Searches):
+    """It does not keep what was fixed; the leader stays, and claims nothing."""
+    world = World(
+        fate=lambda order, before: {"slower": 9.0} if order.purpose == "claim" and order.config != PLAIN else None
+    )
+    plan = plan_of(searches.search(world, fix={"optimizer_step": "fused"}))
+    assert plan.config.optimizer_step == "fused"
+    assert not plan.claim.claimed and plan.claim.why_not == "it was measured slower"
+
+
+def test_disturbed_rounds_leave_the_leader_without_a_claim(searches: Searches):
+    world = World(fate=lambda order, before: {"disturbed": LOAD, "slower": 3.0} if order.purpose == "claim" else None)
+    plan = plan_of(searches.search(world))
+    assert plan.config == BEST and not plan.claim.claimed and "disturbed: not a claim" in plan.claim.why_not
+    assert plan.speedup.low <= 1.0 <= plan.speedup.high
+
+
+# A leader that fails.
+
+
+def test_a_leader_that_fails_in_a_round_gives_way_and_the_next_one_is_checked_and_claimed(searches: Searches):
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        crashes = order.purpose == "claim" and order.config == BEST
+        return {"outcome": Outcome.CRASHED, "reason": "planted"} if crashes else None
+
+    world = World(fate=fate)
+    found = searches.search(world)
+    plan = plan_of(found)
+    assert plan.config != BEST and plan.config in world.checked and plan.claim.claimed
+    assert [claim.config for claim in found.session.store.claims] == [BEST, plan.config]
+
+
+def test_a_leader_that_fails_its_check_gives_way_and_nothing_is_dropped_for_it(searches: Searches):
+    """What computes something else may be as fast as it likes."""
+    wrong = TrainingConfig(micro_batch=8, precision="bf16", optimizer_step="fused")
+
+    def seconds(config: TrainingConfig) -> float:
+        return 0.05 if config == wrong else usual_s(config)
+
+    world = World(seconds=seconds, predicted=usual_s, passes=lambda config: config != wrong)
+    found = searches.search(world)
+    plan = plan_of(found)
+    assert world.checked.count(wrong) == 1, "once"
+    assert plan.config == BEST and plan.failed_parity == (wrong,) and plan.parity.passed
+    assert any(wrong.describe() in note and "fails parity" in note for note in plan.notes)
+    after = [order for order in world.orders if order.purpose == "search" and order.number > orders_of(world, wrong)[0]]
+    bars = [math.exp(order.to_beat.log_s) for order in after if order.to_beat is not None]
+    assert bars and min(bars[1:] or bars) > 0.1, "the one that failed is no leader"
+
+
+def orders_of(world: World, config: TrainingConfig) -> list[int]:
+    return [order.number for order in world.orders if order.config == config]
+
+
+@pytest.mark.parametrize("fix", [{}, {"optimizer_step": "fused"}], ids=["any", "fixed"])
+def test_a_check_that_does_not_end_in_its_time_is_no_verdict_and_no_plan(searches: Searches, fix: dict[str, Any]):
+    world = World(passes=lambda config: None)
+    found = searches.search(world, fix=fix, budget=60.0)
+    assert (found.result.status, found.result.exit_code) == ("budget_ended", 5), found.result.reason
+    assert "parity" in str(found.result.reason) and "--budget" in str(found.result.hint)
+    assert world.checked and found.session.store.parity_of(world.checked[0]) is None
+    notes = [note for note in found.observer.notes if "did not end in its time" in note]
+    assert len(notes) == len(set(notes)) == len(world.checked), "each is said once"
+    longer = World()
+    assert plan_of(searches.search(longer, fix=fix, budget=200.0)).parity.passed
+    assert world.checked[0] in longer.checked, "the same one is checked again"
+
+
+# Looks.
+
+
+def test_a_disturbed_look_is_made_again_once_and_then_void(searches: Searches):
+    """Not a lost race: it is not stopped early, and the run that was not disturbed counts."""
+    world = World(
+        fate=lambda order, before: {"disturbed": LOAD, "slower": 2.0} if order.config == BEST and not before else None
+    )
+    found = searches.search(world)
+    looks = [trial for trial in found.result.trials if trial.config == BEST and not trial.is_repeat]
+    assert [trial.outcome for trial in looks] == [Outcome.OK] * 2 and [bool(t.disturbed) for t in looks] == [
+        True,
+        False,
+    ]
+    assert plan_of(found).config == BEST and plan_of(found).claim.claimed
+
+
+def test_a_configuration_is_looked_at_twice_at_most(searches: Searches):
+    world = World(fate=lambda order, before: {"disturbed": LOAD} if order.config == BEST else None)
+    found = searches.search(world)
+    looks = [trial for trial in found.result.trials if trial.config == BEST and not trial.is_repeat]
+    assert len(looks) == 2
+
+
+def test_under_a_load_that_lasts_each_look_counts_and_nothing_is_claimed(searches: Searches):
+    world = World(fate=lambda order, before: {"disturbed": LOAD})
+    found = searches.search(world)
+    looks = [trial.config for trial in found.result.trials if not trial.is_repeat]
+    assert len(looks) > 5 and len(looks) - len(set(looks)) <= 2, "they are not all repeated"
+    assert not plan_of(found).claim.claimed
+    assert world.orders[0].remeasure > 0 and world.orders[-1].remeasure == 0, "nor is the load waited for"
+
+
+def test_a_look_that_a_bound_puts_behind_the_leader_is_stopped_with_a_lower_bound(searches: Searches):
+    world = World(predicted=lambda config: 0.2, candidates=CANDIDATES[::2])
+    found = searches.search(world)
+    dropped = [trial for trial in found.result.trials if trial.outcome is Outcome.PRUNED]
+    assert dropped and plan_of(found).config not in {trial.config for trial in dropped}
+    for trial in dropped:
+        assert trial.at_least_s is not None and trial.at_least_s < usual_s(trial.config) * 1.05
+    levels = [order.to_beat.level for order in world.orders if order.purpose == "search" and order.to_beat is not None]
+    assert levels == sorted(levels, reverse=True) and levels[0] > levels[-1], "corrected for the number of looks"
+
+
+def test_a_stopped_hand_setting_is_compared_by_what_is_known_of_it(searches: Searches):
+    """At least so many times the hand setting: its race is not run to the end, and it is no look of the search."""
+    one, hand = TrainingConfig(micro_batch=8, checkpointing="full"), TrainingConfig(micro_batch=4)
+
+    def seconds(config: TrainingConfig) -> float:
+        return {one: 0.1, hand: 0.95}.get(config, 1.0)
+
+    world = World(
+        candidates=some(one, TrainingConfig(micro_batch=4), TrainingConfig(micro_batch=1, optimizer_step="fused")),
+        seconds=seconds,
+        predicted=lambda config: {one: 0.8, hand: 0.95}.get(config, 1.0),
+        width=1.2,
+    )
+    plan = plan_of(searches.search(world))
+    assert plan.config == one and plan.hand is not None and plan.hand.config == hand
+    (look,) = [trial for trial in plan.evidence if trial.config == hand]
+    assert look.outcome is Outcome.PRUNED
+    assert plan.hand.speedup.median == pytest.approx(9.5, rel=0.1) and plan.hand.speedup.low > 8.0
+
+
+def test_what_compiled_once_costs_its_warm_time_from_then_on(searches: Searches):
+    """Cold and warm: a pair and the rounds find their kernels, and are priced so."""
+    compiled = TrainingConfig(micro_batch=16, compile="model")
+    world = World(candidates=some(compiled), compile_s=30.0)
+    found = searches.search(world, budget=200.0)
+    plan = plan_of(found)
+    assert plan.config == compiled
+    look, *rounds = [line for line in plan.ledger if line.kind in ("look", "claim")]
+    assert look.seconds > 30.0 and look.predicted_s > 20.0
+    assert rounds and all(line.seconds < 20.0 for line in rounds)
+    assert all(line.predicted_s < 1.6 * line.seconds for line in rounds[1:]), "a round is not priced as a compilation"
+    first = next(trial for trial in found.result.trials if trial.config == compiled)
+    assert found.session.trial_cost.repeat_s(first) < 0.5 * first.seconds_spent
+
+
+# The limits.
+
+
+def test_one_trial_is_the_plain_run(searches: Searches):
+    world = World()
+    found = searches.search(world, max_trials=1)
+    assert plan_of(found).config == PLAIN and world.purposes() == ["baseline"]
+    assert found.session.ended_by == "max_trials"
+    more = World()
+    again = searches.search(more, max_trials=3)
+    assert plan_of(again).config != PLAIN, "a larger number goes on"
+    assert more.purposes().count("baseline") == 0 and sum(not t.is_repeat for t in again.result.trials) == 3
+
+
+def test_one_trial_is_no_plan_where_the_plain_run_may_not_be_it(searches: Searches):
+    found = searches.search(World(), max_trials=1, fix={"optimizer_step": "fused"})
+    assert (found.result.status, found.result.exit_code) == ("no_feasible_plan", 3)
+    assert "the plain baseline alone ran" in str(found.result.reason) and "--max-trials" in str(found.result.hint)
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_another_sampler_draws_and_its_leader_is_proved_like_any_other(searches: Searches, sampler: str):
+    candidates = [PLAIN, *(config for config in CANDIDATES if config != PLAIN)]  # the plain run is the first of them
+    world = World(candidates=candidates, check_s=9.0)
+    found = searches.search(world, sampler=sampler, budget=45.0)
+    plan = plan_of(found)
+    assert plan.parity.passed and plan.claim.rounds >= CLAIM_ROUNDS, "time was left for its proof"
+    looks = [trial.config for trial in found.result.trials if not trial.is_repeat]
+    assert len(looks) == len(set(looks)) > 3
+    assert found.session.ended_by == "time"
+    first = next(work for work in found.observer.works if work.kind == "look")
+    assert first.needs_s > first.check_s > 0, "the plain run, which needs nothing, is not what is drawn"
+    assert all(f"--sampler {sampler} draws it" in line.why for line in plan.ledger if line.kind == "look")
+
+
+def test_the_least_memory_above_the_floor_is_the_plan(searches: Searches):
+    found = searches.search(World(), objective="memory", min_throughput=0.6)
+    plan = plan_of(found)
+    fastest = min(t.step_time_s.median for t in found.result.trials if t.step_time_s is not None)
+    assert plan.config.micro_batch < 16 and plan.measurement.step_time_s.median < fastest / 0.6 * 1.02
+    assert plan.parity.passed
+
+
+def test_cost_counts_each_rank_in_pairs_too(searches: Searches):
+    one, two = BEST, BEST.model_copy(update={"dp_replicate": 2, "micro_batch": 8})
+    world = World(candidates=some(one, two), seconds=lambda c: 0.6 * usual_s(c) if c == two else usual_s(c))
+    found = searches.search(world, objective="cost")
+    assert plan_of(found).config == one, "two ranks are 1.67 times as fast"
+    gains = [line.gain for line in plan_of(found).ledger if line.kind == "pair"]
+    assert all(gain < 0.1 for gain in gains), "a pair is not expected to gain what the second rank costs"
+
+
+# What must not go on for ever.
+
+
+def test_a_trace_that_stays_rough_is_not_made_again(searches: Searches, monkeypatch: pytest.MonkeyPatch):
+    """There was no time for the variant, or it cannot be traced: its look is made by the rough prediction."""
+    run = searches.open(World())
+    session = run.session
+    assert session is not None
+    made = []
+    session.context.rough = lambda config: config.precision == "bf16"  # type: ignore[misc]
+    monkeypatch.setattr(search_state, "trace_cost_s", lambda context, variants: 0.5)
+    monkeypatch.setattr(search_work, "trace_more", lambda context, variants: made.append(1) or context)
+    monkeypatch.setattr(type(session), "take_context", lambda self, context: None)
+    from autoplan.planner.search import run as search_run
+
+    with run.store:
+        result = search_run._find(run, session)
+    assert result.status == "plan_found" and 1 <= len(made) <= 2
+    assert "trace" in run.observer.kinds  # type: ignore[attr-defined]
+
+
+def test_a_check_that_something_outside_ends_leads_no_further(searches: Searches, monkeypatch: pytest.MonkeyPatch):
+    from autoplan.planner.parity import compare
+
+    world = World()
+    run = searches.open(world)
+    assert run.session is not None
+    passes = compare.run_parity
+
+    def lost(zygote: Any, spec: Any, config: TrainingConfig, **rest: Any) -> Any:
+        if config == BEST:
+            world.checked.append(config)
+            raise compare.CandidateDidNotRunError("killed three times")
+        return passes(zygote, spec, config, **rest)
+
+    monkeypatch.setattr(compare, "run_parity", lost)
+    from autoplan.planner.search import run as search_run
+
+    with run.store:
+        result = search_run._find(run, run.session)
+    assert result.status == "plan_found" and result.plan is not None and result.plan.config != BEST
+    assert world.checked.count(BEST) == 1
+    assert any("it was not checked and is not the plan" in note for note in result.notes)
+
+
+def test_the_hand_setting_is_what_the_predictions_like_of_what_fits():
+    """Its micro-batch is not the largest that fits, and on CPU bf16 is taken only if it is predicted to gain."""
+    from autoplan.planner.search.references import hand_setting
+
+    def session(best: int, bf16: float, **fixed: Any) -> Any:
+        def predict(config: TrainingConfig) -> Any:
+            step_s = (1.0 + abs(math.log2(config.micro_batch / best))) * (bf16 if config.precision == "bf16" else 1.0)
+            return SimpleNamespace(step_time_s=step_s, peak_memory_high_bytes=10 * config.micro_batch)
+
+        context = SimpleNamespace(
+            space=SimpleNamespace(values={"micro_batch": [1, 2, 3, 4, 8, 12, 24], "precision": ["fp32", "bf16"]}),
+            device="cpu",
+            memory_limit_bytes=90,
+            spec=SimpleNamespace(global_batch=24),
+            estimator=SimpleNamespace(estimate=lambda configs: [predict(config) for config in configs]),
+        )
+        return SimpleNamespace(context=context, options=SimpleNamespace(fix=fixed), predict=predict)
+
+    assert hand_setting(session(2, 0.5)) == TrainingConfig(micro_batch=2, precision="bf16")
+    assert hand_setting(session(2, 1.5)) == TrainingConfig(micro_batch=2)
+    assert hand_setting(session(64, 1.5)) == TrainingConfig(micro_batch=8), "12 and 24 do not fit"
+    assert hand_setting(session(2, 0.5, micro_batch=4)) == TrainingConfig(micro_batch=4, precision="bf16")
+    tight = session(2, 0.5)
+    tight.context.memory_limit_bytes = 5
+    assert hand_setting(tight) is None
+
+
+def test_a_claim_is_as_long_as_what_it_has_to_show_and_never_longer_than_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Fixed before its first round, and kept in the record."""
+    rounds = {}
+    for number, (gain, budget) in enumerate(((2.0, 300.0), (1.04, 300.0), (1.04, 40.0))):
+        world = World(
+            candidates=some(BEST),
+            seconds=lambda config, gain=gain: 0.4 / gain if config == BEST else 0.4,  # type: ignore[misc]
+            predicted=lambda config: 0.35,
+        )
+        found = Searches(tmp_path / str(number), monkeypatch).search(world, budget=budget)
+        (claim,) = found.session.store.claims
+        rounds[gain, budget] = claim.rounds
+        assert found.result.spent_s <= 1.05 * budget
+    assert rounds[2.0, 300.0] == CLAIM_ROUNDS < rounds[1.04, 40.0] < rounds[1.04, 300.0]
