@@ -37,6 +37,7 @@ GLOBAL_BATCH = 16
 FIXED_S = 1.0
 LOAD = "other work took 48% of the CPU time"
 LIMIT_BYTES = 8 << 30
+MOST_WORKS = 200
 
 PLAIN = TrainingConfig(micro_batch=16)
 """The plain run of a `World` with its own candidates: the largest micro-batch that fits."""
@@ -232,6 +233,7 @@ class Observer(SearchObserver):
     def on_work(self, work: Work, best: Trial | None, budget: Any) -> None:
         if len(self.works) == self.die_before:
             raise Killed
+        assert len(self.works) < MOST_WORKS, f"it does not end; the last: {self.works[-1].describe()}"
         self.works.append(work)
 
     def on_note(self, text: str) -> None:

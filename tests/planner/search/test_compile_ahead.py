@@ -13,11 +13,11 @@ import pytest
 
 from autoplan.planner.records import Compiled, CompiledAhead, Interval, Outcome, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.compile_ahead import CompileAhead
-from autoplan.planner.search.compile_choice import (
+from autoplan.planner.search.compile_ahead import (
     COMPILERS,
     MOST,
     Choice,
+    CompileAhead,
     Machine,
     Waiting,
     choose,
@@ -184,7 +184,7 @@ def searching(
         sampler=chosen,
         options=SimpleNamespace(max_trials=None),
         trials_done=0,
-        search_left_s=600.0,
+        left_s=600.0,
         observer=SimpleNamespace(),
         notes=(notes := []),
         note=notes.append,
@@ -275,7 +275,7 @@ def test_a_search_says_why_nothing_was_compiled_ahead(tmp_path: Path) -> None:
     with session.store as store:
         ahead.say()
         assert not session.notes, "nothing was compiled at all"
-        assert not ahead.run_if_due()
+        assert ahead.option() is None
         for number, config in enumerate([c for c in CANDIDATES if c.compile == "block"][:2]):
             store.add_trial(trial_of(config, number, 0.5, "compile cache: 0 hit(s), 2 miss(es)"))
         ahead.say()

@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.search import compile_ahead, compile_choice, session
-from autoplan.planner.search.compile_ahead import CompileAhead
-from autoplan.planner.search.compile_choice import Machine
+from autoplan.planner.search import compile_ahead
+from autoplan.planner.search.compile_ahead import CompileAhead, Machine
 from autoplan.planner.search.run import SearchOptions, run_search
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
@@ -92,10 +91,12 @@ def test_trials_find_the_kernels_that_were_compiled_ahead(tmp_path: Path) -> Non
     with Zygote(preload=PRELOAD) as zygote:
         found = real_session(tmp_path / "s", SOUND, zygote)
         ahead = CompileAhead(found)
-        assert ahead.run_if_due()
-        assert not ahead.run_if_due(), "once"
+        work = ahead.option()
+        assert work is not None and work.kind == "compile ahead" and work.cost_s > 0
+        ahead.run()
+        assert ahead.option() is None, "once"
         (group,) = found.store.compiled_ahead
-        assert len(group.configs) == 2 and not found.attempts and found.said == ["compile ahead", "search"]
+        assert len(group.configs) == 2 and not found.attempts and found.said == ["compile ahead"]
         assert all(one.compile_s and not one.cached for one in group.compiled) and group.seconds > 0
         assert all(found.trial_cost.is_warm(config) for config in group.configs)
         trials = measure(found, tmp_path)
@@ -118,10 +119,11 @@ def test_a_fault_while_compiling_ahead_is_no_verdict(
     with Zygote(preload=PRELOAD) as zygote:
         found = real_session(tmp_path / "s", INJECTED, zygote)
         if kind == "memory":
-            monkeypatch.setattr(compile_choice, "COMPILER_BYTES", 0)
+            monkeypatch.setattr(compile_ahead, "COMPILER_BYTES", 0)
             found.context.host_limit_bytes = LIMIT_BYTES
         ahead = CompileAhead(found)
-        assert ahead.run_if_due() and len(list(faults.glob("compile ahead.*"))) == 1, "the fault was met"
+        ahead.run()
+        assert len(list(faults.glob("compile ahead.*"))) == 1, "the fault was met"
         (group,) = found.store.compiled_ahead
         failed = [one for one in group.compiled if one.why_not is not None]
         all_lost = kind in ("kill_zygote", "memory")
@@ -129,7 +131,7 @@ def test_a_fault_while_compiling_ahead_is_no_verdict(
         assert found.attempts == (["compile ahead"] if kind == "kill_zygote" else [])
         assert any("were not compiled ahead" in text for text in found.said)
         assert not found.store.trials and found.store.next_number == 0
-        assert not ahead.run_if_due(), "they are left to their own trials"
+        assert ahead.option() is None, "they are left to their own trials"
         trials = measure(found, tmp_path)
         assert [trial.outcome.value for trial in trials] == ["ok", "ok"], [trial.reason for trial in trials]
         found.store.close()
@@ -138,7 +140,7 @@ def test_a_fault_while_compiling_ahead_is_no_verdict(
 PLANNER = """
 import sys
 from pathlib import Path
-from autoplan.planner.search.compile_ahead import CompileAhead
+from autoplan.planner.search.compile_ahead import CompileAhead, Machine
 from autoplan.processes import Zygote
 from tests.planner.search.test_compile_ahead_live import PRELOAD, SOUND, real_session, with_cores
 
@@ -147,7 +149,7 @@ with Zygote(preload=PRELOAD) as zygote:
     found = real_session(Path(sys.argv[1]), SOUND, zygote)
     found.on_progress = lambda progress: print(progress.phase, flush=True)
     try:
-        CompileAhead(found).run_if_due()
+        CompileAhead(found).run()
     except KeyboardInterrupt:
         print("interrupted", zygote.alive, flush=True)
 """
@@ -184,7 +186,6 @@ def test_a_planner_that_is_ended_while_it_compiles_ahead_leaves_nobody(tmp_path:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("probed_machine")
 def test_a_whole_search_that_compiles_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "TIME_BOX_SHARE", 1e-3)
     monkeypatch.setattr(compile_ahead, "DEADLINE_S", 600.0)
     fixed = {
         "precision": "fp32", "threads": 1, "checkpointing": "none", "optimizer_step": "own", "allocator": "own",

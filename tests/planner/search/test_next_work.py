@@ -114,7 +114,7 @@ def test_the_check_of_a_leader_is_never_dropped():
 
 
 def test_a_check_does_not_count_twice_in_what_the_leader_needs():
-    """The leader's needs have the check in them: with 60 s left the check (50 s) fits, and is weighed with the looks."""
+    """The leader's needs have the check in them: with 60 s left the check (50 s) fits, and is weighed with looks."""
     state = State(check=option("parity", 50.0, gain=0.3), looks=[look(gain=0.001)], leader_needs_s=55.0)
     assert next_work(state, 60.0).kind == "parity"
 

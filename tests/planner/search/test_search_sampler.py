@@ -320,20 +320,6 @@ def test_a_trial_that_would_break_the_budget_is_a_reason_to_stop(kind: str):
     assert stop is not None and stop.out_of_time
 
 
-def test_a_candidate_whose_trial_would_be_ended_before_it_is_done_waits():
-    """The check of a compiled one takes longer, so its trial has less time than that of an eager one."""
-    search = Search()
-    first = search.run_one(0)
-    assert search.sampler.ranking()[0].precision == "bf16" and first is not None
-    search.sampler.deadline_s = lambda config: 0.1 if config.precision == "bf16" else 60.0
-    assert {config.precision for config in search.sampler.ranking()} == {"fp32"}
-    chosen = search.run_one(1)
-    assert chosen is not None and chosen.precision == "fp32"
-    search.sampler.deadline_s = lambda config: 0.1
-    stop = search.sampler.reason_to_stop()
-    assert stop is not None and stop.out_of_time
-
-
 def test_a_trial_that_the_budget_ended_says_nothing_and_may_run_again():
     for ended, again in ((True, True), (False, False)):
         search = Search()
