@@ -8,6 +8,7 @@
 # make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
 # make test-exports: the exported files train as a plain loop does, each in its tool, which gets an environment
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
+# make bench-search: the brief form of the benchmarks of searches
 # make soak [MINUTES=60]: searches that are killed at random and resumed; one line of figures
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
 PYTHON ?= python3
@@ -87,11 +88,11 @@ soak: $(VENV)/.installed
 accuracy: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy $(if $(TRIALS),--trials $(TRIALS))
 
-# The brief form of both; docs/scoreboard.md has the long ones.
+# At most 20 minutes, and the replays some minutes more; docs/scoreboard.md has the long forms.
 .PHONY: bench-search
 bench-search: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),5)
-	$(BIN)/python -m benchmarks.search_live --budget $(or $(BUDGET),60s) --rounds 1 --out .cache/search_live.jsonl
+	$(BIN)/python -m benchmarks.anytime --brief --out .cache/anytime.jsonl
+	$(BIN)/python -m benchmarks.search_replay --seeds $(or $(SEEDS),3) --methods ours random
 	@echo "To record a table: $(BIN)/python -m benchmarks.search_tables --case gpt --ranks 1 (docs/scoreboard.md)"
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)

@@ -1,37 +1,50 @@
-"""Compiled candidates measured per minute: each compiled in its own trial, or several side by side before.
+"""Compiled candidates measured in a time: each compiled in its own trial, or several side by side before.
 
-    python -m benchmarks.compile_ahead --rounds 3 --number 4
+    python -m benchmarks.compile_ahead                                    # a replay with a GPU's compile times
+    python -m benchmarks.compile_ahead --live --rounds 3 --number 4       # for real, on this machine
 
-The candidates are a GPT-2 of four layers (width 256, 128 tokens) at different micro-batches. In each round both ways
-run once, in an order that is drawn, each with an empty compile cache and a zygote that has started. Printed are
-candidates per minute with medians and spread, what the trials found in the cache, and what 16 cores would do, by
-arithmetic from the CPU time of the compilations (Amdahl's law, `planner/search/compile_choice.py`). The rounds are
+The replay (benchmarks/replay.py) has 10 minutes and candidates that take COLD_S to compile on CORES cores, WARM_S with
+their kernels in the cache, and START_S to start a process. Step times are drawn around the predictions for the model of
+a recorded table; the search does not have these predictions, so that all candidates stay hopeful. Several that are
+compiled side by side take what Amdahl's law says with SERIAL_SHARE of a compilation in one thread. Both ways decide by
+themselves (`next_work`); printed is how many compiled candidates have been measured, and how good the plan is.
+
+Live, the candidates are a GPT-2 of four layers (width 256, 128 tokens) at different micro-batches. In each round both
+ways run once, in an order that is drawn, each with an empty compile cache and a zygote that has started. The rounds are
 added to benchmarks/results/compile_ahead.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.search.compile_choice import compile_share, slowdown
-
-from autoplan.planner.search.compile_ahead import compile_task
+from autoplan.planner.records import Compiled, CompiledAhead, Interval, Outcome, Trial
+from autoplan.planner.search.compile_ahead import Choice, CompileAhead, Machine, Waiting, compile_task, slowdown
+from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.trial_cost import was_warm
+from autoplan.planner.search.session import Session
+from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from benchmarks.replay import SearchMethod, make_estimator, open_session, run_session
+from benchmarks.search_tables import TABLES
+from benchmarks.trials_saved_record import LIMIT_BYTES as TABLE_LIMIT_BYTES
+from benchmarks.trials_saved_record import Recorded, read_table
 
 RESULTS = Path(__file__).parent / "results" / "compile_ahead.jsonl"
 MODEL = {
@@ -40,7 +53,22 @@ MODEL = {
 }  # fmt: skip
 LIMIT_BYTES = 6 << 30
 WAYS = ("one by one", "side by side")
-ARITHMETIC_CORES, ARITHMETIC_MOST, BUDGET_S = 16, 8, 600.0
+
+CORES, COLD_S, WARM_S, START_S, BUDGET_S = 16, 60.0, 8.0, 4.0, 600.0
+"""Of the replay: a GPU and 16 cores. WARM_S is the share of COLD_S that was measured on a CPU (3.6 s of 27); START_S is
+assumed."""
+
+SERIAL_SHARE = 0.6
+"""Assumed, as in a search: no GPU has shown it."""
+
+COMPILED_FASTER, SCATTER = 1.5, 0.15
+"""How many times as fast a compiled candidate is, and how steps scatter around their prediction (a standard deviation
+of the logarithm), so that many candidates may be the best. Chosen."""
+
+METHOD = SearchMethod(name="ours, no cost model", sampler="autoplan", model="none", drops=False)
+"""Without a cost model all candidates stay hopeful, so that the time is what limits how many are looked at."""
+
+TABLE, WANTED = "gpt-1", 15
 
 
 def run_way(way: str, spec: WorkloadSpec, configs: list[TrainingConfig], folder: Path) -> dict[str, Any]:
@@ -74,7 +102,7 @@ def run_way(way: str, spec: WorkloadSpec, configs: list[TrainingConfig], folder:
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
-    """Candidates per minute of both ways, and the arithmetic for more cores."""
+    """Candidates per minute of both ways."""
     texts = [
         "| way | candidates per minute, median | lowest to highest | compile phase of a trial, median s | rounds |",
         "|---|---|---|---|---|",
@@ -95,43 +123,112 @@ def summary(lines: list[dict[str, Any]]) -> str:
     beside = [line for line in lines if line["way"] == WAYS[1]]
     warm = [hit for line in beside for hit in line["warm"]]
     texts.append(f"from the cache, after compiling ahead: {sum(warm)} of {len(warm)} trials")
-    return "\n".join([*texts, arithmetic(lines)])
+    return "\n".join(texts)
 
 
-def arithmetic(lines: list[dict[str, Any]]) -> str:
-    """What 16 cores would do in 10 minutes, from what was measured here; no measurement."""
-    beside = [line for line in lines if line["way"] == WAYS[1]]
-    cpu = [pair for line in beside for pair in line["cpu_s"]]
-    one_core_s = statistics.median(own + children for own, children in cpu)
-    serial = statistics.median(own / (own + children) for own, children in cpu)
-    alone_s = one_core_s * compile_share(ARITHMETIC_CORES, serial)
-    # other work makes all of it longer here: by what the cold ones in their own trials took over their CPU time
-    cold_s = statistics.median(s for line in lines if line["way"] == WAYS[0] for s in line["compile_s"])
-    busy = cold_s / (one_core_s * compile_share(beside[0]["cores"], serial))
-    warm_s = statistics.median(s for line in beside for s in line["compile_s"]) / busy
-    rest_s = statistics.median(
-        total - compiling
-        for line in beside
-        for total, compiling in zip(line["trial_s"], line["compile_s"], strict=True)
-    )
-    together_s = alone_s * slowdown(ARITHMETIC_MOST, ARITHMETIC_CORES, serial)
-    before = BUDGET_S / (rest_s + alone_s)
-    after = BUDGET_S / (rest_s + warm_s + together_s / ARITHMETIC_MOST)
-    return (
-        f"A compilation took {one_core_s:.1f} s of CPU time, {serial:.0%} of it in one thread; other work made "
-        f"compilations {busy:.1f} times as long here. By arithmetic, not measured: alone on {ARITHMETIC_CORES} cores "
-        f"{alone_s:.1f} s, {ARITHMETIC_MOST} side by side {together_s:.1f} s. With trials of {rest_s:.1f} s and "
-        f"{warm_s:.1f} s of compiling from the cache, 10 minutes would have {before:.0f} candidates one by one and "
-        f"{after:.0f} side by side."
-    )
+# The replay.
+
+
+class ReplayedAhead(CompileAhead):
+    """Compiles ahead in a replay: the clock goes forward by what the processes side by side would take."""
+
+    def _machine(self) -> Machine:
+        return replace(super()._machine(), cores=CORES, serial_share=SERIAL_SHARE, host_limit_bytes=2.0**37)
+
+    def _run(self, waiting: Sequence[Waiting], choice: Choice) -> None:
+        session = self.session
+        self._tried.update(one.config for one in waiting)
+        seconds = START_S + COLD_S * slowdown(len(waiting), CORES, SERIAL_SHARE)
+        session.store.spent_s += seconds  # type: ignore[misc]
+        for one in waiting:
+            session.runner.compiled.add(what_is_compiled(one.config))  # type: ignore[attr-defined]
+            session.model.observe_ahead(one.config, COLD_S)
+        group = tuple(Compiled(config=one.config, compile_s=COLD_S) for one in waiting)
+        expected = {"expected_s": choice.seconds, "expected_saving_s": choice.saving_s}
+        session.store.add_compiled_ahead(CompiledAhead(compiled=group, seconds=seconds, **expected))
+
+
+class NoneAhead(CompileAhead):
+    """Each is compiled in its own trial."""
+
+    def option(self) -> Option | None:
+        return None
+
+
+def gpu_table(recorded: Recorded, seed: int) -> Recorded:
+    """A table of bf16 candidates with a GPU's times: eager ones, and compiled ones around them.
+
+    A step takes what is predicted of it, of compiled ones faster by COMPILED_FASTER, times a factor that is drawn.
+    """
+    rng = random.Random(seed)
+    like = next(trial for trial in recorded.rounds[0] if trial.step_time_s is not None)
+    knobs = {name: sorted({getattr(c, name) for c in recorded.candidates}) for name in ("attention", "loss")}
+    bf16 = [TrainingConfig.model_validate({"precision": "bf16", "micro_batch": size}) for size in (2, 4, 8, 16)]
+    varied = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values())]
+    eager = recorded.plain + [config.model_copy(update=one) for config in bf16 for one in varied]
+    configs = [config.model_copy(update={"compile": scope}) for config in eager for scope in ("off", "block", "model")]
+    estimator = make_estimator(recorded, "search", TABLE_LIMIT_BYTES)
+    rounds: tuple[list[Trial], list[Trial]] = ([], [])
+    for config, seconds in zip(configs, estimator.table(configs).step_time_s, strict=True):
+        factor = rng.lognormvariate(0.0, SCATTER) / (1.0 if config.compile == "off" else COMPILED_FASTER)
+        for trials, compiling_s in zip(rounds, (COLD_S, WARM_S), strict=True):
+            step_s = float(seconds) * factor * rng.lognormvariate(0.0, 0.01)
+            trials.append(gpu_trial(like, config, step_s, 0.0 if config.compile == "off" else compiling_s))
+    return replace(recorded, rounds=rounds, planned=len(configs))
+
+
+def gpu_trial(like: Trial, config: TrainingConfig, step_s: float, compiling_s: float) -> Trial:
+    """A look at a configuration with a GPU's times."""
+    phases = {"start": START_S, "warmup": step_s, "measure": max(0.8, 5 * step_s)}
+    said = ()
+    if compiling_s:
+        phases["compile"] = compiling_s
+        hits, misses = (9, 0) if compiling_s == WARM_S else (0, 9)
+        said = (f"compile cache: {hits} hit(s), {misses} miss(es)",)
+    step = Interval(median=step_s, low=0.99 * step_s, high=1.01 * step_s, samples=5)
+    update = {"config": config, "step_time_s": step, "phase_seconds": phases, "seconds_spent": sum(phases.values())}
+    return like.model_copy(update=update | {"warnings": said, "window": None})
+
+
+def replayed(recorded: Recorded, seed: int, kind: type[CompileAhead]) -> tuple[int, float]:
+    """How many compiled candidates one search has measured, and the speed of its plan, of the best there is."""
+    table = gpu_table(recorded, seed)
+    session: Session = open_session(table, METHOD, seed, BUDGET_S)
+    *_, last = run_session(session, kind(session))
+    truth = dict(zip(table.candidates, table.seconds.tolist(), strict=True))
+    ran = {t.config for t in last.trials if t.config.compile != "off" and t.outcome in (Outcome.OK, Outcome.PRUNED)}
+    return len(ran), min(truth.values()) / truth[last.leader] if last.leader else 0.0
+
+
+def show_replays(seeds: int) -> str:
+    """Both ways over some seeds: medians, and the range of the compiled candidates."""
+    recorded = read_table(TABLES / TABLE)
+    rows = [
+        "| way | compiled candidates in 10 m | lowest to highest | plan, of the best | aim |",
+        "|---|---|---|---|---|",
+    ]
+    for way, kind in zip(WAYS, (NoneAhead, ReplayedAhead), strict=True):
+        found = [replayed(recorded, seed, kind) for seed in range(seeds)]
+        counts = [count for count, _ in found]
+        middle = statistics.median(counts)
+        word = "" if kind is NoneAhead else f"{WANTED}: {'met' if middle >= WANTED else 'NOT met'}"
+        share = statistics.median(share for _, share in found)
+        rows.append(f"| {way} | {middle:g} | {min(counts)} to {max(counts)} | {share:.1%} | {word} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
+    """Replays, or runs the rounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--live", action="store_true", help="compile for real")
+    parser.add_argument("--seeds", type=int, default=9, help="of the replay")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--number", type=int, default=4, help="candidates, all compiled at once in the second way")
     parser.add_argument("--compile", choices=("block", "model"), default="block")
     options = parser.parse_args()
+    if not options.live:
+        print(show_replays(options.seeds))
+        return
     configs = [
         TrainingConfig.model_validate({"micro_batch": 2**power, "compile": options.compile})
         for power in range(options.number)

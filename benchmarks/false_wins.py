@@ -1,14 +1,21 @@
-"""How often a plan claims a win that is none, live: the same configuration against itself, and a planted gain of 15 %.
+"""How often a win is claimed that is none: the same against itself, and a planted gain of 15 %.
 
     python -m benchmarks.false_wins --case same --pairs 200 --minutes 4       # again and again: it goes on
     python -m benchmarks.false_wins --case same --pairs 200 --busy --minutes 4
     python -m benchmarks.false_wins --case planted --pairs 60 --minutes 4
+    python -m benchmarks.false_wins --searches 60 [--minutes 4]
     python -m benchmarks.false_wins --table
 
-A pair is what a search does for its plan: a first run of each side, then the rounds of the claim (how many, by the
-spread between runs and the gain that the first runs show; the order in a round is drawn), each run a trial in a fresh
-process, and `planner/search/claim.py` decides. `--busy` keeps a second process busy meanwhile. The pairs are kept in
-benchmarks/results/false_wins.jsonl. The intervals are exact (Clopper and Pearson 1934).
+A pair is what a search does for its plan: a first run of each side, then the rounds of the claim (how many is fixed
+before the first, by the spread between runs and the gain that the first runs show; the order in a round is drawn), each
+run a trial in a fresh process, and `planner/search/claim.py` decides. `--busy` keeps a second process busy meanwhile.
+
+`--searches`: whole searches, each from nothing, of a space of two values that are the same thing: on a CPU
+`optimizer_step=own` is the loop over the parameters that `for_loop` asks for. They run on one core, where no number of
+threads is offered.
+
+Each pair and each search is a line of benchmarks/results/false_wins.jsonl. The intervals are exact (Clopper and Pearson
+1934); the upper end is to be at most 5 %.
 """
 
 from __future__ import annotations
@@ -16,9 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,15 +33,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.records import Outcome, Purpose, Trial
-from autoplan.planner.search.claim import ROUNDS_AGAIN, Comparison, compare, rounds_needed
+from autoplan.planner.records import ClaimRounds, Outcome, Purpose, Trial
+from autoplan.planner.search.candidate_model import has_lasting_load
+from autoplan.planner.search.claim import Comparison, compare, is_claim_over, rounds_needed
+from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.preload import PRELOAD
+from autoplan.planner.search.run import run_search
 from autoplan.planner.search.selection import collect_runs, measured_spread
-from autoplan.planner.search.session import remeasure_boxes
+from autoplan.planner.search.session import REMEASURE
+from autoplan.planner.space.bounds import parse_bound
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
+from benchmarks.whole_search import busy_process
 
 FILE = Path(__file__).parent / "data" / "steady_work.py"
 RESULTS = Path(__file__).parent / "results" / "false_wins.jsonl"
@@ -43,7 +54,13 @@ RAN = TrainingConfig(micro_batch=1, threads=1)
 SIDES = {"candidate": RAN, "reference": RAN.model_copy(update={"micro_batch": 2})}
 """Under which configuration the runs of each side are kept; both ran as RAN."""
 
-BUSY = "while True: pass"
+FIXED = {"precision": "fp32", "compile": "off", "checkpointing": "none", "allocator": "own", "micro_batch": 1}
+EQUALS = "optimizer_step=own,for_loop"
+SEARCH_BUDGET_S = 30.0
+"""Most of them end before: a run takes some 2 s."""
+
+MOST_CLAIMED = 0.05
+"""The upper end of the interval of false claims that is aimed at."""
 
 
 @dataclass(kw_only=True)
@@ -56,23 +73,30 @@ class Pair:
     trials: list[Trial] = field(default_factory=list)
 
     def measure(self) -> Comparison:
-        """First runs, then rounds until as many as wanted are quiet."""
+        """First runs, then the rounds of a claim, as many as are wanted before the first of them."""
         self._run("candidate", "search", None)
         self._run("reference", "baseline", None)
         first = {trial.config: trial.step_time_s for trial in self.trials if trial.step_time_s is not None}
         spread = measured_spread([*self.history, *self.trials])
         gain = math.log(first[SIDES["reference"]].median / first[SIDES["candidate"]].median)
-        wanted = rounds_needed(spread, gain)
-        number = quiet = 0
-        while quiet < wanted and number - quiet <= ROUNDS_AGAIN:
+        began = ClaimRounds(
+            number=1,
+            config=SIDES["candidate"],
+            reference=SIDES["reference"],
+            first_round=0,
+            rounds=rounds_needed(spread, gain),
+            budget_s=1.0,
+        )
+        number = 0
+        while not is_claim_over(self.trials, began):
             order = list(SIDES)
             random.Random(f"{self.seed}/claim/{number}").shuffle(order)
-            runs = [self._run(side, "claim", number) for side in order]
-            quiet += not any(run.disturbed for run in runs)
+            for side in order:
+                self._run(side, "claim", number)
             number += 1
         by_config = {runs.config: runs for runs in collect_runs(self.trials)}
         sides = [by_config[config] for config in SIDES.values()]
-        return compare(sides[0], sides[1], spread, chosen_from=2)
+        return compare(sides[0], sides[1], spread, chosen_from=2, claim=began)
 
     def _run(self, side: str, purpose: Purpose, number: int | None) -> Trial:
         order = TrialOrder(
@@ -83,7 +107,7 @@ class Pair:
             deadline_s=60.0,
             method="whole_steps",
             round=number,
-            remeasure=remeasure_boxes([*self.history, *self.trials]),
+            remeasure=0.0 if has_lasting_load([*self.history, *self.trials]) else REMEASURE,
         )
         trial = self.runners[side].run(order)
         assert trial.outcome is Outcome.OK, f"{trial.outcome}: {trial.reason}"
@@ -107,18 +131,6 @@ def runners(case: str) -> Iterator[dict[str, TrialRunner]]:
             )
             for side, name in names.items()
         }
-
-
-@contextmanager
-def busy_process(wanted: bool) -> Iterator[None]:
-    """A second process that keeps a core busy."""
-    other = subprocess.Popen([sys.executable, "-c", BUSY]) if wanted else None
-    try:
-        yield
-    finally:
-        if other is not None:
-            other.kill()
-            other.wait()
 
 
 def run_pairs(
@@ -151,6 +163,51 @@ def run_pairs(
             }
 
 
+def run_searches(count: int, *, first: int = 0, minutes: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Runs whole searches of two equal values, each with a store of its own, and yields how each ended."""
+    ends_at = time.monotonic() + 60 * minutes
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        for seed in range(first, first + count):
+            if seed > first and time.monotonic() > ends_at:
+                return
+            with tempfile.TemporaryDirectory(prefix="equal-values-") as folder:
+                yield one_search(seed, folder)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def one_search(seed: int, store: str) -> dict[str, Any]:
+    """One search of two equal values, and whether it claims a gain."""
+    began = time.monotonic()
+    options = SearchOptions(
+        spec=make_spec(model=f"{FILE}:steady"),
+        budget=SEARCH_BUDGET_S,
+        device="cpu",
+        store=store,
+        seed=seed,
+        fix=FIXED,
+        bound=dict([parse_bound(EQUALS)]),
+    )
+    result = run_search(options)
+    claim = None if result.plan is None else result.plan.claim
+    speedup = None if result.plan is None else result.plan.speedup
+    return {
+        "case": "searches",
+        "busy": False,
+        "status": result.status,
+        "looks": sum(not trial.is_repeat for trial in result.trials),
+        "claimed": claim is not None and claim.claimed,
+        "why_not": None if claim is None else claim.why_not,
+        "speedup": None if speedup is None else [round(v, 4) for v in (speedup.median, speedup.low, speedup.high)],
+        "rounds": len({trial.round for trial in result.trials if trial.purpose == "claim"}),
+        "disturbed_runs": sum(trial.disturbed is not None for trial in result.trials),
+        "runs": len(result.trials),
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
 def exact_interval(hits: int, cases: int) -> tuple[float, float]:
     """The 95 % interval of a share (Clopper and Pearson 1934)."""
     from scipy.stats import beta
@@ -166,10 +223,20 @@ def load() -> list[dict[str, Any]]:
 
 
 def table(pairs: list[dict[str, Any]]) -> str:
-    """The pairs, by case and load."""
-    lines = ["| pairs | second process | claimed | share (95 % exact) | disturbed, so no claim | seconds a pair |"]
-    lines.append("|---|---|---|---|---|---|")
-    for case, words in (("same", "A against A"), ("planted", "A against A with 15 % more work")):
+    """The pairs and the searches, by case and load."""
+    head = (
+        "what",
+        "second process",
+        "claimed",
+        "share (95 % exact)",
+        "disturbed, so no claim",
+        "rounds",
+        "seconds each",
+    )
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    said: list[str] = []
+    cases = {"same": "A against A", "planted": "A against A with 15 % more work", "searches": "search of equal values"}
+    for case, words in cases.items():
         for busy in (False, True):
             of = [pair for pair in pairs if (pair["case"], pair["busy"]) == (case, busy)]
             if not of:
@@ -178,28 +245,43 @@ def table(pairs: list[dict[str, Any]]) -> str:
             low, high = exact_interval(hits, len(of))
             loud = sum((pair["why_not"] or "").startswith("disturbed") for pair in of)
             seconds = sum(pair["seconds"] for pair in of) / len(of)
+            rounds = sum(pair["rounds"] for pair in of) / len(of)
             lines.append(
                 f"| {len(of)} x {words} | {'busy' if busy else 'none'} | {hits} | {hits / len(of):.1%} "
-                f"({low:.1%} to {high:.1%}) | {loud} | {seconds:.1f} |"
+                f"({low:.1%} to {high:.1%}) | {loud} | {rounds:.1f} | {seconds:.1f} |"
             )
-    return "\n".join(lines)
+            if case == "searches":
+                most = 1 - 0.05 ** (1 / len(of))
+                word = "NOT met" if hits else f"on one side at most {most:.1%}: met"
+                said.append(f"{words}: {hits} of {len(of)} claimed, aim 0; {word}")
+            elif case == "same":
+                word = "met" if high <= MOST_CLAIMED else "NOT met"
+                said.append(f"{words}, upper end {high:.1%}, aim {MOST_CLAIMED:.0%}: {word}")
+    return "\n".join([*lines, *("\n" + one for one in said)])
 
 
 def main() -> None:
+    """Measures what is left, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=("same", "planted"), default="same")
     parser.add_argument("--pairs", type=int, default=200, help="in all, those measured before included")
+    parser.add_argument("--searches", type=int, help="whole searches in all, those made before included; no pairs")
     parser.add_argument("--busy", action="store_true", help="with a second busy process")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time; run it again to go on")
     parser.add_argument("--table", action="store_true", help="only print the table")
     asked = parser.parse_args()
     if not asked.table:
-        done = sum((pair["case"], pair["busy"]) == (asked.case, asked.busy) for pair in load())
+        case, busy = ("searches", False) if asked.searches else (asked.case, asked.busy)
+        done = sum((line["case"], line["busy"]) == (case, busy) for line in load())
+        left = max(0, (asked.searches or asked.pairs) - done)
         RESULTS.parent.mkdir(exist_ok=True)
-        left = max(0, asked.pairs - done)
-        for pair in run_pairs(asked.case, left, busy=asked.busy, first=done, minutes=asked.minutes):
+        if asked.searches:
+            lines = run_searches(left, first=done, minutes=asked.minutes)
+        else:
+            lines = run_pairs(case, left, busy=busy, first=done, minutes=asked.minutes)
+        for line in lines:
             with RESULTS.open("a") as file:
-                file.write(json.dumps(pair) + "\n")
+                file.write(json.dumps(line) + "\n")
     print(table(load()))
 
 

@@ -11,9 +11,9 @@ Lightning's `BatchSizeFinder` (benchmarks/search_peers.py; all three say which b
 DeepSpeed's autotuner (benchmarks/search_deepspeed.py), with the global batch as its `max_train_batch_size`.
 A library that is not installed is named, with the line that installs it.
 
-The seconds are those of the method alone: for ours from the call to the verified plan, for TPE only its trials (the
-space is given to it), for the finders without their imports. Every method has the same memory limit. What a finder
-chooses is measured as it would train: its batch size as the global batch, in one piece.
+The seconds are those of the method alone: for ours from the start of its process to the verified plan, for TPE only
+its trials (the space is given to it), for the finders without their imports. Every method has the same memory limit.
+What a finder chooses is measured as it would train: its batch size as the global batch, in one piece.
 
 The lines are added to benchmarks/results/search_live.jsonl, one for each method and round.
 """
@@ -37,8 +37,6 @@ from typing import Any
 
 import optuna
 
-import autoplan
-from autoplan.errors import AutoplanError
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import preload_for
@@ -50,9 +48,10 @@ from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import parse_duration_s, parse_memory_bytes
+from benchmarks.replay import ListedCandidates
 from benchmarks.search_cases import CASES, GLOBAL_BATCHES, case_spec
 from benchmarks.search_live_table import NAMES, Choice, best_known, lines_of, table
-from benchmarks.trials_saved import ListedCandidates
+from benchmarks.whole_search import Asked, run_search
 
 RESULTS = Path(__file__).parent / "results" / "search_live.jsonl"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -141,26 +140,15 @@ def run_trial(runner: TrialRunner, config: TrainingConfig, *, number: int = 0, d
 
 
 def by_autoplan(live: Live, seed: int) -> Choice:
-    """A search from nothing, to its verified plan."""
-    began = time.monotonic()
+    """A search from nothing to its verified plan, as a user runs it (benchmarks/whole_search.py)."""
     spec = case_spec(live.case, live.folder)
-    try:
-        with live.fresh_cache("autoplan"):
-            plan = autoplan.search(
-                spec.reference,
-                global_batch=spec.global_batch,
-                sequence_length=spec.sequence_length,
-                budget=live.budget_s,
-                memory_limit=live.memory_limit_bytes,
-                device="cpu",
-                store=live.folder / f"store-{seed}",
-                fresh=True,
-                quiet=True,
-            )
-    except AutoplanError as error:
-        return live.chosen(None, time.monotonic() - began, 0, error.message)
-    tried = len({trial.config for trial in plan.evidence})
-    return live.chosen(plan.config, time.monotonic() - began, tried)
+    arguments = ["--device", "cpu", "--global-batch", str(spec.global_batch), "--seed", str(seed)]
+    arguments += ["--memory-limit", f"{live.memory_limit_bytes >> 20}MiB"]
+    if spec.kind == "config":
+        arguments += ["--seq-len", str(spec.sequence_length)]
+    line = run_search(Asked(model=spec.reference, budget=f"{live.budget_s:g}s", arguments=tuple(arguments)))
+    config = None if line["config"] is None else TrainingConfig.model_validate(line["config"])
+    return live.chosen(config, line["seconds"], line["ranked"], line["reason"])
 
 
 def by_tpe(live: Live, seed: int) -> Choice:

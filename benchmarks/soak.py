@@ -1,7 +1,7 @@
 """Kills searches at random, resumes them, and checks that nothing is lost, repeated or left: `make soak`.
 
     python -m benchmarks.soak --minutes 60 --seed 0 --counts soak.json
-    python -m benchmarks.soak --minutes 10 --phases finalists parity --counts late.json
+    python -m benchmarks.soak --minutes 10 --phases pair parity --counts late.json
 
 Killed with SIGKILL are the planner, its zygote, both at once, a rank, and its child, in each phase of a tiny search
 until each pair was hit at least LEAST times; the least hit is next. After each kill of the planner the same search is
@@ -47,11 +47,11 @@ BUDGET_S = 900.0
 """Of a search over all its runs. A search whose budget ends is a finding."""
 
 MARK = "AUTOPLAN_SOAK"
-PHASES = ("inspect", "trace", "baseline", "search", "finalists", "parity", "claim", "write")
+PHASES = ("inspect", "trace", "baseline", "look", "pair", "parity", "claim", "write")
 STAGE_OF = {"plan": "write"}  # the search's own name of the stage
 VICTIMS = ("planner", "zygote", "both", "rank", "child")
 WITHOUT_RANKS = ("write",)
-SPAN_S = {"inspect": 0.5, "trace": 1.0, "baseline": 2.0, "search": 1.0, "finalists": 1.5, "parity": 0.7, "claim": 3.0}
+SPAN_S = {"inspect": 0.5, "trace": 1.0, "baseline": 2.0, "look": 1.0, "pair": 1.5, "parity": 0.7, "claim": 3.0}
 SPAN_S |= {"write": 0.05}
 """A kill comes at a random moment within so many seconds of the phase's beginning."""
 
@@ -300,7 +300,8 @@ def check_record(soak: Soak) -> None:
     documents = [json.loads(line) for line in whole.splitlines()]
     trials = [document["trial"] for document in documents if document["kind"] == "trial"]
     numbers = Counter(trial["number"] for trial in trials)
-    searched = Counter(json.dumps(trial["config"], sort_keys=True) for trial in trials if trial["purpose"] == "search")
+    quiet = [t for t in trials if t["purpose"] == "search" and not (t.get("window") or {}).get("disturbed")]
+    searched = Counter(json.dumps(trial["config"], sort_keys=True) for trial in quiet)  # a disturbed look is made again
     checked = Counter(json.dumps(line["config"], sort_keys=True) for line in documents if line["kind"] == "parity")
     for what, counts in (("trial number", numbers), ("search of", searched), ("parity check of", checked)):
         for key, count in counts.items():

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 from autoplan.errors import AutoplanError
-from autoplan.planner.search import rounds
+from autoplan.planner.search import next_work, session, state
+from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.run import run_search
 from autoplan.strategies.workloads.sources import make_spec
 
 FIXED = {"compile": "off", "precision": "fp32", "threads": 1, "checkpointing": "none", "optimizer_step": "fused"}
-"""The baseline has no fused step, so that there is a gain to claim; all that ran are finalists (`main`)."""
+"""The baseline has no fused step, so that there is a gain to claim; all that ran are contenders (`main`)."""
 MAX_TRIALS = 4  # the baseline, the setting by hand, and two of the search
 
 
@@ -31,10 +32,22 @@ class PhaseFile(SearchObserver):
         temporary.write_text(name)
         temporary.replace(self._path)
 
+    def on_work(self, work: Work, *others: object) -> None:
+        self.on_phase(work.kind)
+
+
+def pair_all() -> None:
+    """Whatever ran is run side by side with the leader, however far behind it is."""
+    session.contenders = lambda objective, candidates, leader, spread: [  # type: ignore[assignment]
+        one for one in candidates if one.config != leader.config
+    ]
+    state.is_decided = lambda *runs: False
+    state.LEAST_PAIR_GAIN = next_work.LEAST_PAIR_GAIN = 0.0
+
 
 def main(store: str, budget_s: str, phase_file: str, result_file: str) -> None:
     """Runs the search to its end and writes how it ended."""
-    rounds.pick_finalists = lambda objective, candidates, spread: list(candidates)  # type: ignore[assignment]
+    pair_all()
     options = SearchOptions(
         spec=make_spec(model=f"{Path(__file__).with_name('soak_workload.py')}:workload"),
         budget=float(budget_s),

@@ -22,7 +22,7 @@ from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.trials.drop import ToBeat
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
-from benchmarks import search_replay, search_tables, trials_saved
+from benchmarks import compile_ahead, false_wins, search_replay, search_tables, trials_saved
 from benchmarks.replay import MemoryStore, TableRunner, compile_s, ended_early, replay
 from benchmarks.search_plot import draw_curves, share_at
 from benchmarks.search_replay import METHODS, Point
@@ -292,9 +292,22 @@ def test_what_is_printed_says_what_was_aimed_at(known: Recorded, capsys: pytest.
     scores = [search_replay.score(known, METHODS[name], 3) for name in ("ours", "random")]
     said = "\n".join(search_replay.verdicts(known, scores))
     assert "regret, 50th percentile" in said and "less device time than random, aim 5: " in said
-    assert "all candidates take 80 device seconds (0 of them compiling), a tenth is 8, in which" in search_replay.passes(known)
+    assert (
+        "all candidates take 80 device seconds (0 of them compiling), a tenth is 8, in which"
+        in search_replay.passes(known)
+    )
     assert "nothing yet" in search_replay.table(scores)  # a tenth is less than the plain run and a check take
     assert search_replay.show([tmp_path], ["ours"], 2, None) == 0
+
+
+def test_false_claims_are_counted_with_an_exact_interval():
+    line = {
+        "case": "searches", "busy": False, "claimed": False, "why_not": None, "rounds": 2, "seconds": 9.0,
+    }  # fmt: skip
+    said = false_wins.table([line] * 60 + [line | {"case": "same"}] * 200)
+    assert "| 60 x search of equal values | none | 0 | 0.0% (0.0% to 6.0%) |" in said
+    assert "search of equal values: 0 of 60 claimed, aim 0; on one side at most 4.9%: met" in said
+    assert "A against A, upper end 1.8%, aim 5%: met" in said
 
 
 def test_the_drawing_is_a_file_of_its_own_with_a_line_for_each_method():
@@ -307,6 +320,17 @@ def test_the_drawing_is_a_file_of_its_own_with_a_line_for_each_method():
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     words = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a & b", "ours", "random", "device seconds"} <= set(words)
+
+
+def test_compiling_ahead_is_replayed_with_a_gpus_times():
+    recorded = read_table(search_tables.TABLES / compile_ahead.TABLE)
+    table = compile_ahead.gpu_table(recorded, 0)
+    compiled = [trial for trial in table.rounds[0] if trial.config.compile != "off"]
+    assert len(compiled) > 2 * compile_ahead.WANTED and {compile_s(trial) for trial in compiled} == {60.0}
+    assert all(was_warm(trial) for trial in table.rounds[1] if trial.config.compile != "off")
+    alone, _ = compile_ahead.replayed(recorded, 0, compile_ahead.NoneAhead)
+    beside, share = compile_ahead.replayed(recorded, 0, compile_ahead.ReplayedAhead)
+    assert 0 < alone < beside and 0.5 < share <= 1.0
 
 
 @pytest.mark.slow

@@ -84,20 +84,20 @@ def test_every_victim_is_hit_in_every_phase_and_the_counts_go_on_from_their_file
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_kills_in_finalists_and_parity_lose_nothing(
+def test_kills_in_pairs_and_parity_lose_nothing(
     probed_machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner and a rank once in each of the two phases; the searches come to their plans all the same."""
     monkeypatch.setattr(module, "LEAST", 1)
     monkeypatch.setattr(module, "VICTIMS", ("planner", "rank"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    soak = Soak(tmp_path / "counts.json", seed=0, phases=("finalists", "parity"))
+    soak = Soak(tmp_path / "counts.json", seed=0, phases=("pair", "parity"))
     soak.cache = Path(os.environ["XDG_CACHE_HOME"])
     give_up_at = time.monotonic() + 600
     while min(soak.kills.values()) < 1 or not soak.figures["searches"]:
         assert time.monotonic() < give_up_at, soak.line()
         run_once(soak)
-    assert set(soak.kills) == {"finalists/planner", "finalists/rank", "parity/planner", "parity/rank"}
+    assert set(soak.kills) == {"pair/planner", "pair/rank", "parity/planner", "parity/rank"}
     assert soak.findings == [] and soak.figures["searches"] >= 1, soak.line()
 
 
