@@ -34,12 +34,11 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.planner.records import ClaimRounds, Outcome, Purpose, Trial
-from autoplan.planner.search.candidate_model import has_lasting_load
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over, rounds_needed
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.run import run_search
-from autoplan.planner.search.selection import collect_runs, measured_spread
+from autoplan.planner.search.selection import collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.session import REMEASURE
 from autoplan.planner.space.bounds import parse_bound
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from autoplan.planner.records import Objective, Outcome, Trial
 from autoplan.planner.search.objective import THROUGHPUT, view
+from autoplan.planner.search.selection import has_lasting_load
 from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate, expected_improvement
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -33,9 +34,6 @@ OPTIMISM_Z = 1.645
 
 MOST_LOOKS = 2
 """So often is a configuration looked at, if other work disturbed the looks before."""
-
-LASTING_LOAD = 3
-"""After so many disturbed trials in a row the load is taken to last."""
 
 FLAT_FACTOR = 3.0
 """Without a cost model: half the width of a 90 % interval, as a factor (benchmarks/trials_saved.py tried others)."""
@@ -244,12 +242,6 @@ def tried_configs(trials: Sequence[Trial]) -> set[TrainingConfig]:
     lasting = has_lasting_load(ended)
     looks = Counter(trial.config for trial in ended)
     return {t.config for t in ended if lasting or not t.disturbed or looks[t.config] >= MOST_LOOKS}
-
-
-def has_lasting_load(trials: Sequence[Trial]) -> bool:
-    """Whether other work has disturbed the last LASTING_LOAD trials that were measured, all of them."""
-    last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD:]
-    return len(last) == LASTING_LOAD and all(trial.disturbed for trial in last)
 
 
 def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:

@@ -37,7 +37,7 @@ EndedBy = Literal["time", "max_trials", "nothing_left"]
 CLAIM_ROUNDS = 2
 """Rounds of the claim that every leader needs: with one, a disturbed run could not be told from a slow plan."""
 
-LEAST_PAIR_GAIN = 0.001
+LEAST_PAIR_GAIN = 0.003
 """A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""
 
 SLOW_MOMENTS = 1.15
@@ -49,7 +49,7 @@ SPARED_LOOKS = 3.0
 predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
 needed 1 to 6 looks more (benchmarks/trials_saved.py)."""
 
-HAND_GAIN = 0.01
+HAND_GAIN = 0.05
 """What the hand setting counts as gaining, where its own chance to win is less: the plan is then compared with what a
 careful person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
 

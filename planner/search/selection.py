@@ -29,6 +29,10 @@ ENOUGH_PAIRS = 2
 """With this many runs side by side the first look no longer counts: it ran at another time."""
 
 
+LASTING_LOAD = 3
+"""After so many disturbed trials in a row the load is taken to last."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRuns:
     """A configuration and all good runs of it.
@@ -80,13 +84,19 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
     """The configurations that ran, with their runs, fastest first.
 
     A configuration of which a further run failed is left out: it failed once in a fresh process, so it may fail again.
+    A pair of which a run was disturbed is void; under a load that lasts all are, and they count.
     """
+    trials = tuple(trials)
+    disturbed = {trial.round for trial in trials if trial.purpose == "finalist" and trial.disturbed}
+    void = set() if has_lasting_load(trials) else disturbed
     firsts: dict[TrainingConfig, Trial] = {}
     repeats: dict[tuple[str, TrainingConfig], list[Trial]] = {}
     failed: set[TrainingConfig] = set()
     for trial in trials:
         if trial.is_repeat:
             if trial.outcome is Outcome.OK and trial.step_time_s is not None:
+                if trial.purpose == "finalist" and trial.round in void:
+                    continue
                 repeats.setdefault((trial.purpose, trial.config), []).append(trial)
             elif trial.outcome is not Outcome.INTERRUPTED and not is_late(trial):
                 failed.add(trial.config)
@@ -105,6 +115,12 @@ def collect_runs(trials: Iterable[Trial]) -> list[CandidateRuns]:
         if config not in failed
     ]
     return sorted(candidates, key=lambda candidate: (candidate.step_time.median, candidate.first.number))
+
+
+def has_lasting_load(trials: Sequence[Trial]) -> bool:
+    """Whether other work has disturbed the last LASTING_LOAD trials that were measured, all of them."""
+    last = [trial for trial in trials if trial.window is not None][-LASTING_LOAD:]
+    return len(last) == LASTING_LOAD and all(trial.disturbed for trial in last)
 
 
 def is_late(trial: Trial) -> bool:

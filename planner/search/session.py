@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Prediction, Purpose, Trial, WorkLine
-from autoplan.planner.search.candidate_model import CandidateModel, has_lasting_load
+from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
 from autoplan.planner.search.learned import NOTHING, TakenOver
 from autoplan.planner.search.next_work import EndedBy, Work
@@ -22,7 +22,7 @@ from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import CandidateSampler
-from autoplan.planner.search.selection import CandidateRuns, collect_runs, measured_spread
+from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
@@ -74,7 +74,7 @@ class Session:
         plain_failed: The plain run does not run here.
         ended_claims: Numbers of claims whose rounds ended early.
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
-        unpaired: Configurations whose run beside the leader ended early: in this run of the search there is no other.
+        unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
     """
 
     options: SearchOptions

@@ -29,6 +29,10 @@ from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 MOST_LOST_IN_A_ROW = 2
 """After this many trials, one after the other, that something outside ended each time, the search ends."""
 
+LOOK_FACTOR, LOOK_MORE_S = 3.0, 20.0
+"""A look is ended after so many times what was expected, and these seconds: what takes so long is behind, or would cost
+more than it tells."""
+
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
 
@@ -119,7 +123,7 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any
     after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
     if expected_s + after_s > session.left_s:  # there is no room for the claim
         after_s = check_s(session, config)
-    budget_s, own_s = session.hard_deadline_s(after_s), 5 * expected_s + min(60.0, 0.1 * session.budget_s)
+    budget_s, own_s = session.hard_deadline_s(after_s), LOOK_FACTOR * expected_s + LOOK_MORE_S
     if config.compile_mode in SLOW_COMPILE_MODES:
         own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)
     session.measure(
@@ -142,7 +146,8 @@ def run_pair(session: Session, work: Work) -> None:
     if leader is None or other is None:
         return
     session.observer.on_phase("pair", f"{other.config.describe()} beside the leader")
-    if not _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader)):
+    whole = _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader))
+    if not whole or any(trial.disturbed for trial in session.store.trials[-2:]):
         session.unpaired.add(other.config)
 
 
