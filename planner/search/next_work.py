@@ -40,10 +40,6 @@ CLAIM_ROUNDS = 2
 LEAST_PAIR_GAIN = 0.003
 """A pair that is expected to gain less (as a share of the speed) is not made: the two are the same to a user."""
 
-SLOW_MOMENTS = 1.15
-"""What the leader needs is taken to last so many times what its runs took before: one of them may meet a slow moment.
-Assumed."""
-
 SPARED_LOOKS = 3.0
 """A probe, or the trace of the next candidates' variants, spares about so many looks at candidates that the rough
 predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
@@ -204,8 +200,8 @@ def _needed_s(option: Option, state: State, claimed: bool) -> float:
     if option.kind == "parity":  # is part of what the leader needs
         return 0.0
     if claimed:
-        return SLOW_MOMENTS * max(option.needs_s, state.leader_needs_s)
-    return SLOW_MOMENTS * max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
+        return max(option.needs_s, state.leader_needs_s)
+    return max(option.check_s, 0.0 if state.check is None else state.check.cost_s)
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:

@@ -42,6 +42,10 @@ MOST_LOOKS = 200
 NEAR_THE_FRONT = 12
 """So many of the next candidates have their variants traced together."""
 
+SLOW_MOMENTS = 1.15
+"""What the leader needs is taken to last so many times what its runs took before: one of them may meet a slow moment.
+Assumed."""
+
 LEAST_CHECK_S = 2.0
 """Of any check: two processes, and the comparison of their records (2.1 s were measured of a model of 200 kB)."""
 
@@ -228,7 +232,7 @@ def needs_s(session: Session, config: TrainingConfig, look_s: float | None = Non
     plain = session.baseline
     if plain is None or config == plain.config:
         return 0.0
-    return check_s(session, config) + CLAIM_ROUNDS * round_s(session, config, look_s)
+    return check_s(session, config) + SLOW_MOMENTS * CLAIM_ROUNDS * round_s(session, config, look_s)
 
 
 def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
@@ -237,7 +241,7 @@ def leader_needs_s(session: Session, leader: CandidateRuns) -> float:
     if plain is None or leader.config == plain.config:
         return 0.0
     claim = _claim(session, leader)
-    return check_s(session, leader.config) + (0.0 if claim is None else claim.cost_s)
+    return check_s(session, leader.config) + (0.0 if claim is None else SLOW_MOMENTS * claim.cost_s)
 
 
 def check_s(session: Session, config: TrainingConfig) -> float:
