@@ -128,8 +128,11 @@ def test_a_gain_of_fifteen_percent_is_claimed(spread: float):
 
 def test_the_runs_of_the_choice_never_enter_the_claim():
     """The winner's curse: of several equals the one whose runs were lucky leads."""
-    session = Simulated(1, 0.03, gain=0.02)
-    found = simulate(session, 4)
+    for case in range(20):
+        session = Simulated(case, 0.03, gain=0.02)
+        found = simulate(session, 4)
+        if any(trial.purpose == "finalist" for trial in session.store.trials) and session.store.claims:
+            break  # not every draw leaves two that are near each other
     by_purpose = {
         purpose: {t.number for t in session.store.trials if t.purpose == purpose}
         for purpose in ("search", "finalist", "claim")
