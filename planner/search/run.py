@@ -300,10 +300,9 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         return answer.nothing_verified(run, session.ended_by)
     if plain is None:
         return answer.no_baseline(run, session.ended_by)
-    against = session.comparison(leader)
-    assert against is not None
+    against = session.comparison(leader)  # None: the plain run has failed in a round of the claim
     fallback = next((runs for runs in session.eligible if runs.config == plain.config), None)
-    if is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
+    if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:
         ratio = against.speedup
         session.note(
             f"{leader.config.describe()} was the fastest in the choice; side by side with the plain run it ran at "

@@ -168,7 +168,8 @@ def run_claim_round(session: Session, work: Work) -> None:
         session.store.add_claim(began)
     number = _next_round(session, "claim") - began.first_round + 1
     session.observer.on_phase("claim", f"round {number} of {began.rounds}")
-    if not _run_round(session, "claim", [leader.first, plain], 0.0):
+    complete = _run_round(session, "claim", [leader.first, plain], 0.0)
+    if not complete or session.plain_failed_again:
         session.ended_claims.add(began.number)
 
 

@@ -165,6 +165,17 @@ def test_a_leader_that_fails_in_a_round_gives_way_and_the_next_one_is_checked_an
     assert [claim.config for claim in found.session.store.claims] == [BEST, plan.config]
 
 
+def test_a_plain_run_that_fails_in_a_round_ends_the_claim_and_leaves_the_checked_leader(searches: Searches):
+    def fate(order: TrialOrder, before: int) -> dict[str, Any] | None:
+        crashes = order.purpose == "claim" and order.config == PLAIN
+        return {"outcome": Outcome.CRASHED, "reason": "planted"} if crashes else None
+
+    world = World(fate=fate)
+    plan = plan_of(searches.search(world))
+    assert plan.config == BEST and plan.claim.rounds == 0 and plan.claim.chosen_from > 1
+    assert [config for purpose, config, _ in world.made if purpose == "claim"].count(PLAIN) == 1, "once"
+
+
 def test_a_leader_that_fails_its_check_gives_way_and_nothing_is_dropped_for_it(searches: Searches):
     """What computes something else may be as fast as it likes."""
     wrong = TrainingConfig(micro_batch=8, precision="bf16", optimizer_step="fused")

@@ -17,7 +17,9 @@ from autoplan.errors import AutoplanError, DidNotRunError
 from autoplan.planner.plan import Plan
 from autoplan.planner.plan_file import with_shown_texts
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.search import rounds
+from autoplan.planner.search import session as search_session
+from autoplan.planner.search import state as search_state
+from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
 from autoplan.planner.store.store import Store
 from autoplan.processes import cause, linux
@@ -51,6 +53,10 @@ class Injector(SearchObserver):
 
     def on_phase(self, name: str, detail: str = "") -> None:
         (self.folder / "part").write_text(name)
+
+    def on_work(self, work: Work, best: Trial | None, budget: Any) -> None:
+        if work.kind == "look":
+            (self.folder / "part").write_text("search")
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
@@ -171,14 +177,23 @@ def test_a_candidate_whose_check_is_killed_gives_way_and_is_checked_by_the_next_
     assert found.plan.config != result.plan.config, "the fastest is checked now"
 
 
+def all_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How near the runs lie is the machine's doing."""
+    monkeypatch.setattr(
+        search_session,
+        "contenders",
+        lambda objective, candidates, leader, spread: [one for one in candidates if one.config != leader.config],
+    )
+    monkeypatch.setattr(search_state, "pair_gain", lambda difference, sd: 1.0)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["kill", "kill_zygote"])
-def test_a_killed_finalist_is_no_failed_finalist(
+def test_a_pair_that_is_killed_is_no_lost_pair(
     tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    # how near the runs lie is the machine's doing
-    monkeypatch.setattr(rounds, "pick_finalists", lambda objective, candidates, spread: list(candidates))
-    injector.plant({"finalists": (kind, 99)})
+    all_are_near(monkeypatch)
+    injector.plant({"pair": (kind, 99)})
     result = search(tmp_path / "s", injector, max_trials=3)
     assert result.status == "plan_found", result.reason
     assert not [trial for trial in result.trials if trial.purpose == "finalist"]
@@ -189,8 +204,11 @@ def test_a_killed_finalist_is_no_failed_finalist(
 
 
 @pytest.mark.exhaustive
-def test_finalists_that_crash_end_with_the_right_words(tmp_path: Path, injector: Injector) -> None:
-    injector.plant({"finalists": ("raise", 99)})
+def test_pairs_that_crash_end_with_the_right_words(
+    tmp_path: Path, injector: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_are_near(monkeypatch)
+    injector.plant({"pair": ("raise", 99)})
     result = search(tmp_path / "s", injector, max_trials=3)
     assert result.status in ("no_feasible_plan", "plan_found")
     if result.status == "no_feasible_plan":
