@@ -11,7 +11,7 @@ bound puts behind the leader ends early (tables with each step's time).
 
 A configuration that compiles takes its time with an empty cache the first time that its graph is compiled in the
 replay. The parity check takes what is predicted of it, and passes. Not in a replay: probes, traces, imports. The hand
-setting is looked at where the table has it.
+setting is looked at where the table has it; a table that has no plain run is as one where it does not run.
 """
 
 from __future__ import annotations
@@ -381,6 +381,7 @@ def open_session(
         model=model,
         sampler=sampler,
         study=SearchStudy(None, spaces, (), sampler),
+        plain_failed=not recorded.plain,
         **stands_in,
     )
 

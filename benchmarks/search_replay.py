@@ -116,16 +116,17 @@ def affordable_share(recorded: Recorded, budget_s: float) -> float:
     session = open_session(recorded, METHODS["ours"], 0, math.inf)
     truth = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
     looks = {config: max(trial.seconds_spent for trial in trials) for config, trials in recorded.processes.items()}
-    plain = next(c for c in plain_configs(session) if truth[c] < math.inf)
-    do(session, next_work.Work(kind="baseline", config=plain), None)  # type: ignore[arg-type]
+    plain_s = 0.0
+    if recorded.plain:
+        plain = next(c for c in plain_configs(session) if truth[c] < math.inf)
+        do(session, next_work.Work(kind="baseline", config=plain), None)  # type: ignore[arg-type]
+        plain_s = looks[plain]
 
     def needed_s(config: TrainingConfig) -> float:
-        if config == plain:
-            return looks[plain]
-        return looks[plain] + looks[config] + check_s(session, config)
+        return plain_s if config == session.plain_config else plain_s + looks[config] + check_s(session, config)
 
     within = [seconds for config, seconds in truth.items() if needed_s(config) <= budget_s]
-    return min(truth.values()) / min(within, default=truth[plain])
+    return min(truth.values()) / min(within, default=math.inf)
 
 
 def reached(points: Sequence[Point], level: float) -> Point | None:
