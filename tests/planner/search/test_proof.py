@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optuna
 import pytest
 
 from autoplan.planner.records import Outcome
@@ -14,6 +15,7 @@ from autoplan.planner.search import state as search_state
 from autoplan.planner.search import work as search_work
 from autoplan.planner.search.next_work import CLAIM_ROUNDS
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
+from autoplan.planner.search.selection import collect_runs, measured_spread, rank
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
 from tests.planner.search.stand_in import (
@@ -52,6 +54,8 @@ def test_a_search_finds_checks_and_claims_and_says_where_its_time_went(searches:
     found = searches.search(world)
     plan = plan_of(found)
     assert plan.config == BEST and plan.parity.passed and plan.claim.claimed
+    ranked = rank(collect_runs(found.result.trials), measured_spread(found.result.trials))
+    assert plan.config == ranked[0].config, "the record gives the same answer"
     assert plan.speedup.median == pytest.approx(usual_s(PLAIN) / usual_s(BEST), rel=0.03)
     kinds = [line.kind for line in plan.ledger]
     assert kinds == found.observer.kinds
@@ -131,6 +135,9 @@ def test_a_leader_without_a_gain_in_its_rounds_gives_way_to_the_plain_run(search
     (note,) = [note for note in plan.notes if "the plan is the plain run" in note]
     assert one.describe() in note and "side by side with the plain run" in note
     assert found.session.store.parity_of(one) is not None
+    other = next(other for other in plan.alternatives if other.config == one)
+    assert other.speed_ratio.low < 1.0
+    assert (other.speed_ratio.high < 1.0) is (in_rounds > 1.0)
 
 
 def test_where_only_some_may_be_the_plan_the_plain_run_is_not(searches: Searches):
@@ -325,6 +332,15 @@ def test_another_sampler_draws_and_its_leader_is_proved_like_any_other(searches:
     first = next(work for work in found.observer.works if work.kind == "look")
     assert first.needs_s > first.check_s > 0, "the plain run, which needs nothing, is not what is drawn"
     assert all(f"--sampler {sampler} draws it" in line.why for line in plan.ledger if line.kind == "look")
+
+
+def test_a_sampler_object_of_optunas_draws_legal_trials_only_each_once(searches: Searches):
+    found = searches.search(World(), sampler=optuna.samplers.RandomSampler(seed=0), max_trials=8)
+    assert plan_of(found).parity.passed and found.session.ended_by == "max_trials"
+    looks = [trial.config for trial in found.result.trials if not trial.is_repeat]
+    assert len(looks) == len(set(looks)) == 8 and set(looks) <= set(CANDIDATES)
+    study = optuna.load_study(study_name="autoplan", storage=f"sqlite:///{searches.folder}/study.sqlite3")
+    assert len(study.trials) == 8, "points that were drawn again are no trials"
 
 
 def test_the_least_memory_above_the_floor_is_the_plan(searches: Searches):
