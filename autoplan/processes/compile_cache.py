@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import platformdirs
+
 from autoplan.files import make_private_folder, refuse_foreign
 from autoplan.processes.folders import folder_prefix
 from autoplan.processes.report import ErrorReport
@@ -38,8 +40,6 @@ def cache_folder() -> Path:
 
     Where that cannot be made, or belongs to another user, it is a temporary folder of this process.
     """
-    import platformdirs
-
     named = os.environ.get(CACHE_VARIABLE)
     if named and not _is_torchs_own(Path(named)):
         return Path(named)
