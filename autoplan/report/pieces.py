@@ -72,8 +72,9 @@ def time_words(ledger: Sequence[WorkLine]) -> str | None:
     words = []
     for kind, seconds in spent.items():
         one, many = PIECES.get(kind, (kind, kind))
-        if sum(seconds) >= 0.5:  # a hand setting that the search had tried takes none
-            words.append(f"{one if len(seconds) == 1 else many.format(len(seconds))} {sum(seconds):.0f} s")
+        if sum(seconds) >= 0.1:  # a hand setting that the search had tried takes none
+            took = f"{sum(seconds):.0f} s" if sum(seconds) >= 1 else f"{sum(seconds):.1f} s"
+            words.append(f"{one if len(seconds) == 1 else many.format(len(seconds))} {took}")
     return ", ".join(words) or None
 
 

@@ -14,7 +14,7 @@ No piece has a share of the budget. There is one constraint: after a piece, the 
 leader still needs, and what the configuration needs that the piece may make the leader: its parity check and two rounds
 of the claim. The plain run needs nothing: it is the plan if nothing faster is found. If the budget holds no look with
 its claim (the plain run alone takes a third of it), looks and the parity check go on without one: a checked plan whose
-speed-up is not claimed is worth more than none.
+speed-up rests on single looks is worth more than none.
 """
 
 from __future__ import annotations
