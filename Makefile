@@ -75,6 +75,7 @@ quick: lint $(TYPES)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
+	$(BIN)/python -m benchmarks.code_size
 
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
