@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.csv_estimates import estimate_rows
-from autoplan.planner.cost.analytical.fit import fit_factors
 from autoplan.planner.cost.analytical.memory import activation_bytes
-from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, UNCALIBRATED_SD, estimate_layouts
+from autoplan.planner.cost.analytical.rows import estimate_rows
+from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, UNCALIBRATED_SD, estimate_layouts, fit_factors
 from autoplan.planner.cost.prediction import Z_90
 from benchmarks import accuracy_time
 from benchmarks.accuracy_memory import show_memory
@@ -303,14 +302,14 @@ def korthikanti() -> dict[str, float]:
 def speed() -> float:
     """Configurations estimated per second on one core, over the layouts of Llama-2 70B on 2,048 H100s, repeated."""
     from autoplan.planner.cost.analytical.cluster import parse_cluster
-    from autoplan.planner.cost.analytical.layout_search import Question, enumerate_layouts
+    from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
     from autoplan.planner.cost.analytical.transformer import find_transformer
 
     cluster, _ = parse_cluster("256x8xH100")
     question = Question(
         model=find_transformer("llama2-70b"), cluster=cluster, seq_len=4096, global_batch=2048, fixed={}
     )
-    layouts = enumerate_layouts(question)
+    layouts = search_layouts(question).layouts
     layouts = layouts.take(np.tile(np.arange(len(layouts)), 20))
     started = time.process_time()
     estimate_layouts(layouts)

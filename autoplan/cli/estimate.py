@@ -133,7 +133,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     import csv
     import sys
 
-    from autoplan.planner.cost.analytical.csv_estimates import OUTPUT
+    from autoplan.planner.cost.analytical.rows import OUTPUT
 
     given = list(dict.fromkeys(name for row in rows for name in row if name is not None and name not in OUTPUT))
     writer = csv.DictWriter(sys.stdout, [*given, *OUTPUT], extrasaction="ignore")

@@ -37,34 +37,6 @@ COMPILES = ("off", "block", "model")
 # master copies (parameters=bf16_stochastic); elsewhere the states are in 16 bits too.
 STATES = ("fp32", "megatron", "master", "16bit")
 
-KNOBS_READ: tuple[str, ...] = (
-    "micro_batch",
-    "checkpointing",
-    "precision",
-    "fp8",
-    "compile",
-    "compile_mode",
-    "attention",
-    "kernels",
-    "loss",
-    "optimizer_step",
-    "parameters",
-    "optimizer_state",
-    "threads",
-    "allocator",
-    "offload",
-    "dp_replicate",
-    "dp_shard",
-    "reshard_after_forward",
-    "gradient_sync",
-    "tp",
-    "pp",
-    "pp_schedule",
-    "pp_microbatches",
-    "virtual_stages",
-)
-"""The knobs of TrainingConfig that change a prediction of the search's cost model."""
-
 KNOBS_LEFT_OUT: dict[str, str] = {
     "gelu": "passes over one activation, which a compiled run does not make: variants are traced with the model's own",
     "batch_norm": "what SyncBatchNorm exchanges is a few numbers per channel; it was never measured",
@@ -72,7 +44,8 @@ KNOBS_LEFT_OUT: dict[str, str] = {
     "ddp_bucket_mb": "the size of DDP's buckets: latency per bucket is not modelled",
     "ddp_static_graph": "a promise to DDP that saves host time which was never measured apart",
 }
-"""The knobs that the cost model does not read, each with the reason. A search varies them only on request."""
+"""The knobs that change no prediction of the search's cost model, each with the reason. A search varies them only on
+request."""
 
 _STATES_OF = {"own": "fp32", "bf16": "master", "bf16_stochastic": "16bit"}
 
@@ -177,22 +150,18 @@ def sharding_of(config: TrainingConfig) -> str:
 
 
 def config_columns(
-    configs: Sequence[TrainingConfig], global_batch: int, *, device: str, num_blocks: int
+    configs: Sequence[TrainingConfig], accumulation: Sequence[int], *, device: str, num_blocks: Sequence[int]
 ) -> dict[str, Any]:
     """The fields of Columns for training configurations.
 
     Args:
-        configs: Legal for the global batch.
-        global_batch: Samples per optimizer step.
+        configs: What is run.
+        accumulation: Of each, micro-batches per optimizer step and data-parallel rank.
         device: cpu or cuda: what the workload's own optimizer step is there.
-        num_blocks: In each stack; 0 where that is not known.
-
-    Raises:
-        ConfigError: a micro-batch does not divide the global batch.
+        num_blocks: Of each model, in each stack; 0 where that is not known.
     """
     # torch's own choice: foreach on CUDA, the plain loop on CPU (torch.optim.optimizer._default_to_fused_or_foreach)
     own = "foreach" if device == "cuda" else "for_loop"
-    accumulation = [config.accumulation(global_batch) for config in configs]
 
     def numbers(name: str) -> Floats:
         return np.array([getattr(config, name) for config in configs], dtype=np.float64)
@@ -214,7 +183,9 @@ def config_columns(
         "schedule": codes([config.pp_schedule for config in configs], SCHEDULES),
         "precision": codes([config.precision for config in configs], PRECISIONS),
         "checkpointing": codes([config.checkpointing for config in configs], CHECKPOINTING),
-        "checkpointed": np.array([checkpointed_share(config.checkpointing, num_blocks) for config in configs]),
+        "checkpointed": np.array(
+            [checkpointed_share(c.checkpointing, blocks) for c, blocks in zip(configs, num_blocks, strict=True)]
+        ),
         "compiled": codes([config.compile for config in configs], COMPILES),
         "optimizer_step": codes(forms, OPTIMIZERS),
         "states": codes([_STATES_OF[config.parameters] for config in configs], STATES),

@@ -65,12 +65,6 @@ class Links:
         waiting = waiting + np.log2(np.maximum(nodes, 1.0)) * self.inter_latency_s
         return np.asarray(np.where(ranks > 1, moving + waiting, 0.0))
 
-    def ring_latency_s(self, ranks: Floats, local: Floats) -> Floats:
-        """Seconds that the smallest all-gather or reduce-scatter takes: one step of a ring per rank and node."""
-        local = np.minimum(local, ranks)
-        nodes = ranks / np.maximum(local, 1)
-        return np.asarray((local - 1) * self.intra_latency_s + (nodes - 1) * ASSUMED_RING_LATENCY_S)
-
     def send_s(self, payload: Floats, crosses_nodes: Floats) -> Floats:
         """Seconds of one message between two ranks."""
         bandwidth = np.where(crosses_nodes > 0, self.inter_bytes_per_s, self.intra_bytes_per_s)
@@ -153,14 +147,37 @@ def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidth
         widths: Bytes per parameter that are gathered and reduced.
         boundary_bytes: The activation between two blocks, per micro-step, in the width in which it is kept.
     """
-    held = size.parameters / (columns.tp * columns.pp)
-    blocks = np.ceil(size.num_blocks / columns.pp)
+    c, tp = columns, columns.tp
+    per_node = np.asarray(links.ranks_per_node, dtype=np.float64)
+    # tensor ranks are neighbours, then come shards, then replicas (strategies/techniques/mesh.py)
+    on_node = np.clip(per_node / tp, 1, None)
+    local, local_replicas = np.minimum(on_node, c.dp_shard), np.clip(on_node / c.dp_shard, 1, None)
+    held, blocks = size.parameters / (tp * c.pp), np.ceil(size.num_blocks / c.pp)
+    whole_bytes, reduced_bytes = held * widths.gathered, held * size.gradient_share * widths.reduced
+    # FSDP gathers and scatters block by block, and each takes at least the latency of a ring: a step per rank and node
+    ring_s = (local - 1) * links.intra_latency_s + (c.dp_shard / np.maximum(local, 1) - 1) * ASSUMED_RING_LATENCY_S
+    waiting = np.where(c.shards_parameters, blocks * ring_s, 0.0)
+    gathered = links.gather_s(whole_bytes, c.dp_shard, local)
+    # 4 all-reduces per block and micro-step, forward and backward, and 2 more where the forward is run again
+    # (Korthikanti et al. 2022, section 4); sequence parallelism swaps each for a gather and a scatter of equal cost
+    all_reduces = (4.0 + 2.0 * c.checkpointed) * blocks
+    # one message forward and one backward; stages are outermost, so they are on other nodes where nodes are full
+    message = links.send_s(boundary_bytes / tp, (tp * c.dp >= per_node).astype(np.float64))
+    # FSDP gathers in the forward, and again in the backward where it freed in between; after each backward it frees in
+    # any case (torch 2.13, FSDPParamGroup.reshard_after_backward), so every micro-step gathers
+    times = np.where(c.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
+    # gradients are scattered over the shards, at each micro-step or once, and each share is reduced over the replicas
+    # once per step (strategies/techniques/data_parallel.py, fsdp_gradient_sync: set_requires_all_reduce at the last)
+    scattered = links.gather_s(reduced_bytes, c.dp_shard, local) + waiting
+    shards = np.where(c.sharding > 0, scattered, links.all_reduce_s(reduced_bytes, c.dp_shard, local))
+    replicas = links.all_reduce_s(reduced_bytes / c.shards, c.dp_replicate, local_replicas)
     return Exchange(
-        tensor_s=_tensor_s(columns, links, blocks, boundary_bytes),
-        send_s=_send_s(columns, links, boundary_bytes),
-        gather_s=_gather_s(columns, links, held * widths.gathered, blocks),
-        gradient_s=_gradient_s(columns, links, held * size.gradient_share * widths.reduced, blocks),
-        after_s=_after_s(columns, links, held * widths.gathered),
+        tensor_s=all_reduces * links.all_reduce_s(boundary_bytes, tp, np.minimum(tp, per_node)),
+        send_s=np.where(c.pp > 1, 2 * message, 0.0),
+        gather_s=np.where(c.shards_parameters, times * (gathered + waiting), 0.0),
+        gradient_s=shards * reductions(c) + replicas,
+        # ZeRO-1 and -2 step shares of whole parameters and then gather the updated ones
+        after_s=np.where((c.sharding > 0) & ~c.shards_parameters, gathered, 0.0),
     )
 
 
@@ -171,62 +188,6 @@ def boundary_width(columns: Columns) -> Floats:
     16-bit parameters it is in 16 bits.
     """
     return np.asarray(np.where((columns.states > 0) & columns.half, 2.0, 4.0))
-
-
-def _local_ranks(columns: Columns, links: Links) -> tuple[Floats, Floats]:
-    """Ranks of one node that are in a group of shards, and in a group of replicas: tensor ranks are neighbours, then
-    come shards, then replicas (strategies/techniques/mesh.py)."""
-    local = np.clip(np.asarray(links.ranks_per_node, dtype=np.float64) / columns.tp, 1, None)
-    return np.minimum(local, columns.dp_shard), np.clip(local / columns.dp_shard, 1, None)
-
-
-def _by_blocks(columns: Columns, links: Links, payload: Floats, blocks: Floats) -> Floats:
-    """Seconds of gathering (or scattering) a rank's parameters over its shards; FSDP does so block by block, and each
-    of them takes at least the latency of a ring."""
-    local, _ = _local_ranks(columns, links)
-    waiting = np.where(columns.shards_parameters, blocks * links.ring_latency_s(columns.dp_shard, local), 0.0)
-    return np.asarray(links.gather_s(payload, columns.dp_shard, local) + waiting)
-
-
-def _tensor_s(columns: Columns, links: Links, blocks: Floats, boundary_bytes: Floats) -> Floats:
-    """4 all-reduces per block and micro-step, forward and backward, and 2 more where the forward is run again
-    (Korthikanti et al. 2022, section 4); sequence parallelism swaps each for a gather and a scatter of equal cost."""
-    local = np.minimum(columns.tp, np.asarray(links.ranks_per_node, dtype=np.float64))
-    return (4.0 + 2.0 * columns.checkpointed) * blocks * links.all_reduce_s(boundary_bytes, columns.tp, local)
-
-
-def _send_s(columns: Columns, links: Links, boundary_bytes: Floats) -> Floats:
-    """One message forward and one backward; stages are outermost, so they are on other nodes where nodes are full."""
-    crosses = (columns.tp * columns.dp >= np.asarray(links.ranks_per_node)).astype(np.float64)
-    return np.asarray(np.where(columns.pp > 1, 2 * links.send_s(boundary_bytes / columns.tp, crosses), 0.0))
-
-
-def _gather_s(columns: Columns, links: Links, whole_bytes: Floats, blocks: Floats) -> Floats:
-    """FSDP gathers a rank's parameters in the forward, and again in the backward where it freed them in between.
-
-    It frees them after each backward in any case (torch 2.13, FSDPParamGroup.reshard_after_backward), so every
-    micro-step gathers.
-    """
-    once = _by_blocks(columns, links, whole_bytes, blocks)
-    times = np.where(columns.sharding == SHARDINGS.index("zero3"), 2.0, 1.0)
-    return np.asarray(np.where(columns.shards_parameters, times * once, 0.0))
-
-
-def _gradient_s(columns: Columns, links: Links, reduced_bytes: Floats, blocks: Floats) -> Floats:
-    """Gradients are scattered over the shards, at each micro-step or once, and each share reduced over the replicas
-    once per step (strategies/techniques/data_parallel.py, fsdp_gradient_sync: set_requires_all_reduce at the last)."""
-    local, local_replicas = _local_ranks(columns, links)
-    scattered = _by_blocks(columns, links, reduced_bytes, blocks)
-    shards = np.where(columns.sharding > 0, scattered, links.all_reduce_s(reduced_bytes, columns.dp_shard, local))
-    replicas = links.all_reduce_s(reduced_bytes / columns.shards, columns.dp_replicate, local_replicas)
-    return np.asarray(shards * reductions(columns) + replicas)
-
-
-def _after_s(columns: Columns, links: Links, whole_bytes: Floats) -> Floats:
-    """ZeRO-1 and -2 step shares of whole parameters and then gather the updated ones."""
-    local, _ = _local_ranks(columns, links)
-    updates = (columns.sharding > 0) & ~columns.shards_parameters
-    return np.asarray(np.where(updates, links.gather_s(whole_bytes, columns.dp_shard, local), 0.0))
 
 
 def reductions(columns: Columns) -> Floats:

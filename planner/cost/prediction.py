@@ -1,4 +1,4 @@
-"""What a prediction means: its interval, whether it fits, what bounds the step."""
+"""What a prediction means: its interval, whether it fits, what bounds the step; and what both front ends assume."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from autoplan.planner.cost.columns import Floats
 
 # 95 % of a normal distribution lie below its mean plus so many standard deviations: intervals of 90 %.
 Z_90 = 1.645
+
+# Passes over memory reach so much of a datasheet's bandwidth: BabelStream 85-92 % on A100, less the short kernels of a
+# training step. Set by the step times of llm-foundry, fms-fsdp and vTrain (docs/accuracy.md).
+BANDWIDTH_EFFICIENCY = 0.82
+# What torch's allocator holds free on CUDA, as a share of what lives. Assumed; a search's trials correct it.
+ALLOCATOR_SLACK = 0.06
 
 Verdict = Literal["fits", "too_close", "does_not_fit"]
 _KINDS = {

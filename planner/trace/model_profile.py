@@ -7,14 +7,19 @@ about a model.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field
 
 from autoplan.record import Record
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 PROFILE_VERSION = 7
 
+Samples = TypeVar("Samples", float, "NDArray[np.float64]")
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 Segment = Literal["block", "rest"]
 TensorSplit = Literal["m", "n", "k", "batch", "all", "none"]
@@ -26,8 +31,8 @@ class LinearFit(Record):
     fixed: float = 0.0
     per_sample: float = 0.0
 
-    def at(self, samples: float) -> float:
-        """The quantity at a number of samples."""
+    def at(self, samples: Samples) -> Samples:
+        """The quantity at a number of samples, or at each of several."""
         return self.fixed + self.per_sample * samples
 
 

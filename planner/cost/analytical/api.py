@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import UsageError
+from autoplan.planner.cost.analytical.answer import estimate_cluster
 from autoplan.planner.cost.analytical.cluster import Cluster, parse_cluster, with_links
-from autoplan.planner.cost.analytical.cluster_report import estimate_cluster
-from autoplan.planner.cost.analytical.csv_estimates import (
+from autoplan.planner.cost.analytical.layout_search import Question
+from autoplan.planner.cost.analytical.rows import (
     OUTPUT,
+    READ,
     EstimatedRows,
     estimate_rows,
+    measured_seconds,
     merged_row,
+    read_rows,
+    unread_columns,
     write_rows,
 )
-from autoplan.planner.cost.analytical.csv_rows import READ, measured_seconds, read_rows, unread_columns
-from autoplan.planner.cost.analytical.fit import fit_factors
-from autoplan.planner.cost.analytical.layout_search import Question
-from autoplan.planner.cost.analytical.step_time import Factors
+from autoplan.planner.cost.analytical.step_time import Factors, fit_factors
 from autoplan.planner.cost.analytical.transformer import find_transformer
 
 DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autoplan.planner.cost.analytical.chips import find_chip
-from autoplan.planner.cost.analytical.cluster import Cluster
+from autoplan.planner.cost.analytical.cluster import Cluster, find_chip
 from autoplan.planner.cost.analytical.transformer import Transformer
 
 # (weights, gradients, master weights, Adam's two moments) in bytes per parameter

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError, UsageError
-from autoplan.planner.cost.analytical.chips import Chip
+from autoplan.planner.cost.analytical.cluster import Chip
 from autoplan.planner.cost.analytical.layouts import (
     ATTENTION,
     FOREACH_TEMPORARY_BYTES,
@@ -21,8 +21,8 @@ from autoplan.planner.cost.analytical.layouts import (
     dimension_columns,
 )
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.columns import COMPILES, KNOBS_LEFT_OUT, OPTIMIZERS, PRECISIONS, SHARDINGS, STATES
-from autoplan.strategies.config import KNOBS
+from autoplan.planner.cost.columns import KNOBS_LEFT_OUT, PRECISIONS, SHARDINGS, STATES
+from autoplan.strategies.config import KNOBS, PLAIN
 from autoplan.strategies.knob_input import check_knob
 
 OTHER_INPUTS = {
@@ -119,7 +119,7 @@ VALUES: dict[str, dict[str, dict[str, str]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What was given, under the names and values used here, and what was read as something else, in sentences."""
+    """What was given, under the names and values used here; in sentences, what was read otherwise or is not read."""
 
     values: dict[str, str]
     notes: tuple[str, ...]
@@ -127,7 +127,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What of the inputs is no degree: columns of Layouts, and the knobs and other inputs that an answer names."""
+    """What of the inputs is no degree: columns of Layouts that no knob fills, the knobs, and other inputs."""
 
     columns: dict[str, Any]
     knobs: dict[str, Any]
@@ -162,6 +162,7 @@ def read_inputs(given: Mapping[str, Any], aliases: Mapping[str, str] = ALIASES) 
                     hint=f"Give {key} once.",
                 )
             values[key] = new
+    notes += [f"{knob} changes nothing here ({why})" for knob, why in IGNORED_KNOBS.items() if knob in values]
     return Inputs(values=values, notes=tuple(notes))
 
 
@@ -197,7 +198,7 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
         UsageError: what does not go together, or that the chip cannot do.
     """
     names = ("precision", "fp8", "compile", "attention", "loss", "optimizer_step")
-    knobs = {name: check_knob(name, values.get(name, defaults.get(name, plain_value(name)))) for name in names}
+    knobs = {name: check_knob(name, values.get(name, defaults.get(name, getattr(PLAIN, name)))) for name in names}
     knobs |= {name: check_knob(name, values[name]) for name in IGNORED_KNOBS if name in values}
     precision = "fp8" if knobs["fp8"] != "off" else knobs["precision"]
     peak = chip.peak(precision)
@@ -208,22 +209,14 @@ def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, def
         **dimension_columns(model),
         **chip_columns(chip, peak),
         "precision": PRECISIONS.index(precision),
-        "compiled": COMPILES.index(knobs["compile"]),
         "attention": ATTENTION.index(knobs["attention"]),
         "loss": _loss(values, knobs["loss"]),
         "trainable": _trainable(values, model),
         "flat_parameters": flag(values, "flat_parameters", False),
-        **_state_columns(values, precision, knobs["optimizer_step"]),
+        **_state_columns(values, precision),
     }
     other = {name: values[name] for name in OTHER_INPUTS if name in values and name != "sharding"}
     return Settings(columns=columns, knobs=knobs, other=other)
-
-
-def plain_value(knob: str) -> Any:
-    """TrainingConfig's default of a knob."""
-    from autoplan.strategies.config import TrainingConfig
-
-    return TrainingConfig.model_fields[knob].default
 
 
 def _loss(values: Mapping[str, str], loss: str) -> int:
@@ -244,7 +237,7 @@ def _trainable(values: Mapping[str, str], model: Transformer) -> float:
     return min(trainable, float(model.parameters))
 
 
-def _state_columns(values: Mapping[str, str], precision: str, optimizer_step: str) -> dict[str, Any]:
+def _state_columns(values: Mapping[str, str], precision: str) -> dict[str, Any]:
     """What the optimizer and the trainer keep per parameter."""
     optimizer = choice(values, "optimizer", tuple(OPTIMIZER_STATE_BYTES), "adamw")
     states = choice(values, "states", STATES, "fp32")
@@ -254,11 +247,9 @@ def _state_columns(values: Mapping[str, str], precision: str, optimizer_step: st
             hint="Give one of these as precision, or leave states out.",
         )
     narrow = 2.0 if states == "16bit" else 1.0
-    form = "foreach" if optimizer_step == "own" else optimizer_step  # torch's own choice on CUDA
     return {
         "optimizer_bytes": OPTIMIZER_STATE_BYTES[optimizer] / (1.0 if optimizer.endswith("8bit") else narrow),
         "foreach_bytes": FOREACH_TEMPORARY_BYTES.get(optimizer, 0.0) / narrow,
-        "optimizer_step": OPTIMIZERS.index(form),
         "states": STATES.index(states),
         "reduces_16bit": choice(values, "reduce_dtype", ("fp32", "16bit"), "fp32") == "16bit",
     }

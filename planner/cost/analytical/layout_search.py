@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autoplan.errors import ConfigError
-from autoplan.planner.cost.analytical.chips import find_chip
-from autoplan.planner.cost.analytical.cluster import Cluster
-from autoplan.planner.cost.analytical.explain import memory_verdicts
+from autoplan.planner.cost.analytical.cluster import Cluster, find_chip
 from autoplan.planner.cost.analytical.inputs import (
-    IGNORED_KNOBS,
     Settings,
     check_names,
     flag,
@@ -23,11 +20,12 @@ from autoplan.planner.cost.analytical.inputs import (
     read_sharding,
     whole,
 )
-from autoplan.planner.cost.analytical.layouts import Layouts
-from autoplan.planner.cost.analytical.legality import Degrees, contradiction
+from autoplan.planner.cost.analytical.layouts import Layout, Layouts, contradiction, make_layouts
+from autoplan.planner.cost.analytical.memory import memory_verdicts
 from autoplan.planner.cost.analytical.step_time import EstimateTable, Factors, estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.columns import CHECKPOINTING, SCHEDULES, SHARDINGS, checkpointed_share
+from autoplan.planner.cost.columns import CHECKPOINTING
+from autoplan.strategies.config import INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig
 from autoplan.strategies.knob_input import check_knob
 from autoplan.strategies.techniques.degrees import VIRTUAL_STAGES
 
@@ -52,12 +50,14 @@ class Answer:
     """Every legal layout with its estimate.
 
     Attributes:
+        configs: The knobs of each layout.
         order: Those that fit, sorted by step time, and equal ones by what the GPUs take.
         verdicts: Of each layout.
         settings: What all layouts have in common.
         notes: What of the fixed inputs was read as something else, or changes nothing.
     """
 
+    configs: list[TrainingConfig]
     layouts: Layouts
     table: EstimateTable
     order: np.ndarray[Any, np.dtype[np.int64]]
@@ -77,22 +77,36 @@ def search_layouts(question: Question) -> Answer:
     Raises:
         ConfigError: nothing is legal, and why.
     """
-    layouts, settings, notes = _enumerate(question)
+    inputs = read_inputs(question.fixed)
+    check_names(inputs.values)
+    chip = find_chip(question.cluster.chip)
+    # of knobs that a search varies by itself the values that are never slower, nor larger, in the closed form
+    precision = next((p for p in ("bf16", "fp16") if chip.peak(p) is not None), "fp32")
+    settings = read_settings(inputs.values, question.model, chip, {"precision": precision, "compile": "block"})
+    _check_fixed(question, inputs.values)
+    found = [
+        replace(layout, config=layout.config.model_copy(update=settings.knobs | {"checkpointing": policy}))
+        for layout in _legal_degrees(question, inputs.values, settings)
+        for policy in _wanted(inputs.values, "checkpointing", CHECKPOINTING)
+    ]
+    if not found:
+        raise _nothing_legal(question)
+    columns = settings.columns | _cluster_columns(question)
+    layouts = make_layouts(found, [columns], [question.model.layers] * len(found))
     table = estimate_layouts(layouts, question.factors)
     verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
     order = np.flatnonzero(verdicts == "fits")
     busy = table.step_time_s - table.input_s
     order = order[np.lexsort((busy[order], table.step_time_s[order]))]
-    return Answer(layouts=layouts, table=table, order=order, verdicts=verdicts, settings=settings, notes=notes)
-
-
-def enumerate_layouts(question: Question) -> Layouts:
-    """Every legal layout as columns.
-
-    Raises:
-        ConfigError: nothing is legal, and why.
-    """
-    return _enumerate(question)[0]
+    return Answer(
+        configs=[layout.config for layout in found],
+        layouts=layouts,
+        table=table,
+        order=order,
+        verdicts=verdicts,
+        settings=settings,
+        notes=inputs.notes,
+    )
 
 
 def without(fixed: Mapping[str, str], *knobs: str) -> dict[str, str]:
@@ -100,35 +114,16 @@ def without(fixed: Mapping[str, str], *knobs: str) -> dict[str, str]:
     return {name: value for name, value in read_inputs(fixed).values.items() if name not in knobs}
 
 
-def defaults(question: Question) -> dict[str, str]:
-    """Of knobs that a search varies by itself the values that are never slower, nor larger, in the closed form.
-
-    Precision in 16 bits and compiled blocks: a search of this machine would try the others too.
-    """
-    chip = find_chip(question.cluster.chip)
-    precision = next((p for p in ("bf16", "fp16") if chip.peak(p) is not None), "fp32")
-    return {"precision": precision, "compile": "block"}
-
-
-def _enumerate(question: Question) -> tuple[Layouts, Settings, tuple[str, ...]]:
-    inputs = read_inputs(question.fixed)
-    values = inputs.values
-    check_names(values)
-    settings = read_settings(values, question.model, find_chip(question.cluster.chip), defaults(question))
-    _check_fixed(question, values)
-    rows = list(_legal_degrees(question, values, settings))
-    if not rows:
-        text = " ".join(f"{k}={v}" for k, v in question.fixed.items()) or "no fixed knobs"
-        gpus, model = question.cluster.num_gpus, question.model
-        raise ConfigError(
-            f"no layout of {gpus} GPUs is legal with {text} at a global batch of {question.global_batch}",
-            hint=f"tp divides {model.heads} heads, {model.kv_heads} key-value heads and the "
-            f"{question.cluster.gpus_per_node} GPUs of a node; pp divides {model.layers} layers; tp x pp divides "
-            f"{gpus}; a pipeline takes at least pp micro-batches; the data-parallel ranks times the micro-batch divide "
-            "the global batch.",
-        )
-    ignored = [f"{knob} changes nothing here ({why})" for knob, why in IGNORED_KNOBS.items() if knob in values]
-    return _columns(question, values, settings, rows), settings, (*inputs.notes, *ignored)
+def _nothing_legal(question: Question) -> ConfigError:
+    text = " ".join(f"{k}={v}" for k, v in question.fixed.items()) or "no fixed knobs"
+    gpus, model = question.cluster.num_gpus, question.model
+    return ConfigError(
+        f"no layout of {gpus} GPUs is legal with {text} at a global batch of {question.global_batch}",
+        hint=f"tp divides {model.heads} heads, {model.kv_heads} key-value heads and the "
+        f"{question.cluster.gpus_per_node} GPUs of a node; pp divides {model.layers} layers; tp x pp divides "
+        f"{gpus}; a pipeline takes at least pp micro-batches; the data-parallel ranks times the micro-batch divide "
+        "the global batch.",
+    )
 
 
 def _check_fixed(question: Question, values: Mapping[str, str]) -> None:
@@ -141,26 +136,29 @@ def _check_fixed(question: Question, values: Mapping[str, str]) -> None:
     every = values.get("gradient_sync") == "every"
     # what is not fixed is taken as it goes with the rest
     sharding = read_sharding(values) or ("zero3" if shard > 1 or (every and shard == 0) else "ddp")
-    interleaves = virtual > 1 or values.get("pp_schedule") in ("interleaved_1f1b", "zero_bubble")
-    degrees = Degrees(
-        tp=whole(values, "tp", 1),
-        pp=whole(values, "pp", 2 if interleaves else 1),
-        virtual_stages=virtual or (2 if interleaves else 1),
-        pp_schedule=values.get("pp_schedule", "interleaved_1f1b" if interleaves else "1f1b"),
-        dp_shard=shard or (1 if sharding == "ddp" else 2),
+    interleaves = virtual > 1 or values.get("pp_schedule") in INTERLEAVED_SCHEDULES
+    degrees = {
+        "tp": whole(values, "tp", 1),
+        "pp": whole(values, "pp", 2 if interleaves else 1),
+        "virtual_stages": virtual or (2 if interleaves else 1),
+        "pp_schedule": values.get("pp_schedule", "interleaved_1f1b" if interleaves else "1f1b"),
+        "dp_shard": shard or (1 if sharding == "ddp" else 2),
+        "gradient_sync": "every" if every else "last",
+    }
+    layout = Layout(
+        config=PLAIN.model_copy(update=degrees),
         sharding=sharding,
-        gradient_sync="every" if every else "last",
         accumulation=2,
         sequence_parallel=flag(values, "sequence_parallel", False) if "tp" in values else None,
         flat_parameters=flag(values, "flat_parameters", False) and "sharding" in values,
     )
-    reason = contradiction(degrees, question.model, question.seq_len)
+    reason = contradiction(layout, question.model, question.seq_len)
     if reason is not None:
         raise ConfigError(reason[0], hint=reason[1])
 
 
-def _legal_degrees(question: Question, values: Mapping[str, str], settings: Settings) -> Iterator[tuple[Degrees, int]]:
-    """Every legal combination of degrees with its micro-batch, as (degrees, micro_batch).
+def _legal_degrees(question: Question, values: Mapping[str, str], settings: Settings) -> Iterator[Layout]:
+    """Every legal combination of degrees with its micro-batch, other knobs plain.
 
     As a search offers them: tp within a node, at least pp micro-batches a pass. Micro-batches are powers of two.
     """
@@ -179,18 +177,19 @@ def _legal_degrees(question: Question, values: Mapping[str, str], settings: Sett
             for micro in _wanted(values, "micro_batch", powers(min(LARGEST_MICRO_BATCH, share))):
                 if share % micro or whole(values, "accumulation", share // micro) != share // micro:
                     continue
-                base: dict[str, Any] = {
-                    "tp": tp,
-                    "pp": pp,
-                    "dp_replicate": ranks // shard,
-                    "dp_shard": shard,
-                    "sharding": sharding,
-                }
-                for more in _schedules(question, values, pp, share // micro, ranks):
-                    for sync in _gradient_syncs(values, pp, sharding, share // micro):
-                        degrees = Degrees(**base, **more, gradient_sync=sync, accumulation=share // micro)
-                        if contradiction(degrees, model, question.seq_len) is None:
-                            yield degrees, micro
+                base = {"micro_batch": micro, "tp": tp, "pp": pp, "dp_replicate": ranks // shard, "dp_shard": shard}
+                base["reshard_after_forward"] = sharding != "shard_grad_op"
+                for more in _schedules(question, values, pp, share // micro):
+                    for sync in _wanted(values, "gradient_sync", ("last", "every")):
+                        config = PLAIN.model_copy(update={**base, **more, "gradient_sync": sync})
+                        layout = Layout(
+                            config=config,
+                            sharding=sharding,
+                            accumulation=share // micro,
+                            sequence_parallel=flag(values, "sequence_parallel", True) if tp > 1 else None,
+                        )
+                        if contradiction(layout, model, question.seq_len) is None:
+                            yield layout
 
 
 def powers(limit: int) -> list[int]:
@@ -198,13 +197,11 @@ def powers(limit: int) -> list[int]:
     return [2**i for i in range(max(1, limit).bit_length()) if 2**i <= limit]
 
 
-def _wanted(values: Mapping[str, str], knob: str, offered: list[int]) -> list[int]:
+def _wanted(values: Mapping[str, str], knob: str, offered: Sequence[Any]) -> Sequence[Any]:
     return [check_knob(knob, values[knob])] if knob in values else offered
 
 
-def _schedules(
-    question: Question, values: Mapping[str, str], pp: int, micro_batches: int, dp: int
-) -> Iterator[dict[str, Any]]:
+def _schedules(question: Question, values: Mapping[str, str], pp: int, micro_batches: int) -> Iterator[dict[str, Any]]:
     """Schedules and stages per rank: one, or divisors of the layers of a rank where micro-batches come in multiples of
     the stages. With fewer micro-batches than stages some would never work."""
     per_pass = whole(values, "pp_microbatches", micro_batches)
@@ -218,17 +215,8 @@ def _schedules(
         if virtual > 1 and (micro_batches % pp or (question.model.layers // pp) % virtual):
             continue
         schedule = values.get("pp_schedule", "interleaved_1f1b" if virtual > 1 else "1f1b")
-        yield {"virtual_stages": virtual, "pp_schedule": check_knob("pp_schedule", schedule)}
-
-
-def _gradient_syncs(values: Mapping[str, str], pp: int, sharding: str, accumulation: int) -> list[str]:
-    legal = ["last"]
-    if sharding in ("zero2", "shard_grad_op", "zero3") and pp == 1 and accumulation > 1:
-        legal.append("every")
-    if "gradient_sync" not in values:
-        return legal
-    wanted = check_knob("gradient_sync", values["gradient_sync"])
-    return [wanted] if wanted in legal else []
+        schedule = check_knob("pp_schedule", schedule)
+        yield {"virtual_stages": virtual, "pp_schedule": schedule, "pp_microbatches": micro_batches}
 
 
 def _shardings(dp: int, local: int, pp: int, values: Mapping[str, str]) -> list[tuple[int, str]]:
@@ -251,52 +239,14 @@ def _shardings(dp: int, local: int, pp: int, values: Mapping[str, str]) -> list[
     return [option for option in options if said in (None, option[1])]
 
 
-def _columns(
-    question: Question, values: Mapping[str, str], settings: Settings, rows: list[tuple[Degrees, int]]
-) -> Layouts:
-    """Each combination of degrees with each checkpointing policy, as columns."""
-    wanted = [check_knob("checkpointing", values["checkpointing"])] if "checkpointing" in values else CHECKPOINTING
-    policies = [policy for policy in CHECKPOINTING if policy in wanted]
-    size = len(rows) * len(policies)
-    columns: dict[str, Any] = {name: np.full(size, value) for name, value in settings.columns.items()}
-    columns |= {name: np.full(size, value) for name, value in _cluster_columns(question).items()}
-    columns |= {name: np.repeat(column, len(policies)) for name, column in _degree_columns(values, rows).items()}
-    columns |= {
-        "checkpointing": np.tile([CHECKPOINTING.index(policy) for policy in policies], len(rows)),
-        "checkpointed": np.tile([checkpointed_share(p, question.model.layers) for p in policies], len(rows)),
-    }
-    return Layouts(**{f.name: columns[f.name] for f in fields(Layouts)})
-
-
 def _cluster_columns(question: Question) -> dict[str, float]:
     cluster, chip = question.cluster, find_chip(question.cluster.chip)
     intra = cluster.intra_gbytes_per_s
     return {
         "seq_len": float(question.seq_len),
-        "global_batch": float(question.global_batch),
         "gpus_per_node": float(cluster.gpus_per_node),
         "intra_bytes_per_s": 1e9 * intra if intra else chip.intra_bytes_per_s,
         # on one node nothing passes between nodes
         "inter_bytes_per_s": (cluster.inter_gbits_per_s_per_gpu or 8.0) * 1e9 / 8,
         "input_tokens_per_s": cluster.input_tokens_per_s or np.inf,
-        "passes": 1.0,
-    }
-
-
-def _degree_columns(values: Mapping[str, str], rows: list[tuple[Degrees, int]]) -> dict[str, Any]:
-    degrees = [row[0] for row in rows]
-    sequence = flag(values, "sequence_parallel", True)
-
-    def numbers(name: str) -> Any:
-        return np.array([getattr(d, name) for d in degrees], dtype=np.float64)
-
-    tp = numbers("tp")
-    return {
-        **{name: numbers(name) for name in ("pp", "virtual_stages", "dp_replicate", "dp_shard", "accumulation")},
-        "tp": tp,
-        "micro_batch": np.array([row[1] for row in rows], dtype=np.float64),
-        "sharding": np.array([SHARDINGS.index(d.sharding) for d in degrees]),
-        "schedule": np.array([SCHEDULES.index(d.pp_schedule) for d in degrees]),
-        "scatters_each": np.array([d.gradient_sync == "every" for d in degrees]),
-        "sequence_parallel": (tp > 1) & sequence,
     }

@@ -1,17 +1,31 @@
-"""Layouts: transformers on clusters as columns, one row per configuration of one model on one cluster."""
+"""Layouts: transformers on clusters as columns, one row per configuration of one model on one cluster.
+
+And what contradicts itself in a layout, said in a sentence instead of being estimated.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 import numpy as np
 
-from autoplan.planner.cost.analytical.chips import Chip
+from autoplan.planner.cost.analytical.cluster import Chip
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.columns import CHECKPOINTING, Bools, Columns, Floats, Ints
+from autoplan.planner.cost.columns import (
+    CHECKPOINTING,
+    PRECISIONS,
+    SHARDINGS,
+    Bools,
+    Columns,
+    Floats,
+    Ints,
+    config_columns,
+)
 from autoplan.planner.cost.states import ModelSize, StateWidths, state_widths
-from autoplan.strategies.config import Attention
+from autoplan.strategies.config import Attention, TrainingConfig
+from autoplan.strategies.techniques import data_parallel_rules, pipeline_rules
 
 # own: as the model has it, which for transformers' models is sdpa (fused attention on GPUs)
 ATTENTION = get_args(Attention)
@@ -90,6 +104,11 @@ class Layouts(Columns):
         return np.asarray(self.attention == ATTENTION.index("eager"))
 
     @property
+    def fp8(self) -> Bools:
+        """Products of linear layers run in 8 bits."""
+        return np.asarray(self.precision == PRECISIONS.index("fp8"))
+
+    @property
     def compute_width(self) -> Floats:
         """Bytes of an element that products read and write."""
         return np.where(self.half, 2.0, 4.0)
@@ -114,9 +133,51 @@ class Layouts(Columns):
         )
 
 
-def make_layouts(rows: list[dict[str, Any]]) -> Layouts:
-    """Layouts from one mapping per row, as `csv_rows.parse_row` gives them."""
-    return Layouts(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(Layouts)})
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One layout before it is a row: its knobs, and what TrainingConfig has no knob for.
+
+    Attributes:
+        sharding: One of SHARDINGS; zero1 and zero2 are other trainers'.
+        accumulation: Micro-batches per optimizer step and data-parallel rank.
+        sequence_parallel: None where nothing was said: with tensor parallelism.
+    """
+
+    config: TrainingConfig
+    sharding: str
+    accumulation: int
+    sequence_parallel: bool | None = None
+    flat_parameters: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.config.micro_batch * self.accumulation * self.config.dp
+
+
+def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], num_blocks: Sequence[int]) -> Layouts:
+    """Layouts as columns.
+
+    Args:
+        layouts: One per row.
+        rows: For each the columns that its knobs do not fill; one mapping: the same for all.
+        num_blocks: Layers of each.
+    """
+    columns = config_columns(
+        [layout.config for layout in layouts],
+        [layout.accumulation for layout in layouts],
+        device="cuda",
+        num_blocks=num_blocks,
+    )
+    split = [layout.config.tp > 1 and layout.sequence_parallel is not False for layout in layouts]
+    columns |= {
+        "global_batch": np.array([float(layout.global_batch) for layout in layouts]),
+        "sharding": np.array([SHARDINGS.index(layout.sharding) for layout in layouts]),
+        "sequence_parallel": np.array(split),
+    }
+    for name in rows[0]:
+        columns[name] = np.array([row[name] for row in rows]) if len(rows) > 1 else np.full(len(layouts), rows[0][name])
+    return Layouts(**{f.name: columns[f.name] for f in fields(Layouts)})
 
 
 def dimension_columns(model: Transformer) -> dict[str, Any]:
@@ -145,3 +206,68 @@ def chip_columns(chip: Chip, peak_flops_per_s: float) -> dict[str, Any]:
         "processors": chip.processors,
         "matmul_efficiency": chip.matmul_efficiency,
     }
+
+
+LEAVE_OUT = "Give another value, or leave it out."
+
+
+def contradiction(layout: Layout, model: Transformer, seq_len: int) -> tuple[str, str] | None:
+    """What of a layout contradicts itself or the model, and what to do; None if nothing does.
+
+    What there are knobs for is judged by the rules of a search (strategies/techniques).
+
+    Args:
+        layout: Its knobs that are no degree are plain.
+        model, seq_len: What is trained.
+    """
+    return (
+        _of_data_parallelism(layout)
+        or _of_tensor_parallelism(layout, model, seq_len)
+        or _of_pipeline(layout.config, model)
+    )
+
+
+def _of_data_parallelism(layout: Layout) -> tuple[str, str] | None:
+    config, sharding = layout.config, layout.sharding
+    if sharding == "ddp" and config.dp_shard > 1:
+        return (
+            f"sharding=ddp shards nothing, and dp_shard={config.dp_shard} shards over {config.dp_shard} ranks",
+            "Replicas are counted by dp_replicate.",
+        )
+    if sharding != "ddp" and config.dp_shard == 1:
+        return f"sharding={sharding} with dp_shard=1 shards nothing", "Give dp_shard of at least 2, or sharding=ddp."
+    if layout.flat_parameters and sharding not in ("zero3", "shard_grad_op"):
+        return f"flat_parameters=true needs FSDP, and sharding is {sharding}", "Leave flat_parameters out."
+    if config.gradient_sync == "every" and sharding == "zero1":
+        return "gradient_sync=every needs sharded gradients, and sharding=zero1 keeps whole ones", LEAVE_OUT
+    reason = data_parallel_rules.incompatible(config, layout.global_batch)
+    return None if reason is None else (reason, LEAVE_OUT)
+
+
+def _of_tensor_parallelism(layout: Layout, model: Transformer, seq_len: int) -> tuple[str, str] | None:
+    tp = layout.config.tp
+    if tp == 1:
+        if layout.sequence_parallel:
+            return "sequence_parallel=true with tp=1 splits nothing", "Leave it out, or give tp of at least 2."
+        return None
+    for count, name in ((model.heads, "heads"), (model.kv_heads, "key-value heads")):
+        if count % tp:
+            return f"tp={tp} does not divide the {count} {name}", "Give a tp that divides them."
+    if layout.sequence_parallel is not False and seq_len % tp:
+        return (
+            f"tp={tp} does not divide the sequence of {seq_len} tokens, which sequence parallelism splits",
+            "Give another tp or sequence length.",
+        )
+    return None
+
+
+def _of_pipeline(config: TrainingConfig, model: Transformer) -> tuple[str, str] | None:
+    if config.pp * config.virtual_stages > model.layers:
+        return (
+            f"pp={config.pp} x virtual_stages={config.virtual_stages} is more than the {model.layers} layers",
+            "A stage holds at least one layer.",
+        )
+    if config.pp == 1 and config.virtual_stages > 1:
+        return f"virtual_stages={config.virtual_stages} with pp=1: there is no pipeline", "Give pp of at least 2."
+    reason = pipeline_rules.incompatible(config)
+    return None if reason is None else (reason, LEAVE_OUT)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.planner.cost.analytical.layouts import LOSSES, Layouts
 from autoplan.planner.cost.columns import STATES, Floats
-from autoplan.planner.cost.pipeline import held_micro_batches
+from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, spread, verdicts
 from autoplan.planner.cost.states import StateBytes, state_bytes
+from autoplan.planner.cost.step import held_micro_batches
 
 # What the driver's figure holds beside the allocator's: the CUDA context and libraries, and per kind of process group
-# NCCL's buffers. Assumed for recent drivers on datacentre GPUs; nothing was fitted. The search's 0.6 GB (BASE_BYTES in
-# traced/estimator.py) is for one GPU, without groups, and its trials correct it.
+# NCCL's buffers. Assumed for recent drivers on datacentre GPUs; nothing was fitted. A search's trials begin to measure
+# when the context is there already (BASE_BYTES in traced/estimator.py).
 CONTEXT_BYTES = 1.2e9
 GROUP_BYTES = 2e8
-# What the allocator holds free, as a share of what lives; assumed. The search begins with 0.06 and learns.
-FRAGMENTATION = 0.04
 # A selective per-operation policy beside fused attention keeps the products' results alone. Assumed from the listing of
 # arXiv 2205.05198, section 4 (what is kept but is no product's result: about a quarter).
 SELECTIVE_KEEPS = 0.75
 # Logits that the fused loss holds at once (strategies/techniques/loss_kernels.py, _CHUNK_ELEMENTS).
 FUSED_LOSS_ELEMENTS = 2.0**27
+# Half-width of the memory interval, as a standard deviation of its logarithm: of the errors on LitGPT's published peaks
+# (docs/accuracy.md). The search has a figure of its own, which its trials narrow (calibrate.MemoryFit.sd).
+MEMORY_SD = 0.06
+# Left free of the chip's memory: the driver keeps some, and what is not allocated in one piece is lost. Assumed. The
+# search has no such share, since its limit is given by the user or is a share of the machine already.
+RESERVE = 0.04
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "loss", "gathered", "temporaries", "overhead")
 
 
@@ -38,7 +44,7 @@ def memory_parts(rows: Layouts) -> dict[str, Floats]:
     step = np.maximum(states.stepped_gradients + states.temporaries - micro_steps, 0.0)
     live = states.parameters + states.optimizer + micro_steps + step
     groups = (rows.tp > 1) + (rows.pp > 1.0) + (rows.dp > 1)
-    overhead = CONTEXT_BYTES + GROUP_BYTES * groups + FRAGMENTATION * live
+    overhead = CONTEXT_BYTES + GROUP_BYTES * groups + ALLOCATOR_SLACK * live
     return {
         "parameters": states.parameters,
         "gradients": gradients,
@@ -107,3 +113,19 @@ def block_activation_bytes(rows: Layouts) -> Floats:
     scores = np.where(rows.eager_attention & ~rows.selective, 5.0 * rows.heads * rows.seq_len * scale, 0.0)
     apart = np.where(rows.sequence_parallel, t, 1.0)
     return np.asarray(tokens * (outer / apart + (inner + scores) / t))
+
+
+def memory_verdicts(
+    peak_bytes: Floats, memory_bytes: Floats, *, lowest_bytes: Floats | None = None, highest_bytes: Floats | None = None
+) -> NDArray[np.str_]:
+    """Whether peaks fit their chips' memory, the reserve left free.
+
+    Args:
+        peak_bytes: Estimated.
+        memory_bytes: Of the chips.
+        lowest_bytes, highest_bytes: Peaks if what is not said is as it costs least, and most; None: the same.
+    """
+    factor = spread(MEMORY_SD)
+    low = (peak_bytes if lowest_bytes is None else lowest_bytes) / factor
+    high = (peak_bytes if highest_bytes is None else highest_bytes) * factor
+    return verdicts(low, high, memory_bytes, reserve=RESERVE)

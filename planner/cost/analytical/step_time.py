@@ -23,8 +23,10 @@ from pydantic import Field
 
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, memory_parts
-from autoplan.planner.cost.columns import PRECISIONS, Bools, Floats
+from autoplan.planner.cost.calibrate import gauss_newton
+from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
+from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY, bound_of, spread
 from autoplan.planner.cost.step import step_seconds
 from autoplan.record import Record
 
@@ -32,9 +34,6 @@ from autoplan.record import Record
 TILE = 128.0
 # What a product's inner loop costs to fill and drain, in elements of k (CUTLASS: prologue of some stages of 32): tables
 K_FILL = 96.0
-# Passes over memory reach so much of the datasheet's bandwidth: BabelStream 85-92 % on A100, less the short kernels of
-# a training step; tables. The search assumes 0.85 where its probe did not run (traced/rates.py), for one long pass.
-BANDWIDTH_EFFICIENCY = 0.82
 # Fused attention's share of the rate of large products (FlashAttention-2, arXiv 2307.08691 figures 4 to 6: 50-70 % of
 # what products reach, backward lower): tables
 FLASH_EFFICIENCY = 0.5
@@ -98,6 +97,11 @@ FACTOR_SD = {
     "communication": 0.4,
     "optimizer": 0.3,
 }
+# Scatter of a measured step around the closed form with the right factors; assumed. Larger than the 0.06 of the search
+# (calibrate.py), whose operations are those that run.
+NOISE_SD = 0.1
+# Slopes by a logarithm of a factor are taken over this difference: parts of a step overlap, so there is no closed form.
+DIFFERENCE = 0.02
 # What stays after calibration and before: standard deviations of the logarithm of the time over the tables' rows
 CALIBRATED_SD = 0.11
 UNCALIBRATED_SD = 0.17
@@ -107,7 +111,7 @@ UNCALIBRATED_SD = 0.17
 class EstimateTable:
     """Estimates as columns: seconds per optimizer step, bytes of the fullest GPU.
 
-    `input_s` is what loading takes beyond the rest of the step, which it runs beside.
+    `input_s` is what loading (`loading_s` in all) takes beyond the rest of the step, which it runs beside.
     """
 
     step_time_s: Floats
@@ -119,6 +123,7 @@ class EstimateTable:
     bubble_s: Floats
     optimizer_s: Floats
     input_s: Floats
+    loading_s: Floats
     parameters_bytes: Floats
     gradients_bytes: Floats
     optimizer_bytes: Floats
@@ -141,6 +146,21 @@ class EstimateTable:
         """Bytes of one row's peak by part; they add up to it."""
         return {name: float(getattr(self, f"{name}_bytes")[i]) for name in MEMORY_PARTS}
 
+    def bound(self, i: int) -> str:
+        """What bounds the step of a row."""
+        return bound_of(self.time_parts_s(i), waits_for_input=bool(self.input_s[i] > 0))
+
+    def step_interval(self, i: int, sd: float) -> tuple[float, float]:
+        """Seconds of a row's step at least and at most: a factor on what the GPUs take; the input's rate is as given.
+
+        Args:
+            i: The row.
+            sd: Standard deviation of the logarithm of the step time.
+        """
+        factor, busy = float(spread(sd)), float(self.step_time_s[i] - self.input_s[i])
+        loading = float(self.loading_s[i])
+        return max(busy / factor, loading), max(busy * factor, loading)
+
 
 TIME_PARTS = ("matmul", "attention", "memory", "launch", "communication", "bubble", "optimizer", "input")
 KINDS = ("matmul", "attention", "memory", "launch")
@@ -158,7 +178,7 @@ def product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Float
     waves = np.ceil(units / rows.processors)
     busy = units / (waves * rows.processors)
     filled = k / (k + K_FILL)
-    reached = rows.matmul_efficiency * np.where(rows.precision == PRECISIONS.index("fp8"), FP8_EFFICIENCY, 1.0)
+    reached = rows.matmul_efficiency * np.where(rows.fp8, FP8_EFFICIENCY, 1.0)
     work = 2 * m * n * k / (reached * rows.peak_flops_per_s * used * busy * filled)
     moved = width * (m * k + k * n + m * n) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
     return np.asarray(np.maximum(work, moved))
@@ -176,7 +196,10 @@ def estimate_layouts(rows: Layouts, factors: Factors | None = None) -> EstimateT
     moved = _exchange(rows, f)
     turn = np.where(rows.pp > 1, PIPELINE_TURN_S * np.exp(f.launch), 0.0)
     device = stage["matmul"] + stage["attention"] + stage["memory"]
-    launch = _shown_launch_seconds(rows, f, stage["launch"], device + moved.tensor_s + moved.send_s) + turn
+    # collectives are launched by the same thread; what it cannot keep up with shows
+    collectives = (rows.tp > 1) * np.ceil(rows.layers / rows.pp) * (4 + 2 * rows.checkpointed)
+    launched = stage["launch"] + collectives * COLLECTIVE_LAUNCH_S * np.exp(f.launch)
+    launch = np.maximum(launched - device - moved.tensor_s - moved.send_s, 0.0) + turn
     all_stages = np.maximum(through["matmul"] + through["attention"] + through["memory"], through["launch"])
     step = step_seconds(rows, moved, stage_s=device + launch, all_stages_s=all_stages + rows.pp * turn, device="cuda")
     m = rows.accumulation
@@ -196,7 +219,8 @@ def _as_table(rows: Layouts, parts: dict[str, Floats]) -> EstimateTable:
     """The table of what the GPUs take, with what the input adds, FLOPs and memory."""
     busy = sum(parts.values(), np.zeros(len(rows)))
     # loaders prefetch: a batch is made while the step before it runs
-    waited = np.maximum(loading_seconds(rows) - busy, 0.0)
+    loading = node_tokens(rows) / rows.input_tokens_per_s
+    waited = np.maximum(loading - busy, 0.0)
     step = busy + waited
     model_flops, hardware_flops = flops(rows)
     available = rows.peak_flops_per_s * rows.num_ranks * step
@@ -204,6 +228,7 @@ def _as_table(rows: Layouts, parts: dict[str, Floats]) -> EstimateTable:
     return EstimateTable(
         step_time_s=step,
         input_s=waited,
+        loading_s=loading,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         mfu=model_flops / available,
@@ -231,12 +256,6 @@ def _compute_seconds(rows: Layouts, f: Factors) -> tuple[dict[str, Floats], dict
     return stage, through
 
 
-def _shown_launch_seconds(rows: Layouts, f: Factors, launch: Floats, busy: Floats) -> Floats:
-    """What shows of the host's time: collectives are launched by the same thread; what it cannot keep up with shows."""
-    collectives = (rows.tp > 1) * np.ceil(rows.layers / rows.pp) * (4 + 2 * rows.checkpointed)
-    return np.asarray(np.maximum(launch + collectives * COLLECTIVE_LAUNCH_S * np.exp(f.launch) - busy, 0.0))
-
-
 def node_tokens(rows: Layouts) -> Floats:
     """Tokens of a step that the fullest node has to load.
 
@@ -246,11 +265,6 @@ def node_tokens(rows: Layouts) -> Floats:
     """
     ranks = np.minimum(rows.dp, np.maximum(np.floor(rows.gpus_per_node / rows.tp), 1.0))
     return np.asarray(ranks * rows.global_batch / rows.dp * rows.seq_len)
-
-
-def loading_seconds(rows: Layouts) -> Floats:
-    """Seconds in which the fullest node's loaders make a step's samples; 0 where their rate is not known."""
-    return np.asarray(node_tokens(rows) / rows.input_tokens_per_s)
 
 
 def flops(rows: Layouts) -> tuple[Floats, Floats]:
@@ -270,10 +284,6 @@ def flops(rows: Layouts) -> tuple[Floats, Floats]:
     model = 3 * sequences * (products + attention + head)
     again = rows.checkpointed * (products + attention) + np.where(rows.selective, attention, 0.0)
     return model, model + sequences * again
-
-
-def _fp8(rows: Layouts) -> Bools:
-    return np.asarray(rows.precision == PRECISIONS.index("fp8"))
 
 
 def _block(rows: Layouts, f: Factors) -> dict[str, tuple[Floats, Floats]]:
@@ -306,7 +316,7 @@ def _block_products(rows: Layouts) -> tuple[Floats, Floats]:
 
 def _attention_seconds(rows: Layouts) -> Floats:
     """Seconds of a block's attention, forward; fused attention skips what the causal mask hides, plain does not."""
-    rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(_fp8(rows), 0.5, 1)
+    rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(rows.fp8, 0.5, 1)
     square = 4 * rows.micro_batch * rows.seq_len**2 * rows.attention_width / rows.tp
     head_dim = rows.attention_width / rows.heads
     shaped = head_dim / (head_dim + 24)
@@ -319,7 +329,7 @@ def _block_memory_seconds(rows: Layouts) -> Floats:
     tokens = rows.micro_batch * rows.seq_len
     up = np.where(rows.gated_mlp, 2.0, 1.0) * rows.ffn
     shared = np.where(rows.sequence_parallel, rows.tp, 1.0)
-    outer = (BLOCK_PASSES[rows.compiled] + np.where(_fp8(rows), FP8_PASSES, 0.0)) * rows.hidden / shared
+    outer = (BLOCK_PASSES[rows.compiled] + np.where(rows.fp8, FP8_PASSES, 0.0)) * rows.hidden / shared
     passes = 2.0 * tokens * (outer + ACTIVATION_PASSES[rows.compiled] * up / rows.tp)
     # scores written, softmax and dropout read and written, the mask, read again: 6 passes of the s x s matrix
     square = 12.0 * rows.micro_batch * rows.heads / rows.tp * rows.seq_len**2
@@ -335,7 +345,7 @@ def _head(rows: Layouts, f: Factors) -> dict[str, Floats]:
     seconds = seconds + product_seconds(tokens, k, n, rows, width)
     seconds = seconds + rows.trained_share * product_seconds(n, k, tokens, rows, width)
     # the head stays in 16 bits
-    seconds = seconds * np.where(_fp8(rows), 2 * FP8_EFFICIENCY, 1.0)
+    seconds = seconds * np.where(rows.fp8, 2 * FP8_EFFICIENCY, 1.0)
     moved = tokens * (LOGIT_BYTES * n + HEAD_BYTES * k) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
     return {
         "matmul": seconds * np.exp(f.matmul),
@@ -357,3 +367,24 @@ def _optimizer_seconds(rows: Layouts) -> Floats:
     mine = rows.trainable / (rows.tp * rows.pp * rows.shards)
     moved = mine * (STEP_BYTES + 2 * rows.optimizer_bytes)
     return np.asarray(moved / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s) + STEP_OVERHEAD_S)
+
+
+def fit_factors(layouts: Layouts, seconds: Floats) -> Factors:
+    """The factors that explain measured step times, as far as they differ from the prior.
+
+    Args:
+        layouts: One row per measurement.
+        seconds: Measured step times.
+    """
+
+    def factors(theta: Floats) -> Factors:
+        return Factors(**dict(zip(FACTOR_SD, map(float, theta), strict=True)))
+
+    def predict(theta: Floats) -> tuple[Floats, Floats]:
+        moved = [theta, *(theta + DIFFERENCE * unit for unit in np.eye(len(FACTOR_SD)))]
+        base, *others = (np.log(estimate_layouts(layouts, factors(point)).step_time_s) for point in moved)
+        return base, np.stack([(log - base) / DIFFERENCE for log in others], axis=1)
+
+    weights = np.full(len(seconds), 1 / NOISE_SD**2)
+    theta, _ = gauss_newton(predict, np.log(seconds), weights, np.array(list(FACTOR_SD.values())))
+    return factors(theta)

@@ -61,11 +61,19 @@ def from_configs(
         global_batch: Samples per optimizer step.
         device: cpu or cuda: what the workload's own optimizer step is there.
         num_blocks: In each stack; 0 where that is not known.
+
+    Raises:
+        ConfigError: a micro-batch does not divide the global batch.
     """
     keys: dict[VariantKey, int] = {}
     codes = _variant_codes(configs, keys)
     return Candidates(
-        **config_columns(configs, global_batch, device=device, num_blocks=num_blocks),
+        **config_columns(
+            configs,
+            [config.accumulation(global_batch) for config in configs],
+            device=device,
+            num_blocks=[num_blocks] * len(configs),
+        ),
         variants=tuple(keys),
         variant=codes[:, 0],
         full_variant=codes[:, 1],
@@ -80,10 +88,6 @@ def from_configs(
     )
 
 
-def _products(config: TrainingConfig) -> tuple[str, ...]:
-    return config.precision, config.attention, config.checkpointing, config.loss
-
-
 def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int]) -> Ints:
     """For each configuration the codes of its two variants; `keys` takes in the variants in the order of their codes.
 
@@ -92,7 +96,8 @@ def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int
     known: dict[tuple[str, ...], tuple[int, int]] = {}
     out = []
     for config in configs:
-        knobs = (*_products(config), config.compile, config.parameters)
+        knobs = (config.precision, config.attention, config.checkpointing, config.loss)
+        knobs += (config.compile, config.parameters)
         if knobs not in known:
             plain, full = variants_of(config)
             known[knobs] = keys.setdefault(plain, len(keys)), keys.setdefault(full, len(keys))

@@ -14,12 +14,20 @@ from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, Calibra
 from autoplan.planner.cost.columns import Floats, Ints
 from autoplan.planner.cost.communication import links_of
 from autoplan.planner.cost.offload import host_link
-from autoplan.planner.cost.prediction import Verdict, bound_of, spread, verdicts
+from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, Verdict, bound_of, spread, verdicts
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
-from autoplan.planner.cost.traced.compute import FAULTS_APART, GIVEN_BACK, discard_outlier_timings, first_touches
 from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory, traced_offload
 from autoplan.planner.cost.traced.rates import from_device
-from autoplan.planner.cost.traced.step_time import Machine, launch_over_work, model_flops, step_parts
+from autoplan.planner.cost.traced.step_time import (
+    FAULTS_APART,
+    GIVEN_BACK,
+    Machine,
+    discard_outlier_timings,
+    first_touches,
+    launch_over_work,
+    model_flops,
+    step_parts,
+)
 from autoplan.planner.records import Outcome, Prediction, Trial
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.rough_profile import rough_variant
@@ -31,7 +39,7 @@ from autoplan.strategies.config import TrainingConfig
 BASE_BYTES = {"cpu": 3.3e8, "cuda": 6.0e8}
 # What is resident (CPU: freed pieces, packed weights) or reserved (CUDA) beyond live tensors, as a share of them;
 # measured on four small models on a CPU: 0.2 to 0.35
-SLACK = {"cpu": 0.22, "cuda": 0.06}
+SLACK = {"cpu": 0.22, "cuda": ALLOCATOR_SLACK}
 # What is resident besides where the C library keeps freed memory: pieces that no later allocation fits (7.6 GB in place
 # of 6.1 for a GPT-2 of 124M, measured)
 KEPT_SHARE = 0.25
@@ -216,7 +224,7 @@ class Estimator:
         key = plain.key.model_copy(update={"checkpointing": "none"})
         whole = self.variant(key) if plain.key.checkpointing != "none" else plain
         kept = whole.block_saved_bytes, whole.rest_saved_bytes
-        block, rest = (fit.fixed + fit.per_sample * c.micro_batch for fit in kept)
+        block, rest = (fit.at(c.micro_batch) for fit in kept)
         return np.asarray(self.profile.num_blocks * block + rest)
 
     def _prediction(self, table: CostTable, i: int) -> Prediction:

@@ -15,8 +15,8 @@ import numpy as np
 
 from autoplan.planner.cost.columns import STATES, Floats
 from autoplan.planner.cost.offload import Offloaded, device_states, left_bytes, offloaded
-from autoplan.planner.cost.pipeline import held_micro_batches
-from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, state_bytes, state_widths
+from autoplan.planner.cost.states import ModelSize, StateWidths, state_bytes, state_widths
+from autoplan.planner.cost.step import held_micro_batches
 from autoplan.planner.cost.traced.candidates import MOMENT_SHARES, Candidates
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantProfile
 
@@ -99,10 +99,20 @@ def traced_memory(
     first, later = (np.maximum(peak - left, 0.0) for peak in (first, later))
     # one micro-step with the gradients that it makes; of several the later ones, beside all gradients
     micro_steps = np.where(c.accumulation > 1, np.maximum(first, later + states.gradients), first)
-    peak = np.maximum(micro_steps, states.gradients + np.maximum(states.temporaries, _scattered_last(profile, c)))
+    # at the very end of a backward that scatters as it goes nothing of the micro-step is left but the gradients of what
+    # lies outside the blocks, twice
+    _, outside = _unit_gradient_bytes(profile)
+    scattered_last = np.where(c.keeps_whole_gradients, 0.0, 2 * outside / (c.tp * c.pp))
+    peak = np.maximum(micro_steps, states.gradients + np.maximum(states.temporaries, scattered_last))
     gradients = np.minimum(states.gradients, peak)
-    batch = _at(profile.batch_bytes, c.micro_batch * c.accumulation)
-    return _memory_parts(states, gradients=gradients, activations=peak - gradients + batch)
+    batch = profile.batch_bytes.at(c.micro_batch * c.accumulation)
+    return MemoryParts(
+        parameters=states.parameters,
+        optimizer=states.optimizer,
+        gradients=gradients,
+        activations=peak - gradients + batch,
+        gathered=states.gathered,
+    )
 
 
 def traced_offload(
@@ -112,16 +122,6 @@ def traced_offload(
     c = candidates
     saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
     return offloaded(c.offload, c, profile_size(profile), profile_widths(profile, c), saved)
-
-
-def _memory_parts(states: StateBytes, *, gradients: Floats, activations: Floats) -> MemoryParts:
-    return MemoryParts(
-        parameters=states.parameters,
-        optimizer=states.optimizer,
-        gradients=np.asarray(gradients),
-        activations=np.asarray(activations),
-        gathered=states.gathered,
-    )
 
 
 def _stage_peaks(
@@ -137,13 +137,6 @@ def _stage_peaks(
     held = held_micro_batches(c, c.accumulation / c.passes)
     waiting = np.maximum(held - 1, 0.0) * saved * scale
     return first * scale + waiting, later * scale + waiting
-
-
-def _scattered_last(profile: ModelProfile, c: Candidates) -> Floats:
-    """Bytes at the very end of a backward that scatters as it goes: gradients of what lies outside the blocks, twice,
-    when nothing else of the micro-step is left."""
-    _, outside = _unit_gradient_bytes(profile)
-    return np.asarray(np.where(c.keeps_whole_gradients, 0.0, 2 * outside / (c.tp * c.pp)))
 
 
 def _unit_gradient_bytes(profile: ModelProfile) -> tuple[float, float]:
@@ -200,12 +193,8 @@ def _chunked(peak: Floats, plain: LinearFit, full: LinearFit, c: Candidates, few
     return np.minimum(peak, np.where(shrunk < 1, shrunk * at_fewest, peak))
 
 
-def _at(fit: LinearFit, samples: Floats) -> Floats:
-    return np.asarray(fit.fixed + fit.per_sample * samples)
-
-
 def _blend(none: LinearFit, full: LinearFit, candidates: Candidates) -> Floats:
     """Between no block and every block checkpointed whole."""
     share = candidates.checkpointed
     samples = candidates.micro_batch
-    return np.asarray((1 - share) * _at(none, samples) + share * _at(full, samples))
+    return np.asarray((1 - share) * none.at(samples) + share * full.at(samples))

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoplan.planner.cost.columns import Floats
+from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY
 from autoplan.probes.profile import Device
 
-# What dense kernels reach of a datasheet's peak and bandwidth on large problems, where nothing was measured. Source:
-# NVIDIA "Matrix Multiplication Background" charts cuBLAS at 80-90 % of peak; BabelStream 85-92 % of bandwidth on A100.
+# What dense kernels reach of a datasheet's peak on large problems, where nothing was measured. Source: NVIDIA "Matrix
+# Multiplication Background" charts cuBLAS at 80-90 % of peak.
 ASSUMED_MATMUL_EFFICIENCY = 0.75
-ASSUMED_BANDWIDTH_EFFICIENCY = 0.85
 ASSUMED_ATTENTION_EFFICIENCY = 0.45
 # torch's eager path on a current host, per operation with autograd and module calls; the probe's figure is a bare
 # in-place addition, several times less
@@ -138,7 +138,7 @@ def from_device(device: Device) -> Rates:
     if bandwidth is None or bandwidth.value is None:
         sheet = device.datasheet_memory_bandwidth_bytes_per_s
         if sheet is not None and sheet.value is not None:
-            memory = ASSUMED_BANDWIDTH_EFFICIENCY * sheet.value
+            memory = BANDWIDTH_EFFICIENCY * sheet.value
             assumed.append("memory bandwidth: a share of the datasheet's")
         else:
             memory = 10e9
@@ -153,7 +153,11 @@ def from_device(device: Device) -> Rates:
         memory_bytes_per_s=memory,
         dispatch_s=launch * AUTOGRAD_OVERHEAD if launch is not None else ASSUMED_DISPATCH_S,
         first_touch_s_per_byte=_first_touch_s_per_byte(device),
-        thread_speed=_thread_speed(device),
+        thread_speed={
+            r.shape[3]: r.rate.value
+            for r in device.readings("matmul_threads")
+            if len(r.shape) == 4 and r.rate.value is not None
+        },
         threads=device.cores or 0,
         assumed=assumed,
         doubts={factor: _doubt(device, kinds, dtypes) for factor, (kinds, dtypes) in MEASURED_BY.items()},
@@ -175,11 +179,6 @@ def _first_touch_s_per_byte(device: Device) -> float:
     bandwidth = device.memory_bandwidth_bytes_per_s
     writing = 1 / bandwidth.value if bandwidth is not None and bandwidth.value else 0.0
     return max(1 / rate - writing, 0.0)
-
-
-def _thread_speed(device: Device) -> dict[int, float]:
-    readings = device.readings("matmul_threads")
-    return {r.shape[3]: r.rate.value for r in readings if len(r.shape) == 4 and r.rate.value is not None}
 
 
 def _measured_fit(device: Device, dtype: str) -> MatmulFit | None:

@@ -1,29 +1,382 @@
-"""Step time of candidates of one variant: traced operations at the device's rates, communication, the pipeline."""
+"""Step time of candidates of one variant: the model's operations at the device's rates, communication, the pipeline.
+
+    t_micro = t_matmul + t_attention + t_memory + t_dispatch          (CPU: one after another)
+    t_micro = max(t_matmul + t_attention + t_memory, t_dispatch)      (CUDA: the host launches while the GPU works)
+
+where each group of operations takes what was measured for it on this device, scaled by its FLOPs or bytes, or else
+what the rates say.
+
+Traced are the products of bf16. In 8 bits those of a linear layer with a weight of (n, k) and t tokens are three, each
+with two operands that are cast anew (torchao.float8, matmul_with_hp_or_float8_args):
+
+    output (t x k by k x n)        gradient of the input (t x n by n x k)        of the weight (n x t by t x k)
+
+None of these was timed on a GPU: bytes are counted, rates are the probe's or in proportion to the datasheet's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoplan.planner.cost.calibrate import FACTORS
-from autoplan.planner.cost.columns import STATES, Floats
+from autoplan.planner.cost.columns import COMPILES, DTYPES, PRECISIONS, STATES, Floats
 from autoplan.planner.cost.communication import Links, exchange
 from autoplan.planner.cost.offload import PARAMETERS, HostLink, transfer_s
 from autoplan.planner.cost.step import step_seconds
-from autoplan.planner.cost.traced.candidates import Candidates
-from autoplan.planner.cost.traced.compute import (
-    CHECKPOINT_DISPATCH_S,
-    PARTS,
-    SegmentTimes,
-    executed_flops,
-    optimizer_seconds,
-    segment_times,
-)
-from autoplan.planner.cost.traced.fp8 import fp8_shares
+from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
 from autoplan.planner.cost.traced.rates import Rates
-from autoplan.planner.trace.model_profile import ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantKey, VariantProfile
+from autoplan.strategies.techniques.fp8_rules import RECIPES, reason_against_sizes
+
+# The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
+# over the whole model. Assumed to begin with (fusing gelu, dropout, residual and norm of a GPT-2 block leaves about a
+# third of the tensors read and written); the calibration corrects the time. On a CPU, where such an operation was
+# measured, its work on the elements stays and takes most of its time.
+FUSED_BYTES = np.array([1.0, 0.45, 0.42])
+FUSED_WORK = np.array([1.0, 0.8, 0.75])
+FUSED_LAUNCHES = np.array([1.0, 0.35, 0.25])
+
+# What Liger's kernels leave of the memory traffic and of the launches of a block's element-wise operations: a norm of
+# some eight passes and a gate of three become two each, a rotary embedding of six becomes two; residual sums and the
+# casts of autocast stay. Assumed; no GPU has measured it.
+LIGER_LEAVES = 0.6
+
+# Passes over fp32 parameters that an Adam step makes in each form (by OPTIMIZERS), reads and writes, counted: the fused
+# one reads parameter, gradient and two moments and writes three; the others also read and write every intermediate.
+OPTIMIZER_PASSES = np.array([20.0, 20.0, 7.0])
+# Operations that a step launches per parameter tensor, counted; foreach and fused forms take many tensors at once.
+OPTIMIZER_LAUNCHES = np.array([14.0, 0.3, 0.1])
+# What a step over rounded parameters and moments takes besides, in passes over fp32 numbers (4 bytes): with master
+# copies, by chance without them, and by how moments are kept. CPU: measured, 8.4 million parameters on one core, where
+# random numbers and the search of torchao's table cost more than what they move. CUDA: what is moved, counted in
+# techniques/rounded_steps.py and torchao's quantize_8bit_with_qmap; not measured. And operations per tensor.
+MASTER_PASSES = {"cpu": 13.0, "cuda": 6.0}
+CHANCE_PASSES = {"cpu": 46.0, "cuda": 12.0}
+MOMENT_PASSES = {"cpu": np.array([0.0, 118.0, 1140.0]), "cuda": np.array([0.0, 21.0, 210.0])}
+MASTER_LAUNCHES, CHANCE_LAUNCHES = 5.0, 10.0
+MOMENT_LAUNCHES = np.array([0.0, 18.0, 130.0])
+# Clipping by the norm reads the gradients, reads them again and writes them: counted.
+CLIP_PASSES = 3.0
+
+# Selective checkpointing asks its policy in Python at every operation of a block, forward and recomputation (assumed;
+# compiled blocks settle it at compile time)
+SELECTIVE_DISPATCH_S = 3e-5
+
+# glibc's allocator: DEFAULT_MMAP_THRESHOLD_MAX on 64 bits; and the share of the other activations whose memory it gave
+# back since they were last held, in the backward or, checkpointed, block by block. Measured on four small models: 0 to
+# 0.6, and with full checkpointing 0.4 to 0.6 of what the blocks would have kept.
+LARGEST_KEPT_BYTES = 32 * 2**20
+GIVEN_BACK = 0.45
+# The pages of a step fault from several threads into memory that was given back in pieces; the probe's, from one
+# buffer, cost half as much (two models, measured)
+FAULTS_APART = 1.0
+# torch.utils.checkpoint per block and micro-step, twice through Python: hooks, the random state kept and set again
+# (assumed from 0.3 to 0.5 ms on small blocks)
+CHECKPOINT_DISPATCH_S = 3e-4
+
+# Timed matrix products that take so much longer than the probe's fit are left out; only large ones are compared,
+# for small ones are mostly the host's time
+SLOWER_THAN_PROBED = 3.0
+COMPARED_FLOPS = 1e8
+
+# Bytes of each number of an operand, read and written by its cast, counted. Compiled: read for the largest, read and
+# written in 8 bits. Eager, each operation by itself: abs, max, to fp32, times the scale, clamp, to 8 bits (torchao
+# 0.18), and the copy that puts one of two operands in the order that the kernel wants.
+COMPILED_CAST = {2: 2 + 2 + 1, 4: 4 + 4 + 1}
+EAGER_CAST = {2: 34, 4: 34}
+# What is no longer done: autocast's cast of an fp32 weight to bf16, once in a forward (4 read, 2 written).
+AUTOCAST_WEIGHT_BYTES = 6
+# Launches of a product with its casts beyond the product's own, counted: compiled, two kernels for each operand; eager,
+# some 12 (the scale is made in half a dozen operations on one number).
+COMPILED_CAST_LAUNCHES, EAGER_CAST_LAUNCHES = 4.0, 25.0
+
+PARTS = ("matmul", "fp8", "attention", "memory", "fused_memory", "dispatch")
+
+
+BLOCK, REST = 0, 1
+"""Segments of a model: one of its blocks, and what lies outside them."""
+
+
+def segment_times(
+    variant: VariantProfile, rates: Rates, candidates: Candidates, fp8: Mapping[int, Floats] | None = None
+) -> Floats:
+    """Seconds of one micro-step for candidates of one variant.
+
+    Args:
+        variant: The traced variant.
+        rates: Of the device.
+        candidates: All of that variant.
+        fp8: By product of the variant, its share that runs in 8 bits for each candidate; None: nothing does.
+
+    Returns:
+        An array of shape (2, parts, candidates): of one block, and of the rest; parts as in PARTS.
+    """
+    size = len(candidates)
+    times = np.zeros((2, len(PARTS), size))
+    slow = rates.thread_slowdown(candidates.threads)
+    whole = candidates.compiled == COMPILES.index("model")
+    for place, group in enumerate(variant.groups):
+        one_s = _group_seconds(group, rates, candidates)
+        seconds = one_s * group.count
+        # what lies outside the blocks stays eager where blocks are compiled
+        fused = whole | ((group.segment == "block") & (candidates.compiled > 0))
+        if group.kind == "memory":
+            row = np.where(fused, PARTS.index("fused_memory"), PARTS.index("memory"))
+            if rates.device == "cpu" and group.measured_s is not None:
+                left = seconds * FUSED_WORK[candidates.compiled]
+            else:
+                left = _moved_seconds(group, rates, candidates) * group.count * FUSED_BYTES[candidates.compiled]
+            seconds = np.where(fused, left, seconds)
+            if group.segment == "block":
+                seconds = np.where(candidates.liger, LIGER_LEAVES * seconds, seconds)
+        else:
+            row = np.full(size, PARTS.index("attention" if group.kind == "attention" else "matmul"))
+            seconds = seconds * slow
+        target = times[BLOCK if group.segment == "block" else REST]
+        in_8_bits = np.zeros(size)
+        if fp8 is not None and place in fp8:
+            in_8_bits = fp8[place] * group.count
+            seconds = seconds * (1 - fp8[place])
+            product_s = one_s * _time_ratio(group, rates, candidates, "float8", "bfloat16")
+            target[PARTS.index("fp8")] += in_8_bits * (product_s + cast_seconds(group, rates, candidates))
+        np.add.at(target, (row, np.arange(size)), seconds)
+        asked = SELECTIVE_DISPATCH_S if variant.key.checkpointing == "selective" and group.segment == "block" else 0.0
+        dispatch = group.count * (rates.dispatch_s + np.where(fused, 0.0, asked))
+        casts = np.where(candidates.compiled > 0, COMPILED_CAST_LAUNCHES, EAGER_CAST_LAUNCHES)
+        dispatch = dispatch + in_8_bits * casts * rates.dispatch_s
+        if group.kind == "memory":
+            eager = np.where(candidates.liger & (group.segment == "block"), LIGER_LEAVES, 1.0)
+            dispatch = dispatch * np.where(fused, FUSED_LAUNCHES[candidates.compiled], eager)
+        target[PARTS.index("dispatch")] += np.where(candidates.graphs & fused, 0.0, dispatch)
+    return times
+
+
+def _moved_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """Seconds to move the bytes of one operation of a group."""
+    moved = group.bytes_moved.at(candidates.micro_batch)
+    share = np.where(candidates.sequence_parallel, candidates.tp, 1.0)
+    split = share if group.tensor_split == "all" else 1.0
+    return np.asarray(moved / split / rates.memory_bytes_per_s)
+
+
+def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """Seconds of one operation of a group."""
+    samples = candidates.micro_batch
+    tp = candidates.tp
+    share = np.where(candidates.sequence_parallel, tp, 1.0) if group.tensor_split == "all" else tp
+    split = np.ones_like(tp) if group.tensor_split == "none" else share
+    if group.measured_s is not None:
+        return measured_seconds(group, samples) / split * _tf32_share(group, rates, candidates)
+    if group.kind == "memory":
+        return _moved_seconds(group, rates, candidates)
+    flops = group.flops.at(samples) / split
+    if group.kind == "attention" or group.m.at(1) == 0:
+        rate = rates.attention_rate(group.dtype) if group.kind == "attention" else None
+        if rate is None:
+            rate = 1 / rates.matmul_fit(group.dtype).coefficients[0]
+        return np.asarray(flops / rate)
+    sizes = {}
+    for name in ("m", "n", "k", "batch"):
+        fit = getattr(group, name)
+        sizes[name] = fit.at(samples)
+        if group.tensor_split == name:
+            sizes[name] = sizes[name] / tp
+    count = np.maximum(sizes["batch"], 1.0)
+    out = np.zeros_like(samples)
+    for code in np.unique(candidates.precision):
+        here = candidates.precision == code
+        dtype = _product_dtype(group.dtype, DTYPES[int(code)])
+        fit = rates.matmul_fit(dtype)
+        batch = count[here] if isinstance(count, np.ndarray) else count
+        one = fit.coefficients.copy()
+        one[4] = 0.0  # a batch is one launch
+        m, n, k = (np.broadcast_to(sizes[name], samples.shape)[here] for name in ("m", "n", "k"))
+        out[here] = (
+            batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + fit.coefficients[4]
+        )
+    return out
+
+
+def _tf32_share(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
+    """What a product that was timed in fp32 takes in TF32, of that time; 1 for the others.
+
+    Both precisions have one traced variant, whose tensors are fp32.
+    """
+    in_tf32 = candidates.precision == PRECISIONS.index("tf32")
+    if group.kind != "matmul" or group.dtype != "float32" or not in_tf32.any():
+        return np.ones_like(candidates.micro_batch)
+    return np.where(in_tf32, _time_ratio(group, rates, candidates, "tf32", "float32"), 1.0)
+
+
+def _time_ratio(group: OperationGroup, rates: Rates, c: Candidates, dtype: str, plain: str) -> Floats:
+    """What a product takes in one dtype over what it takes in another, by the rates at its sizes, if they are known."""
+    fast, slow = rates.matmul_fit(dtype), rates.matmul_fit(plain)
+    if group.m.at(1) == 0:
+        return np.full(len(c), fast.coefficients[0] / slow.coefficients[0])
+    m, n, k = (fit.at(c.micro_batch) for fit in (group.m, group.n, group.k))
+    return fast.seconds(m, n, k) / slow.seconds(m, n, k)
+
+
+def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
+    """What was timed, in proportion to its work; between two sizes that were timed, on the line between them."""
+    assert group.measured_s is not None
+    work = group.flops if group.flops.at(1) > 0 else group.bytes_moved
+    here = work.at(samples)
+    small_batch = max(work.at(group.measured_samples), 1.0)
+    if group.measured_more_s is None:
+        return np.asarray(group.measured_s * here / small_batch)
+    large_batch = work.at(group.measured_more_samples)
+    between = group.measured_s + (group.measured_more_s - group.measured_s) * (here - small_batch) / max(
+        large_batch - small_batch, 1.0
+    )
+    beyond = group.measured_more_s * here / large_batch
+    below = group.measured_s * here / small_batch
+    return np.where(here > large_batch, beyond, np.where(here < small_batch, below, between))
+
+
+def discard_outlier_timings(profile: ModelProfile, rates: Rates) -> ModelProfile:
+    """The profile with its timed operations, or without where something else ran while they were timed.
+
+    The probes, which measured in more patience, know how long matrix products take; where the timed ones take several
+    times as long at the median, all that was timed with them is as wrong (a busy core makes two threads that wait for
+    each other ten to twenty times slower).
+    """
+    ratios = []
+    for variant in profile.variants.values():
+        for group in variant.groups:
+            sizes = [fit.at(group.measured_samples) for fit in (group.m, group.n, group.k)]
+            large = group.flops.at(group.measured_samples) >= COMPARED_FLOPS
+            if group.measured_s is None or group.kind != "matmul" or not (large and all(sizes)):
+                continue
+            m, n, k = (np.array([size]) for size in sizes)
+            batch = max(group.batch.at(group.measured_samples), 1.0)
+            ratios.append(group.measured_s / float(batch * rates.matmul_fit(group.dtype).seconds(m, n, k)[0]))
+    if not ratios or np.median(ratios) < SLOWER_THAN_PROBED:
+        return profile
+    variants = {
+        name: variant.model_copy(
+            update={"groups": tuple(group.model_copy(update={"measured_s": None}) for group in variant.groups)}
+        )
+        for name, variant in profile.variants.items()
+    }
+    note = "the timed operations were left out: they took several times as long as the probes' (a busy machine)"
+    return profile.model_copy(update={"variants": variants, "notes": (*profile.notes, note)})
+
+
+def first_touches(variant: VariantProfile, num_blocks: int, candidates: Candidates) -> Floats:
+    """Bytes per micro-step in allocations so large that the C library maps each anew (glibc: past 32 MiB)."""
+    out = np.zeros(len(candidates))
+    for group in variant.groups:
+        # a batch of alike operations allocates one after the other
+        batch = max(group.batch.at(group.measured_samples or 1.0), 1.0) if group.kind == "memory" else 1.0
+        size = group.output_bytes.at(candidates.micro_batch)
+        count = group.count * (num_blocks if group.segment == "block" else 1)
+        out += np.where(size / batch > LARGEST_KEPT_BYTES, count * size, 0.0)
+    return out
+
+
+def _product_dtype(traced: str, wanted: str) -> str:
+    """The dtype whose rate holds: traced in half, the candidate's own half; traced in fp32, perhaps TF32."""
+    if traced in ("bfloat16", "float16"):
+        return wanted if wanted in ("bfloat16", "float16", "float8") else traced
+    return "tf32" if wanted == "tf32" else "float32"
+
+
+def optimizer_seconds(profile: ModelProfile, rates: Rates, candidates: Candidates, share: Floats) -> Floats:
+    """Seconds of clipping and stepping, over the share of the trainable parameters that a rank holds.
+
+    An optimizer without state (SGD) makes 3 passes, one with momentum 5.
+    """
+    states = profile.optimizer_state_bytes_per_parameter / 4
+    passes = (
+        OPTIMIZER_PASSES[candidates.optimizer_step] if states >= 1.5 else np.full(len(candidates), 3.0 + 2 * states)
+    )
+    c = candidates
+    in_bf16 = c.states != STATES.index("fp32")
+    clip = np.where(in_bf16, 0.5, 1.0) * (CLIP_PASSES if profile.clips_gradients else 0.0)
+    rounding = (
+        np.where(in_bf16, np.where(c.by_chance, CHANCE_PASSES[rates.device], MASTER_PASSES[rates.device]), 0.0)
+        + MOMENT_PASSES[rates.device][c.moments]
+    )
+    moved = 4.0 * profile.trainable * share * (passes + clip + rounding)
+    launches = OPTIMIZER_LAUNCHES[c.optimizer_step] + MOMENT_LAUNCHES[c.moments]
+    launches = (launches + np.where(in_bf16, np.where(c.by_chance, CHANCE_LAUNCHES, MASTER_LAUNCHES), 0.0)) * (
+        profile.parameter_tensors
+    )
+    work = moved / rates.memory_bytes_per_s
+    dispatch = launches * rates.dispatch_s
+    if rates.device == "cuda":
+        return np.maximum(work, dispatch)
+    return work + dispatch
+
+
+def executed_flops(variant: VariantProfile, num_blocks: int, samples: Floats) -> Floats:
+    """FLOPs that a micro-step executes, recomputation included."""
+    out = np.zeros_like(samples)
+    for group in variant.groups:
+        count = group.count * (num_blocks if group.segment == "block" else 1)
+        out += count * group.flops.at(samples)
+    return out
+
+
+def fp8_shares(variant: VariantProfile, profile: ModelProfile, c: Candidates) -> dict[int, Floats]:
+    """The shares of a variant's products; empty where no candidate has products in 8 bits.
+
+    A product is one of a linear layer that is taken if it has that layer's sizes. Where the trace has more products of
+    these sizes than layers are taken, it is that share of them.
+    """
+    shares: dict[int, Floats] = {}
+    for recipe in RECIPES:
+        here = c.fp8 == FP8.index(recipe)
+        if not here.any():
+            continue
+        taken = {(n, k): count for n, k, count in profile.linear_weights if reason_against_sizes(n, k, recipe) is None}
+        by_sizes: dict[frozenset[int], int] = {}  # a product tells the weight's sizes, not which of them is which
+        for (n, k), count in taken.items():
+            by_sizes[frozenset((n, k))] = by_sizes.get(frozenset((n, k)), 0) + count
+        made: dict[frozenset[int], float] = {}
+        for group in variant.groups:
+            if group.phase == "forward" and (sizes := _sizes(group)) is not None:
+                blocks = profile.num_blocks if group.segment == "block" else 1
+                made[sizes] = made.get(sizes, 0.0) + group.count * blocks
+        for place, group in enumerate(variant.groups):
+            sizes = _sizes(group)
+            if sizes is not None and sizes in by_sizes:
+                share = min(1.0, by_sizes[sizes] / made[sizes]) if made.get(sizes) else 1.0
+                shares[place] = np.where(here, share, shares.get(place, np.zeros(len(c))))
+    return shares
+
+
+def _sizes(group: OperationGroup) -> frozenset[int] | None:
+    """The two sizes of a single product that no sample changes, beside one that samples do: a weight's."""
+    if group.kind != "matmul" or group.m.at(1) == 0 or group.batch.at(2) > 1:
+        return None
+    fixed = [round(fit.fixed) for fit in (group.m, group.n, group.k) if fit.per_sample == 0]
+    return frozenset(fixed) if len(fixed) == 2 else None
+
+
+def cast_seconds(group: OperationGroup, rates: Rates, c: Candidates) -> Floats:
+    """Seconds of the casts of both operands of one product.
+
+    The layers that are taken lie in blocks, which any compiled run compiles: there the passes of a cast are fused.
+    """
+    m, n, k = (fit.at(c.micro_batch) for fit in (group.m, group.n, group.k))
+    moved = np.zeros(len(c))
+    in_fp32 = c.states == STATES.index("fp32")
+    for numbers, is_weight in (
+        (m * k, group.m.per_sample == 0 and group.k.per_sample == 0),
+        (k * n, group.n.per_sample == 0 and group.k.per_sample == 0),
+    ):
+        wide = in_fp32 & is_weight
+        compiled = np.where(wide, COMPILED_CAST[4], COMPILED_CAST[2])
+        eager = np.where(wide, EAGER_CAST[4], EAGER_CAST[2])
+        saved = np.where(wide & (group.phase == "forward"), AUTOCAST_WEIGHT_BYTES, 0)
+        moved += numbers * (np.where(c.compiled > 0, compiled, eager) - saved)
+    return np.asarray(moved / rates.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +411,7 @@ def step_parts(
     profile = machine.profile
     times, flops = _blended_times(machine, plain, full, c)
     stage, all_stages = _stage_seconds(machine, times, c)
-    boundary = profile.boundary_bytes.fixed + profile.boundary_bytes.per_sample * c.micro_batch
+    boundary = profile.boundary_bytes.at(c.micro_batch)
     moved = exchange(c, machine.links, profile_size(profile), profile_widths(profile, c), np.asarray(boundary))
     step = step_seconds(c, moved, stage_s=stage.sum(axis=0), all_stages_s=all_stages, device=machine.device)
     parts = _factor_rows(machine, stage * c.accumulation, c)
@@ -78,36 +431,35 @@ def step_parts(
 def launch_over_work(machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:
     """Seconds in which the host launches a micro-step over those in which the device works at it."""
     times, _ = _blended_times(machine, plain, full, c)
-    through = times.block * machine.profile.num_blocks + times.rest
+    through = times[BLOCK] * machine.profile.num_blocks + times[REST]
     launching = PARTS.index("dispatch")
     return np.asarray(through[launching] / np.maximum(np.delete(through, launching, axis=0).sum(axis=0), 1e-30))
 
 
 def _blended_times(
     machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
-) -> tuple[SegmentTimes, Floats]:
-    """Times and FLOPs of one micro-step, between no block and every block checkpointed whole."""
+) -> tuple[Floats, Floats]:
+    """Times of one micro-step as `segment_times` has them, and FLOPs; between no block and all blocks checkpointed."""
     profile, share = machine.profile, c.checkpointed
     times = segment_times(plain, machine.rates, c, fp8_shares(plain, profile, c))
     flops = executed_flops(plain, profile.num_blocks, c.micro_batch)
     if plain is full:
         return times, flops
     other = segment_times(full, machine.rates, c, fp8_shares(full, profile, c))
-    names = ("block", "rest")
-    mixed = {name: (1 - share) * getattr(times, name) + share * getattr(other, name) for name in names}
-    mixed["block"][PARTS.index("dispatch")] += share * CHECKPOINT_DISPATCH_S
+    mixed = (1 - share) * times + share * other
+    mixed[BLOCK, PARTS.index("dispatch")] += share * CHECKPOINT_DISPATCH_S
     full_flops = executed_flops(full, profile.num_blocks, c.micro_batch)
-    return SegmentTimes(**mixed), (1 - share) * flops + share * full_flops
+    return mixed, (1 - share) * flops + share * full_flops
 
 
-def _stage_seconds(machine: Machine, times: SegmentTimes, c: Candidates) -> tuple[Floats, Floats]:
+def _stage_seconds(machine: Machine, times: Floats, c: Candidates) -> tuple[Floats, Floats]:
     """Seconds per part of a micro-step on the fullest stage, and seconds of a micro-batch through all stages.
 
     The fullest stage has as many blocks as any, and the output head. On CUDA the launches hide behind the GPU's work.
     """
     num_blocks = machine.profile.num_blocks
-    stage = times.block * np.ceil(num_blocks / c.pp) + times.rest
-    through = times.block * num_blocks + times.rest
+    stage = times[BLOCK] * np.ceil(num_blocks / c.pp) + times[REST]
+    through = times[BLOCK] * num_blocks + times[REST]
     if machine.device == "cpu":
         return stage, through.sum(axis=0)
     stage[-1] = np.maximum(stage[-1] - stage[:-1].sum(axis=0), 0.0)
@@ -116,32 +468,24 @@ def _stage_seconds(machine: Machine, times: SegmentTimes, c: Candidates) -> tupl
 
 def _factor_rows(machine: Machine, stage: Floats, c: Candidates) -> Floats:
     """Seconds per step and calibration factor, from seconds per part: products by precision, the optimizer apart."""
-    part = dict(zip(PARTS, stage, strict=True))
+    part, profile, rates = dict(zip(PARTS, stage, strict=True)), machine.profile, machine.rates
+    # later micro-steps' gradients are added to the first's: two read, one written
+    a_number = np.where(c.states == STATES.index("fp32"), 12.0, 6.0)
+    added = a_number * profile.trainable / (c.tp * c.pp) * np.maximum(c.accumulation - 1, 0.0)
+    optimizer = optimizer_seconds(profile, rates, c, 1 / (c.tp * c.pp * c.shards))
+    # shards that lie on the host are stepped in the host's memory
+    slower = max(rates.memory_bytes_per_s / machine.host.host_bytes_per_s, 1.0)
     rows = {
         "matmul/full": np.where(c.half, 0.0, part["matmul"]),
         "matmul/half": np.where(c.half, part["matmul"], 0.0),
         "matmul/fp8": part["fp8"],
         "attention": part["attention"],
-        "memory": part["memory"] + _adding_gradients_s(machine, c),
+        "memory": part["memory"] + added / rates.memory_bytes_per_s,
         "fused_memory": part["fused_memory"],
         "dispatch": part["dispatch"],
-        "optimizer": _optimizer_s(machine, c),
+        "optimizer": np.where(c.offload == PARAMETERS, slower * optimizer, optimizer),
     }
     return np.stack([rows.get(name, np.zeros(len(c))) for name in FACTORS])
-
-
-def _optimizer_s(machine: Machine, c: Candidates) -> Floats:
-    """Seconds of the optimizer's step: on the device, or where the shards lie on the host in the host's memory."""
-    here = optimizer_seconds(machine.profile, machine.rates, c, 1 / (c.tp * c.pp * c.shards))
-    slower = max(machine.rates.memory_bytes_per_s / machine.host.host_bytes_per_s, 1.0)
-    return np.asarray(np.where(c.offload == PARAMETERS, slower * here, here))
-
-
-def _adding_gradients_s(machine: Machine, c: Candidates) -> Floats:
-    """Seconds per step of adding the later micro-steps' gradients to the first's: two read, one written."""
-    a_number = np.where(c.states == STATES.index("fp32"), 12.0, 6.0)
-    moved = a_number * machine.profile.trainable / (c.tp * c.pp) * np.maximum(c.accumulation - 1, 0.0)
-    return np.asarray(moved / machine.rates.memory_bytes_per_s)
 
 
 def model_flops(profile: ModelProfile, global_batch: int) -> float:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from autoplan.planner.cost.traced.compute import discard_outlier_timings, measured_seconds
 from autoplan.planner.cost.traced.rates import MatmulFit, Rates
+from autoplan.planner.cost.traced.step_time import discard_outlier_timings, measured_seconds
 from autoplan.planner.trace import op_benchmark
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import TimingRequest, extrapolate_call, time_operations

@@ -11,15 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from autoplan.errors import ConfigError, NoFeasiblePlanError, UsageError, WorkloadError
+from autoplan.planner.cost.analytical.answer import estimate_cluster
 from autoplan.planner.cost.analytical.back_of_envelope import back_of_envelope
-from autoplan.planner.cost.analytical.chips import find_chip
-from autoplan.planner.cost.analytical.cluster import parse_cluster
-from autoplan.planner.cost.analytical.cluster_report import estimate_cluster
-from autoplan.planner.cost.analytical.csv_estimates import OUTPUT, estimate_rows, output_row
-from autoplan.planner.cost.analytical.fit import fit_factors
-from autoplan.planner.cost.analytical.layout_search import Question, enumerate_layouts, search_layouts
+from autoplan.planner.cost.analytical.cluster import find_chip, parse_cluster
+from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.memory import activation_bytes
-from autoplan.planner.cost.analytical.step_time import Factors, estimate_layouts, flops, node_tokens
+from autoplan.planner.cost.analytical.rows import OUTPUT, estimate_rows, output_row
+from autoplan.planner.cost.analytical.step_time import Factors, estimate_layouts, fit_factors, flops, node_tokens
 from autoplan.planner.cost.analytical.transformer import find_transformer
 from autoplan.strategies.config import KNOBS
 from autoplan.strategies.workloads.registry import list_models
@@ -168,7 +166,7 @@ def test_search_estimates_legal_layouts_only_and_sorts_them() -> None:
 
 
 def test_fixed_knobs_are_kept() -> None:
-    rows = enumerate_layouts(question(tp="8", pp="4", checkpointing="full", micro_batch="2"))
+    rows = search_layouts(question(tp="8", pp="4", checkpointing="full", micro_batch="2")).layouts
     assert (
         set(rows.tp) == {8} and set(rows.pp) == {4} and set(rows.micro_batch) == {2} and set(rows.checkpointed) == {1.0}
     )
@@ -177,7 +175,7 @@ def test_fixed_knobs_are_kept() -> None:
 @pytest.mark.parametrize("fixed", [{"tp": "3"}, {"knob": "1"}, {"sharding": "zero9"}, {"tp": "x"}, {"pp": "7"}])
 def test_fixes_that_are_not_legal_are_refused(fixed: dict[str, str]) -> None:
     with pytest.raises((ConfigError, UsageError)) as caught:
-        enumerate_layouts(question(**fixed))
+        search_layouts(question(**fixed))
     assert caught.value.hint
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoplan.planner.cost.traced.compute import _group_seconds
 from autoplan.planner.cost.traced.rates import from_device
+from autoplan.planner.cost.traced.step_time import _group_seconds
 from autoplan.planner.trace.model_profile import LinearFit, OperationGroup
 from tests.planner.cost.traced.test_fp8_cost import columns, config, h100, timed
 

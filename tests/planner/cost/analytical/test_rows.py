@@ -10,11 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from autoplan.errors import UsageError
+from autoplan.planner.cost.analytical.answer import scaling, show_layout, smallest_cluster, why_others_lose
 from autoplan.planner.cost.analytical.cluster import parse_cluster
-from autoplan.planner.cost.analytical.csv_estimates import estimate_rows
-from autoplan.planner.cost.analytical.csv_rows import INPUT, measured_seconds, parse_row, read_rows, unread_columns
-from autoplan.planner.cost.analytical.layout_answer import scaling, show_layout, smallest_cluster, why_others_lose
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
+from autoplan.planner.cost.analytical.rows import (
+    INPUT,
+    estimate_rows,
+    measured_seconds,
+    parse_row,
+    read_rows,
+    unread_columns,
+)
 from autoplan.planner.cost.analytical.transformer import find_transformer
 
 ROW = {"model": "llama2-7b", "chip": "A100 SXM 80GB", "num_gpus": "8", "global_batch": "64", "precision": "bf16"}
@@ -29,7 +35,7 @@ def question(cluster: str = "8xA100", batch: int = 64, **fixed: str) -> Question
     "more, words",
     [
         ({"tp": "0.5"}, "tp is 0.5, not a whole number"),
-        ({"tp": "64", "num_gpus": "64"}, "more than the 32 heads"),
+        ({"tp": "64", "num_gpus": "64"}, "tp=64 does not divide the 32 heads"),
         ({"tp": "3"}, "does not divide 8 GPUs"),
         ({"dp_shard": "16"}, "not the 8 GPUs"),
         ({"num_gpus": "0"}, "above 0"),
@@ -54,9 +60,10 @@ def test_a_row_that_cannot_be_says_what_and_what_to_do(more: dict[str, str], wor
 
 def test_degrees_that_are_not_given_are_worked_out() -> None:
     found = parse_row(ROW | {"tp": "2", "dp_replicate": "2", "sharding": "zero3"})
-    assert (found["dp_replicate"], found["dp_shard"], found["gpus_per_node"]) == (2, 2, 8)
+    config = found.layout.config
+    assert (config.dp_replicate, config.dp_shard, found.columns["gpus_per_node"]) == (2, 2, 8)
     found = parse_row({"model": "gpt2", "chip": "L4", "dp_shard": "2"})
-    assert (found["dp_shard"], found["micro_batch"], found["global_batch"]) == (2, 1, 2)
+    assert (found.layout.config.dp_shard, found.layout.config.micro_batch, found.layout.global_batch) == (2, 1, 2)
 
 
 def test_columns_that_nobody_reads_are_named() -> None:

@@ -1,17 +1,114 @@
-"""What a search of layouts says: one layout in full, why the others lose, how the best scales, the fewest GPUs."""
+"""What `autoplan estimate` answers for a cluster, as one document: the best layouts, why the others lose, how the best
+scales, the fewest GPUs, the time to train and its cost."""
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from autoplan.errors import ConfigError
-from autoplan.planner.cost.analytical.explain import bound, step_interval
-from autoplan.planner.cost.analytical.layout_search import Answer, Question, powers, search_layouts, without
-from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_tokens
-from autoplan.planner.cost.columns import CHECKPOINTING, SCHEDULES, SHARDINGS
+from autoplan.errors import ConfigError, NoFeasiblePlanError
+from autoplan.planner.cost.analytical.back_of_envelope import back_of_envelope
+from autoplan.planner.cost.analytical.layout_search import (
+    DEFAULT_OPTIMIZER,
+    Answer,
+    Question,
+    powers,
+    search_layouts,
+    without,
+)
+from autoplan.planner.cost.analytical.memory import MEMORY_SD, RESERVE
+from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, TIME_PARTS, UNCALIBRATED_SD, node_tokens
+from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS
+from autoplan.planner.cost.prediction import spread
+
+
+def estimate_cluster(
+    question: Question, *, model_name: str, tokens: float | None, assumed: tuple[str, ...], top: int
+) -> dict[str, Any]:
+    """Best layouts, time to train, cost, smallest cluster, scaling, why others lose, a back-of-the-envelope.
+
+    Raises:
+        NoFeasiblePlanError: no layout fits, and by how much.
+        ConfigError: no layout is legal.
+    """
+    started = time.perf_counter()
+    answer = search_layouts(question)
+    estimated_s = time.perf_counter() - started
+    sd = UNCALIBRATED_SD if question.factors is None else CALIBRATED_SD
+    smallest = smallest_cluster(question)
+    if answer.best is None:
+        raise _fits_nowhere(question, answer, smallest, model_name)
+    best = show_layout(answer, answer.best, sd=sd)
+    document: dict[str, Any] = {
+        "status": "ok",
+        "model": {"name": model_name, "parameters": question.model.parameters, **question.model.model_dump()},
+        "cluster": question.cluster.model_dump() | {"num_gpus": question.cluster.num_gpus},
+        "seq_len": question.seq_len,
+        "global_batch": question.global_batch,
+        "optimizer": answer.settings.other.get("optimizer", DEFAULT_OPTIMIZER),
+        "fixed": dict(question.fixed),
+        "assumed": [*assumed, *answer.notes],
+        "configurations_estimated": len(answer.layouts),
+        "configurations_that_fit": len(answer.order),
+        "estimating_s": estimated_s,
+        "best": [show_layout(answer, int(i), sd=sd) for i in answer.order[:top]],
+        "training": _training(question, best, tokens),
+        "smallest_cluster": smallest,
+        "scaling": scaling(question),
+        "why_others_lose": why_others_lose(answer),
+        "back_of_envelope": back_of_envelope(
+            question.model,
+            question.cluster,
+            seq_len=question.seq_len,
+            global_batch=question.global_batch,
+            tokens=tokens,
+        ),
+    }
+    document["total_s"] = time.perf_counter() - started
+    return document
+
+
+def _fits_nowhere(
+    question: Question, answer: Answer, smallest: dict[str, Any] | None, model_name: str
+) -> NoFeasiblePlanError:
+    """The error for a cluster that is too small, or on which no layout is sure to fit."""
+    i = int(np.argmin(answer.table.peak_memory_bytes))
+    need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
+    high = need * float(spread(MEMORY_SD))
+    fixed = " ".join(f"{knob}={value}" for knob, value in question.fixed.items())
+    more = f"{smallest['num_gpus']} of these GPUs would do. " if smallest else ""
+    return NoFeasiblePlanError(
+        f"{model_name} {'is not sure to fit any' if answer.verdicts[i] == 'too_close' else 'fits no'} layout of "
+        f"{question.cluster.num_gpus} x {question.cluster.chip}{f' with {fixed}' if fixed else ''}: the smallest takes "
+        f"{need:.1f} GiB (up to {high:.1f}) on a GPU that has {have:.1f}, {RESERVE:.0%} of it left free",
+        hint=more + "More GPUs, larger ones, a lighter optimizer (--fix optimizer=adamw_8bit) or shorter sequences.",
+    )
+
+
+def _training(question: Question, best: dict[str, Any], tokens: float | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    seconds = tokens / best["tokens_per_s"]
+    steps = tokens / (question.global_batch * question.seq_len)
+    low, high = steps * best["step_time_low_s"], steps * best["step_time_high_s"]
+    price = question.cluster.price_per_gpu_hour
+    hourly = None if price is None else price * question.cluster.num_gpus
+    return {
+        "tokens": tokens,
+        "steps": math.ceil(steps),
+        "days": seconds / 86400,
+        "days_low": low / 86400,
+        "days_high": high / 86400,
+        "gpu_hours": seconds / 3600 * question.cluster.num_gpus,
+        "cost": None if hourly is None else seconds / 3600 * hourly,
+        "cost_low": None if hourly is None else low / 3600 * hourly,
+        "cost_high": None if hourly is None else high / 3600 * hourly,
+    }
+
 
 FAMILIES: dict[str, tuple[str, ...] | None] = {
     "tp": None,
@@ -25,24 +122,16 @@ FAMILIES: dict[str, tuple[str, ...] | None] = {
 """What layouts are compared by, with the names of codes."""
 
 
+LAYOUT_KNOBS = (
+    *("micro_batch", "dp_replicate", "dp_shard", "reshard_after_forward", "gradient_sync", "tp", "pp", "pp_schedule"),
+    *("pp_microbatches", "virtual_stages", "checkpointing"),
+)
+"""The knobs that a layout is described by, whatever else was asked."""
+
+
 def describe(answer: Answer, i: int) -> dict[str, Any]:
     """The knobs of one layout, under TrainingConfig's names and in its values: what `autoplan search --fix` takes."""
-    layouts = answer.layouts
-    pp = int(layouts.pp[i])
-    return {
-        "micro_batch": int(layouts.micro_batch[i]),
-        "dp_replicate": int(layouts.dp_replicate[i]),
-        "dp_shard": int(layouts.dp_shard[i]),
-        "reshard_after_forward": bool(layouts.sharding[i] != SHARDINGS.index("shard_grad_op")),
-        "gradient_sync": "every" if layouts.scatters_each[i] else "last",
-        "tp": int(layouts.tp[i]),
-        "pp": pp,
-        "pp_schedule": SCHEDULES[int(layouts.schedule[i])],
-        "pp_microbatches": int(layouts.accumulation[i] / layouts.passes[i]) if pp > 1 else 1,
-        "virtual_stages": int(layouts.virtual_stages[i]),
-        "checkpointing": CHECKPOINTING[int(layouts.checkpointing[i])],
-        **answer.settings.knobs,
-    }
+    return {name: getattr(answer.configs[i], name) for name in (*LAYOUT_KNOBS, *answer.settings.knobs)}
 
 
 def other_inputs(answer: Answer, i: int) -> dict[str, Any]:
@@ -63,7 +152,7 @@ def show_layout(answer: Answer, i: int, *, sd: float) -> dict[str, Any]:
     """
     table, layouts = answer.table, answer.layouts
     step = float(table.step_time_s[i])
-    low, high = step_interval(table, layouts, i, sd=sd)
+    low, high = table.step_interval(i, sd)
     needed = node_tokens(layouts.take(slice(i, i + 1)))[0] / (step - table.input_s[i])
     return {
         "layout": describe(answer, i),
@@ -78,7 +167,7 @@ def show_layout(answer: Answer, i: int, *, sd: float) -> dict[str, Any]:
         "hfu": float(table.hfu[i]),
         "peak_memory_bytes": float(table.peak_memory_bytes[i]),
         "verdict": str(answer.verdicts[i]),
-        "bound": bound(table, i),
+        "bound": table.bound(i),
         "input_tokens_per_s_needed": float(needed),
         "time_parts_s": table.time_parts_s(i),
         "memory_parts_bytes": table.memory_parts_bytes(i),
@@ -112,7 +201,9 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
             else:
                 family = np.flatnonzero(column == value)
                 i = int(family[np.argmin(answer.table.peak_memory_bytes[family])])
-                why = _too_large(answer, i)
+                need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
+                why = "too close to call" if answer.verdicts[i] == "too_close" else "does not fit"
+                why += f": at least {need:.1f} of {have:.1f} GiB on a GPU"
             out.append(
                 {
                     "family": _KNOB_OF.get(f"{knob}={label}", f"{knob}={label}"),
@@ -132,13 +223,6 @@ def _slower(answer: Answer, i: int, best: int) -> str:
     here, there = table.time_parts_s(i), table.time_parts_s(best)
     part = max(TIME_PARTS, key=lambda name: here[name] - there[name])
     return f"{ratio:+.1%} step time, most of it {part}"
-
-
-def _too_large(answer: Answer, i: int) -> str:
-    """How much memory the smallest layout of a family takes."""
-    need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
-    text = f"at least {need:.1f} of {have:.1f} GiB on a GPU"
-    return f"too close to call: {text}" if answer.verdicts[i] == "too_close" else f"does not fit: {text}"
 
 
 def scaling(question: Question) -> list[dict[str, Any]]:
@@ -161,7 +245,7 @@ def scaling(question: Question) -> list[dict[str, Any]]:
                 "step_time_s": step,
                 "tokens_per_s": question.global_batch * question.seq_len / step,
                 "mfu": float(answer.table.mfu[i]),
-                "bound": bound(answer.table, i),
+                "bound": answer.table.bound(i),
                 "layout": describe(answer, i),
                 "other_inputs": other_inputs(answer, i),
             }
