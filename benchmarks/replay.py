@@ -42,8 +42,7 @@ from autoplan.planner.search.work import do
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
 from autoplan.planner.trace.model_profile import ModelProfile
-from autoplan.planner.trials.drop import ToBeat, compare
-from autoplan.planner.trials.measure import invert, median_interval, step_terms, sum_interval
+from autoplan.planner.trials.measure import ToBeat, compare, invert, median_interval, step_terms, sum_interval
 from autoplan.planner.trials.request import FEWEST_SAMPLES
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig

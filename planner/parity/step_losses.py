@@ -145,7 +145,7 @@ def _relative(one: float, other: float) -> float:
 
 def run_steps_rank(context: RankContext, spec: WorkloadSpec, config: TrainingConfig, device: str) -> list[float]:
     """The losses of the first steps under a configuration, in a rank."""
-    from autoplan.planner.trials.worker import pick_device
+    from autoplan.planner.trials.ranks import pick_device
     from autoplan.strategies.prepare import prepare
     from autoplan.strategies.workloads.sources import load_workload
 

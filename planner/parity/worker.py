@@ -9,7 +9,7 @@ from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest
 from autoplan.planner.parity.reference import run_reference
 from autoplan.planner.parity.time_limit import TimeLimit
-from autoplan.planner.trials.worker import RENDEZVOUS_TIMEOUT_S, pick_device
+from autoplan.planner.trials.ranks import RENDEZVOUS_TIMEOUT_S, pick_device
 from autoplan.strategies.techniques.mesh import build_mesh
 from autoplan.strategies.workloads.randomness import with_seeded_batches
 from autoplan.strategies.workloads.sources import load_workload

@@ -44,7 +44,7 @@ LEAST_SAVING_S, LEAST_SAVING_SHARE = 2.0, 0.1
 """A smaller saving than this, and than this share of what the compilations take alone, is within what is not known."""
 
 
-TARGET = "autoplan.planner.trials.compile_only:run_compile_only"
+TARGET = "autoplan.planner.trials.worker:run_compile_only"
 
 SERIAL_SHARE = {"cpu": 0.2, "cuda": 0.6}
 """Of a compilation's time on one core, what runs in one thread: tracing and lowering. On CPU 17 and 24 % were measured

@@ -17,8 +17,7 @@ from autoplan.planner.records import Interval, Objective, Outcome, Trial
 from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank
 from autoplan.planner.search.selection import contenders as near_leader
 from autoplan.planner.search.surrogate import Posterior, normal_cdf
-from autoplan.planner.trials.drop import ToBeat
-from autoplan.planner.trials.measure import Spread
+from autoplan.planner.trials.measure import Spread, ToBeat
 
 if TYPE_CHECKING:
     from autoplan.strategies.config import TrainingConfig

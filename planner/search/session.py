@@ -27,10 +27,8 @@ from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
-from autoplan.planner.trials.drop import ToBeat
-from autoplan.planner.trials.first_loss import with_first_loss_compared
-from autoplan.planner.trials.measure import Spread
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt
+from autoplan.planner.trials.measure import Spread, ToBeat
+from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
 from autoplan.processes import ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
 

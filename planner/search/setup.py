@@ -17,12 +17,15 @@ from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.search.inspection import UserCodeLimits, look_at
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.search.target import degree_combinations, find_target, limits
-from autoplan.planner.space.failed_variants import without_failed_variants
-from autoplan.planner.space.generate import Space, generate
-from autoplan.planner.space.knob_values import without_lossy
-from autoplan.planner.space.last_resort import held_back, needless_last_resorts, without_last_resorts
-from autoplan.planner.space.prune import keep_what_may_win
-from autoplan.planner.space.twins import without_twins
+from autoplan.planner.space.generate import Space, generate, without_lossy
+from autoplan.planner.space.prune import (
+    held_back,
+    keep_what_may_win,
+    needless_last_resorts,
+    without_failed_variants,
+    without_last_resorts,
+    without_twins,
+)
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import ProcessReport, Zygote

@@ -22,7 +22,7 @@ from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
-from autoplan.planner.trials.failures import WORKLOAD
+from autoplan.planner.trials.runner import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.errors import ConfigError
+from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.space.knob_values import family_of, narrow, offered_values
 from autoplan.strategies.analysis.facts import Choices, LeftOut
 from autoplan.strategies.config import (
     DEGREES,
     EXCHANGE_KNOBS,
     KNOBS,
+    LOSSY,
     PLAIN,
     TrainingConfig,
     knob_values,
@@ -29,6 +29,8 @@ from autoplan.strategies.config import (
 from autoplan.strategies.knob_input import check_knob
 from autoplan.strategies.techniques.degrees import with_exchange_knobs
 from autoplan.strategies.techniques.rules import Combinations, incompatible
+
+LOSSY_REASON = "it loses bits at each step, which three steps cannot judge; tried by your word alone: --numerics lossy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,12 @@ class Space:
     candidates: tuple[TrainingConfig, ...]
     left_out: tuple[LeftOutFamily, ...]
     values: Mapping[str, tuple[Any, ...]]
+
+    def narrowed(self, candidates: Sequence[TrainingConfig], left_out: Sequence[LeftOutFamily]) -> Space:
+        """The space with some of its candidates, and why the others are not among them."""
+        used = {knob: {getattr(config, knob) for config in candidates} for knob in self.values}
+        values = {knob: tuple(value for value in known if value in used[knob]) for knob, known in self.values.items()}
+        return replace(self, candidates=tuple(candidates), left_out=(*self.left_out, *left_out), values=values)
 
 
 def generate(
@@ -72,7 +80,10 @@ def generate(
     fixed, bounds = dict(fixed or {}), dict(bounds or {})
     for knob in (*fixed, *bounds):
         knob_values(knob)
-    values, dropped = offered_values(choices, global_batch, but=DEGREES)
+    one_by_one = [choice for choice in choices if choice.knob not in DEGREES]
+    values: dict[str, list[Any]] = {"micro_batch": list(micro_batches(global_batch))}
+    values |= {choice.knob: list(choice.values) for choice in one_by_one}
+    dropped = [left_out for choice in one_by_one for left_out in choice.left_out]
     for knob in set(values) - {*fixed, *bounds}:
         if not knobs()[knob].searched:
             values[knob] = [getattr(PLAIN, knob)]
@@ -89,10 +100,77 @@ def generate(
             f"the fixed and bounded knobs leave no legal configuration: {', '.join(asked)}",
             hint=_illegal_hint(bases, others, global_batch),
         )
-    left_out = [family_of(d, len(candidates) // max(1, len(values.get(d.knob, ())))) for d in dropped]
-    left_out += [family_of(d, d.configurations) for d in degrees_left_out]
+    left_out = [_family_of(d, len(candidates) // max(1, len(values.get(d.knob, ())))) for d in dropped]
+    left_out += [_family_of(d, d.configurations) for d in degrees_left_out]
     used = {knob: _in_order(knob, {getattr(c, knob) for c in candidates}) for knob in KNOBS}
     return Space(candidates=candidates, left_out=tuple(left_out), values=used)
+
+
+def without_lossy(choices: Sequence[Choices]) -> list[Choices]:
+    """The choices without the values that lose bits at each step, which are left out with the way to get them.
+
+    What a technique leaves out by itself keeps its own reason.
+    """
+    kept = []
+    for choice in choices:
+        dropped = [value for value in choice.values if value in LOSSY.get(choice.knob, ())]
+        reasons = (LeftOut(knob=choice.knob, value=value, reason=LOSSY_REASON) for value in dropped)
+        values = tuple(value for value in choice.values if value not in dropped)
+        kept.append(Choices(knob=choice.knob, values=values, left_out=(*choice.left_out, *reasons)))
+    return kept
+
+
+def narrow(
+    knob: str, offered: list[Any], dropped: list[LeftOut], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]
+) -> list[Any]:
+    """The values of a knob that the user allows.
+
+    Raises:
+        ConfigError: none of those offered, or a fixed one that is not offered, with the reason.
+    """
+    if knob in fixed:
+        value = check_knob(knob, fixed[knob])
+        if value in offered or (knob == "threads" and value is not None):
+            return [value]
+        if knob == "micro_batch" and not offered:
+            return [value]
+        raise ConfigError(f"{knob}={value} is not possible here: {_why_not(knob, value, dropped)}", hint=_hint(offered))
+    if knob == "micro_batch" and not offered:
+        raise WorkloadError(
+            "the micro-batch of this workload must be fixed by you: " + _why_not(knob, None, dropped),
+            hint="Fix it with --fix micro_batch=N, the micro-batch that the training is meant to have.",
+        )
+    if knob not in bounds:
+        return offered
+    allowed = [value for value in offered if bounds[knob].allows(value)]
+    if not allowed:
+        raise ConfigError(
+            f"no value of {knob} that is possible here is within {bounds[knob].describe()}", hint=_hint(offered)
+        )
+    return allowed
+
+
+def _why_not(knob: str, value: Any, dropped: Sequence[LeftOut]) -> str:
+    reasons = [drop.reason for drop in dropped if drop.knob == knob and (value is None or drop.value == value)]
+    if reasons:
+        return reasons[0]
+    if knob == "micro_batch":
+        return "it does not divide the global batch, which is never changed"
+    return "this workload does not offer it on this device"
+
+
+def _hint(offered: Sequence[Any]) -> str:
+    return "Possible here: " + ", ".join(map(str, offered)) + "."
+
+
+def _family_of(left_out: LeftOut, configurations: int) -> LeftOutFamily:
+    """What was left out, as the plan keeps it.
+
+    Args:
+        left_out: A value, or a combination of degrees.
+        configurations: How many configurations it stands for.
+    """
+    return LeftOutFamily(family=left_out.family, limit=left_out.reason, by=left_out.by, configurations=configurations)
 
 
 def _combinations(

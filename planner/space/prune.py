@@ -1,25 +1,340 @@
-"""Prunes the space: which candidates are worth a trial, by predicted memory and time, and why the others are not."""
+"""Which candidates are worth a trial, and why the others are not. Loads no torch.
+
+Candidates of a `Space` are left out where their variant failed in the trace (`without_failed_variants`); where another
+one beside them is never slower by measured rates (`without_twins`); as last resorts, where others fit
+(`without_last_resorts`); and by predicted memory and time (`keep_what_may_win`). What the user fixed or bounded keeps
+the values that the user named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+import math
+import statistics
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.errors import ConfigError
+from autoplan.planner.cost.calibrate import PRIOR_SD
+from autoplan.planner.cost.columns import Floats
 from autoplan.planner.records import LeftOutFamily
-from autoplan.strategies.config import MEMORY_ONLY, PLAIN, RANK_COUNTS, TrainingConfig, knobs
+from autoplan.planner.space.generate import Space
+from autoplan.planner.trace.model_profile import VariantKey
+from autoplan.planner.trace.variants import PLAIN as PLAIN_VARIANT
+from autoplan.planner.trace.variants import variants_of
+from autoplan.probes.merge import SEVERE_SPREAD
+from autoplan.probes.profile import Device
+from autoplan.strategies.analysis.facts import Choices
+from autoplan.strategies.config import CUDAGRAPH_MODES, MEMORY_ONLY, PLAIN, RANK_COUNTS, TrainingConfig, knobs
 from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
     from autoplan.planner.cost.traced.estimator import CostTable
 
+Key = TypeVar("Key", bound=Hashable)
 
 MAX_CANDIDATES = 20_000
 
 HOST_LIMIT = "the host's memory"
 """The limit of a family that is offloaded and does not fit the host begins so."""
+
+LOSING_RATE_SHARE = 0.6
+"""A precision whose measured rate of a linear layer's forward and backward is below this share of fp32's is left out:
+everything else a precision changes (element-wise traffic, memory) is bounded by what it does to the matmuls. Emulated
+bf16 shows 0.07 to 0.1; between the two a busy machine may blur the ratio (seen: 1 for a true 4), so that is tried."""
+
+PRECISION_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}
+
+SAME_RATE = 0.9
+"""bf16 at this share of the rate of fp16, or more, is as fast: the formats have the same size and the same units."""
+
+FASTER = 1.5
+"""bf16 at so many times the rate of fp32 is faster in any compiled run: the compiler fuses the casts of autocast."""
+
+LAUNCH_FACTOR = math.exp(1.645 * PRIOR_SD["dispatch"])
+"""The host may need so many times as long for its launches as predicted (one-sided 95 %)."""
+
+_VARIANT_KNOBS = ("precision", "attention", "checkpointing", "loss")
+
+
+def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
+    """The space without the candidates that are made of a variant that failed.
+
+    Args:
+        space: Its candidates are legal.
+        failed: Why a variant does not run, by `VariantKey.text()`. A compiled candidate is left out with the eager
+            variant of the same knobs.
+
+    Raises:
+        ConfigError: no candidate is left: what the user fixed does not run with this model.
+    """
+    if not failed:
+        return space
+    kept: list[TrainingConfig] = []
+    dropped: dict[str, int] = {}
+    reasons: dict[tuple[str, ...], str | None] = {}
+    for config in space.candidates:
+        knobs_of_variant = (config.precision, config.attention, config.checkpointing, config.loss)
+        if knobs_of_variant not in reasons:
+            eager = (key.model_copy(update={"compiled": False}).text() for key in variants_of(config))
+            reasons[knobs_of_variant] = next((name for name in eager if name in failed), None)
+        variant = reasons[knobs_of_variant]
+        if variant is None:
+            kept.append(config)
+        else:
+            dropped[variant] = dropped.get(variant, 0) + 1
+    if not kept:
+        name, why = next(iter(failed.items()))
+        text = _describe_variant(name)
+        raise ConfigError(
+            f"none of the {len(space.candidates)} configurations runs with this model: {text}: {why}",
+            hint="Leave the knobs of that variant to the search, or fix them to other values.",
+        )
+    families = [
+        LeftOutFamily(
+            family=_describe_variant(name),
+            limit=f"it does not run with this model: {failed[name]}",
+            by="",
+            configurations=count,
+        )
+        for name, count in dropped.items()
+    ]
+    return space.narrowed(kept, families)
+
+
+def _describe_variant(name: str) -> str:
+    """A variant by the knobs that are not the plain one's: `attention=sdpa checkpointing=full`."""
+    precision, attention, checkpointing, loss, _ = name.split("/")
+    key = VariantKey.model_validate(
+        {"precision": precision, "attention": attention, "checkpointing": checkpointing, "loss": loss}
+    )
+    words = [
+        f"{knob}={getattr(key, knob)}" for knob in _VARIANT_KNOBS if getattr(key, knob) != getattr(PLAIN_VARIANT, knob)
+    ]
+    return " ".join(words).replace("precision=half", "precision=bf16 or fp16")
+
+
+# Twins: by rules on measured rates; where these are uncertain, they have to be further apart.
+
+
+def without_twins(
+    space: Space,
+    device: Device,
+    *,
+    named: Collection[str],
+    stored_in_fp32: bool,
+    launch_over_work: Callable[[Sequence[TrainingConfig]], Floats],
+) -> Space:
+    """The space without candidates that cannot win.
+
+    Args:
+        space: Its candidates are legal.
+        device: With its measured rates.
+        named: The knobs that the user fixed or bounded.
+        stored_in_fp32: The parameters are; else precision=fp32 is not what it says.
+        launch_over_work: Of configurations, the seconds in which the host launches a micro-step over those in which the
+            device works at it.
+    """
+    candidates = list(space.candidates)
+    found: list[LeftOutFamily] = []
+    if "precision" not in named:
+        candidates = _without_losing_precisions(candidates, device, found)
+        candidates = _without_fp16(candidates, device, found)
+        if device.type == "cuda" and "compile" not in named and stored_in_fp32:
+            candidates = _without_compiled_fp32(candidates, device, found)
+    if "compile_mode" not in named:
+        candidates = _without_needless_graphs(candidates, launch_over_work, found)
+    return space.narrowed(candidates, found) if found else space
+
+
+def _without_losing_precisions(
+    candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]
+) -> list[TrainingConfig]:
+    """Drops precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
+    offered = {config.precision for config in candidates}
+    for precision, dtype in PRECISION_DTYPES.items():
+        rates = paired_rates(device, dtype, "float32")
+        if not {precision, "fp32"} <= offered or rates is None:
+            continue
+        rate, plain = rates
+        if rate < LOSING_RATE_SHARE * max(0.0, 1 - doubt(device)) * plain:
+            candidates = _leave_out(
+                candidates,
+                lambda config, slow=precision: config.precision == slow,  # type: ignore[misc]
+                family=f"precision={precision}",
+                limit="measured: a linear layer's forward and backward is slower than in fp32 on this device",
+                by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {1 - rate / plain:.0%} slower",
+                found=found,
+            )
+    return candidates
+
+
+def _without_fp16(candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]) -> list[TrainingConfig]:
+    rates = paired_rates(device, "bfloat16", "float16")
+    has_bf16 = any(config.precision == "bf16" for config in candidates)
+    if rates is None or not has_bf16 or rates[0] < SAME_RATE * (1 + doubt(device)) * rates[1]:
+        return candidates
+    return _leave_out(
+        candidates,
+        lambda config: config.precision == "fp16",
+        family="precision=fp16",
+        limit="bf16 is no slower here and needs no loss scaling, which costs time and skips steps",
+        by=_rates_text(rates, "bf16", "fp16"),
+        found=found,
+    )
+
+
+def _without_compiled_fp32(
+    candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]
+) -> list[TrainingConfig]:
+    rates = paired_rates(device, "bfloat16", "float32")
+    has_bf16 = any(config.precision == "bf16" and config.compile != "off" for config in candidates)
+    if rates is None or not has_bf16 or rates[0] < FASTER * (1 + doubt(device)) * rates[1]:
+        return candidates
+    return _leave_out(
+        candidates,
+        lambda config: config.precision == "fp32" and config.compile != "off",
+        family="precision=fp32 compile=block or model",
+        limit="compiled in bf16 the same runs faster; in fp32 a compilation would be spent on what cannot win",
+        by=_rates_text(rates, "bf16", "fp32"),
+        found=found,
+    )
+
+
+def _without_needless_graphs(
+    candidates: list[TrainingConfig],
+    launch_over_work: Callable[[Sequence[TrainingConfig]], Floats],
+    found: list[LeftOutFamily],
+) -> list[TrainingConfig]:
+    """Drops CUDA graphs where the launches of the same configuration without them hide behind the work."""
+    plain_mode = dict(zip(CUDAGRAPH_MODES, ("default", "max-autotune-no-cudagraphs"), strict=True))
+    known = set(candidates)
+    siblings = {
+        config: config.model_copy(update={"compile_mode": plain_mode[config.compile_mode]})
+        for config in candidates
+        if config.compile_mode in plain_mode
+    }
+    siblings = {config: sibling for config, sibling in siblings.items() if sibling in known}
+    if not siblings:
+        return candidates
+    ratios = dict(zip(siblings, launch_over_work(list(siblings.values())), strict=True))
+    needless = {config for config, ratio in ratios.items() if ratio * LAUNCH_FACTOR < 1}
+    if not needless:
+        return candidates
+    shares = [float(ratios[config]) for config in needless]
+    return _leave_out(
+        candidates,
+        lambda config: config in needless,
+        family="compile_mode=" + " or ".join(CUDAGRAPH_MODES),
+        limit="CUDA graphs save launches, and the GPU works longer than the host launches anyway",
+        by=f"launching is predicted to take {min(shares):.0%} to {max(shares):.0%} of the work",
+        found=found,
+    )
+
+
+def _leave_out(
+    candidates: list[TrainingConfig],
+    leaves: Callable[[TrainingConfig], bool],
+    *,
+    family: str,
+    limit: str,
+    by: str,
+    found: list[LeftOutFamily],
+) -> list[TrainingConfig]:
+    kept = [config for config in candidates if not leaves(config)]
+    if len(kept) < len(candidates):
+        found.append(LeftOutFamily(family=family, limit=limit, by=by, configurations=len(candidates) - len(kept)))
+    return kept
+
+
+def _rates_text(rates: tuple[float, float], first: str, second: str) -> str:
+    return f"measured: {rates[0] / 1e12:.3g} TFLOP/s in {first}, {rates[1] / 1e12:.3g} in {second}"
+
+
+def paired_rates(device: Device, dtype: str, other: str) -> tuple[float, float] | None:
+    """FLOP/s of two dtypes, training a linear layer, each the best over the shapes that were measured in both."""
+
+    def by_shape(name: str) -> dict[tuple[int, ...], float]:
+        found = device.readings("linear_train", name)
+        return {r.shape: r.rate.value for r in found if r.rate.value is not None}
+
+    mine, theirs = by_shape(dtype), by_shape(other)
+    common = set(mine) & set(theirs)
+    if not common:
+        return None
+    return max(mine[shape] for shape in common), max(theirs[shape] for shape in common)
+
+
+def doubt(device: Device) -> float:
+    """By how much more two rates have to differ, as a share, where they had little time or were taken under load."""
+    spreads = [reading.rate.spread or 0.0 for reading in device.readings("linear_train")]
+    typical = statistics.median(spreads) if spreads else 0.0
+    return typical if typical > SEVERE_SPREAD else 0.0
+
+
+# Last resorts: knobs whose other values save memory at a price that no speed pays back. A search makes its space with
+# their plain values first. Where none of it is sure to fit, it makes it again with all that the techniques offer.
+
+
+def held_back(choices: Sequence[Choices], named: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """(knob, value) of what is offered here as a last resort alone, and named by nobody."""
+    return tuple(
+        (choice.knob, value)
+        for choice in choices
+        if choice.knob not in named and knobs()[choice.knob].last_resort
+        for value in choice.values
+        if value != getattr(PLAIN, choice.knob)
+    )
+
+
+def without_last_resorts(choices: Sequence[Choices], named: Collection[str]) -> tuple[Choices, ...]:
+    """The choices with the plain value alone of each such knob that nobody named."""
+    held = {knob for knob, _ in held_back(choices, named)}
+    return tuple(
+        choice.model_copy(update={"values": (getattr(PLAIN, choice.knob),)}) if choice.knob in held else choice
+        for choice in choices
+    )
+
+
+def needless_last_resorts(
+    held: Sequence[tuple[str, str]],
+    candidates: Sequence[TrainingConfig],
+    table: CostTable,
+    memory_limit_bytes: int,
+    device: str,
+) -> list[LeftOutFamily] | None:
+    """The families that need no trial, since other configurations fit at the high end of their predicted peak.
+
+    Args:
+        held: (knob, value) of what was held back.
+        candidates: The space without.
+        table: Their predictions.
+        memory_limit_bytes: Of one trial.
+        device: cpu or cuda.
+
+    Returns:
+        None: none of the candidates is sure to fit.
+    """
+    shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
+    fitting = np.flatnonzero(table.peak_memory_high_bytes <= shares)
+    if not len(fitting):
+        return None
+    least = fitting[np.argmin(table.peak_memory_high_bytes[fitting])]
+    return [
+        LeftOutFamily(
+            family=f"{knob}={value}",
+            limit=f"configurations with {knob}={getattr(PLAIN, knob)} fit, and that {knobs()[knob].memory_only}",
+            by=f"{len(fitting)} of {len(candidates)} are predicted to fit, the smallest in "
+            f"{format_bytes(float(table.peak_memory_high_bytes[least]))} of {format_bytes(float(shares[least]))}",
+            configurations=len(candidates),
+        )
+        for knob, value in held
+    ]
+
+
+# By predicted memory and time.
 
 
 def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device: str) -> float:
@@ -61,14 +376,23 @@ def keep_what_may_win(
         beyond = worth & (on_host > host_limit_bytes)
         left_out += _host_families(candidates, on_host, host_limit_bytes, np.flatnonzero(beyond).tolist())
         worth &= ~beyond
+    fits = table.peak_memory_high_bytes <= shares
     for knob in _memory_only(device) if spares_memory else ():
-        needless = _needless(knob, candidates, table, shares)
+        needless = _no_faster(knob, candidates, table, where=fits)
         worth[list(needless)] = False
-        left_out += _needless_families(knob, candidates, table, needless)
+        limit = f"{knob}={getattr(PLAIN, knob)} fits with all else the same, and {knobs()[knob].memory_only}"
+        families = _grouped(needless, lambda i, knob=knob: f"{knob}={getattr(candidates[i], knob)}")  # type: ignore[misc]
+        left_out += _slower_families(families, needless, table, limit)
     for knob in (name for name, known in knobs().items() if known.must_gain and name not in named):
-        gainless = _gainless(knob, candidates, table)
+        gainless = _no_faster(knob, candidates, table)
         worth[list(gainless)] = False
-        left_out += _gainless_families(knob, candidates, table, gainless)
+        limit = f"no gain: the same with {knob}={getattr(PLAIN, knob)} is predicted to be no slower"
+
+        def family(i: int, knob: str = knob) -> str:  # by what a run fuses too, which decides what casts cost
+            compiled = "compiled" if candidates[i].compile != "off" else "not compiled"
+            return f"{knob}={getattr(candidates[i], knob)}, {compiled}"
+
+        left_out += _slower_families(_grouped(gainless, family), gainless, table, limit)
     kept = np.flatnonzero(worth)
     if len(kept) > MAX_CANDIDATES:
         order = kept[np.argsort(table.step_time_low_s[kept], kind="stable")]
@@ -94,11 +418,16 @@ def _memory_families(
     device: str,
 ) -> list[LeftOutFamily]:
     """What cannot fit, by the knobs that decide memory; of each family the one that comes nearest to fitting."""
-    families: dict[str, list[int]] = {}
-    for index in too_big:
-        families.setdefault(_memory_family(candidates[index], device), []).append(index)
+    off_plain = (*RANK_COUNTS, *_memory_only(device))
+
+    def family_of(i: int) -> str:
+        config = candidates[i]
+        names = ["micro_batch", "checkpointing", "loss"]
+        names += [knob for knob in off_plain if getattr(config, knob) != getattr(PLAIN, knob)]
+        return " ".join(f"{knob}={getattr(config, knob)}" for knob in names)
+
     left_out = []
-    for family, members in families.items():
+    for family, members in _grouped(too_big, family_of).items():
         nearest = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
         peak, low, high = (
             float(column[nearest])
@@ -121,9 +450,7 @@ def _host_families(
     candidates: Sequence[TrainingConfig], on_host: NDArray[np.float64], limit_bytes: int, beyond: Sequence[int]
 ) -> list[LeftOutFamily]:
     """What the host cannot hold, by what is offloaded over how many ranks; of each family the least."""
-    families: dict[tuple[str, int], list[int]] = {}
-    for index in beyond:
-        families.setdefault((candidates[index].offload, candidates[index].world_size), []).append(index)
+    families = _grouped(beyond, lambda i: (candidates[i].offload, candidates[i].world_size))
     return [
         LeftOutFamily(
             family=f"offload={value}" + (f" on {ranks} ranks" if ranks > 1 else ""),
@@ -141,64 +468,29 @@ def _memory_only(device: str) -> list[str]:
     return [knob for knob in MEMORY_ONLY if knobs()[knob].memory_only_on in (None, device)]
 
 
-def _memory_family(config: TrainingConfig, device: str) -> str:
-    names = [f"micro_batch={config.micro_batch}", f"checkpointing={config.checkpointing}", f"loss={config.loss}"]
-    off_plain = (
-        knob for knob in (*RANK_COUNTS, *_memory_only(device)) if getattr(config, knob) != getattr(PLAIN, knob)
-    )
-    return " ".join([*names, *(f"{knob}={getattr(config, knob)}" for knob in off_plain)])
+def _grouped(indices: Iterable[int], key: Callable[[int], Key]) -> dict[Key, list[int]]:
+    families: dict[Key, list[int]] = {}
+    for index in indices:
+        families.setdefault(key(index), []).append(index)
+    return families
 
 
-def _needless(
-    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, shares: NDArray[np.float64]
+def _no_faster(
+    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, where: NDArray[np.bool_] | None = None
 ) -> dict[int, int]:
-    """Where a value that only saves memory is not worth a trial, to where the same with the plain value is.
+    """Where another value than the plain one is predicted to gain no time, to where the same with the plain one is.
 
-    The latter fits at the high end of its predicted peak, and is predicted to be no slower.
+    Args:
+        knob: Of the values.
+        candidates, table: All, and their predictions.
+        where: Only those with the plain value that are marked here count.
     """
-    plain, needs = getattr(PLAIN, knob), knobs()[knob].needs
-    saving = [index for index, config in enumerate(candidates) if getattr(config, knob) != plain]
-    if not saving:
-        return {}
-    plain_configs = {
+    plain = getattr(PLAIN, knob)
+    places = {
         config: index
         for index, config in enumerate(candidates)
-        if getattr(config, knob) == plain and all(need.is_met(getattr(config, need.knob)) for need in needs)
+        if getattr(config, knob) == plain and (where is None or where[index])
     }
-    found = {}
-    for index in saving:
-        other = plain_configs.get(candidates[index].model_copy(update={knob: plain}))
-        if other is None or table.peak_memory_high_bytes[other] > shares[other]:
-            continue
-        if table.step_time_s[other] <= table.step_time_s[index]:
-            found[index] = other
-    return found
-
-
-def _needless_families(
-    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, needless: Mapping[int, int]
-) -> list[LeftOutFamily]:
-    by_value: dict[str, list[int]] = {}
-    for index in needless:
-        by_value.setdefault(f"{knob}={getattr(candidates[index], knob)}", []).append(index)
-    left_out = []
-    for family, members in by_value.items():
-        slower = 1 - table.step_time_s[[needless[index] for index in members]] / table.step_time_s[members]
-        left_out.append(
-            LeftOutFamily(
-                family=family,
-                limit=f"{knob}={getattr(PLAIN, knob)} fits with all else the same, and {knobs()[knob].memory_only}",
-                by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
-                configurations=len(members),
-            )
-        )
-    return left_out
-
-
-def _gainless(knob: str, candidates: Sequence[TrainingConfig], table: CostTable) -> dict[int, int]:
-    """Where another value than the plain one is predicted to gain no time, to where the same with the plain one is."""
-    plain = getattr(PLAIN, knob)
-    places = {config: index for index, config in enumerate(candidates) if getattr(config, knob) == plain}
     found = {}
     for index, config in enumerate(candidates):
         if getattr(config, knob) != plain:
@@ -208,23 +500,13 @@ def _gainless(knob: str, candidates: Sequence[TrainingConfig], table: CostTable)
     return found
 
 
-def _gainless_families(
-    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, gainless: Mapping[int, int]
+def _slower_families(
+    families: Mapping[str, list[int]], others: Mapping[int, int], table: CostTable, limit: str
 ) -> list[LeftOutFamily]:
-    """By value, and by whether the run is compiled: what it fuses decides what casts cost."""
-    families: dict[str, list[int]] = {}
-    for index in gainless:
-        compiled = "compiled" if candidates[index].compile != "off" else "not compiled"
-        families.setdefault(f"{knob}={getattr(candidates[index], knob)}, {compiled}", []).append(index)
+    """Families of candidates that are left out for others beside them, and by how much they are slower."""
     left_out = []
     for family, members in families.items():
-        slower = 1 - table.step_time_s[[gainless[index] for index in members]] / table.step_time_s[members]
-        left_out.append(
-            LeftOutFamily(
-                family=family,
-                limit=f"no gain: the same with {knob}={getattr(PLAIN, knob)} is predicted to be no slower",
-                by=f"predicted {slower.min():.1%} to {slower.max():.1%} slower",
-                configurations=len(members),
-            )
-        )
+        slower = 1 - table.step_time_s[[others[index] for index in members]] / table.step_time_s[members]
+        by = f"predicted {slower.min():.1%} to {slower.max():.1%} slower"
+        left_out.append(LeftOutFamily(family=family, limit=limit, by=by, configurations=len(members)))
     return left_out

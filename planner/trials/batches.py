@@ -3,15 +3,18 @@
 Where a workload's batches differ in size (`WorkloadSpec.batch_sizes`), every trial takes the same whole global batches,
 each rank its share of them: the largest shows what fits, those nearest to the mean size are timed. Which samples a
 micro-batch has, and so how it is padded, is the workload's own matter.
+
+The micro-steps of the first short step run on the first samples (`first_samples`): their loss before any update costs
+nothing, and it has to be the baseline's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.trials.rank_sync import RankSync
-from autoplan.strategies.workloads.batch import slice_batch
+from autoplan.planner.trials.ranks import RankSync
+from autoplan.strategies.workloads.batch import repeat_samples, slice_batch
 from autoplan.strategies.workloads.counting import batch_elements, count_items, find_counted
 from autoplan.strategies.workloads.randomness import with_seeded_batches
 from autoplan.strategies.workloads.samples import SampleBatch
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.batch import Batch
     from autoplan.strategies.workloads.spec import BatchSizes, Counted, WorkloadSpec
+    from autoplan.strategies.workloads.workload import Workload
 
 
 class TrialBatches:
@@ -106,3 +110,15 @@ class TrialBatches:
             self._counted = find_counted(self.run.workload, batch, self.run.model)
         self._items += count_items(self.run.workload, self._counted, batch)
         self._samples += samples
+
+
+def first_samples(workload: Workload, micro_batch: int, micro_steps: int) -> Any:
+    """A batch of a few micro-batches, each of the same first samples.
+
+    A micro-batch repeats the first sample, so that the mean loss is the same at every micro-batch (and its shape is the
+    one that is measured, which matters to torch.compile); where the user fixed the micro-batch, it is the first
+    micro-batch as it is.
+    """
+    fixed = workload.fixed_micro_batch
+    batch = with_seeded_batches(workload).make_batch(fixed or 1, 0)
+    return repeat_samples(batch, micro_batch * micro_steps // (fixed or 1))

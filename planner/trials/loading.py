@@ -19,8 +19,7 @@ from pydantic import Field
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.loading import LoaderTrial
 from autoplan.planner.trials.loader_batches import LoaderBatches, LoadingError, Place, is_of_loader, last_line
-from autoplan.planner.trials.rank_sync import RankSync
-from autoplan.planner.trials.worker import join_ranks, pick_device
+from autoplan.planner.trials.ranks import RankSync, join_ranks, pick_device
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting, LoaderSpec

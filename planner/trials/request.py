@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Window
-from autoplan.planner.trials.drop import ToBeat
+from autoplan.planner.trials.measure import ToBeat
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec

@@ -1,14 +1,19 @@
 """Runs trials. Runs itself in the planner's process.
 
-In: a `TrialOrder`. Out: a `Trial` whose outcome says how the trial ended, whatever happened in it.
+In: a `TrialOrder`. Out: a `Trial` whose outcome says how the trial ended, whatever happened in it. Here too: the one
+list of exception types, and of texts where no type says it, that mean an outcome; and whether the loss before any
+update is the baseline's.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
+import re
 import signal
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +21,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from autoplan.planner.records import Attempt, Outcome, PeakMemory, Prediction, Purpose, Trial, Window
-from autoplan.planner.trials.drop import ToBeat
-from autoplan.planner.trials.failures import classify_exception
-from autoplan.planner.trials.measure import invert
+from autoplan.planner.trials.measure import ToBeat, invert
 from autoplan.planner.trials.request import FITS_MICRO_STEPS, MOST_MEASURING_S, TrialAnswer, TrialRequest
 from autoplan.processes import (
     Cause,
@@ -50,6 +53,52 @@ PHASE_DEADLINES_S: Mapping[str, float] = {
 }
 
 LAST_LINES = 20
+
+LOSS_TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 1e-2}
+"""Relative differences that pass, by precision. Wide: it says which trial to look at; the parity check decides."""
+
+LOSS_SPREADS = 10.0
+"""Standard deviations that pass beside them, where dropout makes the loss random: they come from about four values."""
+
+OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
+
+# Patterns of texts of a plain RuntimeError that mean out of memory, and whose it was. cuDNN has a status for each
+# memory since 9.0 (cudnn_graph.h: CUDNN_STATUS_ALLOC_FAILED is now an older name of the host's); newer NCCL writes the
+# number of the error too (checks.h); Triton's text is that of its driver (backends/nvidia/driver.c).
+OUT_OF_MEMORY_TEXTS = (
+    (r"DefaultCPUAllocator: can't allocate memory", "host"),
+    (r"DefaultCPUAllocator: not enough memory", "host"),
+    (r"Cannot allocate memory", "host"),
+    (r"CUBLAS_STATUS_ALLOC_FAILED", "device"),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "device"),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "host"),
+    (r"CUDNN_STATUS_ALLOC_FAILED", "host"),
+    (r"CUDA out of memory", "device"),
+    (r"CUDA error: out of memory", "device"),
+    (r"Triton Error \[CUDA\]: out of memory", "device"),
+    (r"ncclUnhandledCudaError: Call to CUDA function failed. 'out of memory'", "device"),
+    (r"Cuda failure (\d+ )?'out of memory'", "device"),
+)
+
+# The driver's own text, which a call says as well that takes page-locked memory of the host (cudaHostAlloc); torch's
+# allocator of the device says "CUDA out of memory". Which of them it was is known by names where it was raised.
+_DRIVERS_TEXT = "CUDA error: out of memory"
+_PINNING = ("pin_memory", "pin memory thread", "CachingHostAllocator")
+
+WORKLOAD = "workload"
+"""The detail of a trial that crashed on a WorkloadError: the workload cannot be used under any configuration."""
+
+# Types that mean: this build of torch, this device or this model does not support the configuration.
+UNSUPPORTED_TYPES = (
+    "NotImplementedError",
+    "autoplan.errors.ConfigError",
+    "torch._dynamo.exc.TorchDynamoException",
+    "torch._dynamo.exc.BackendCompilerFailed",
+    "torch._inductor.exc.InductorError",
+)
+
+# Texts of a plain RuntimeError that mean the same: torch's, where no allowed kernel of attention takes the call.
+UNSUPPORTED_TEXTS = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -395,3 +444,77 @@ def _last_lines(rank: RankReport) -> str:
 
 def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else text[:limit] + " ..."
+
+
+# From an exception to an outcome.
+
+
+def classify_exception(type_names: Iterable[str], message: str, traceback: str = "") -> tuple[Outcome, str | None]:
+    """Outcome and detail of an exception, by the qualified names of its class and bases, then by known texts.
+
+    Memory is checked first, because the compiler wraps a failed allocation into its own error.
+
+    Args:
+        type_names: Qualified names of its class and bases.
+        message: Its text.
+        traceback: As Python prints it; its last two calls tell page-locked memory of the host from the device's.
+    """
+    names = tuple(type_names)
+    for pattern, where in OUT_OF_MEMORY_TEXTS:
+        if re.search(pattern, message):
+            pins = _DRIVERS_TEXT in message and any(name in message + _last_calls(traceback) for name in _PINNING)
+            return Outcome.OUT_OF_MEMORY, "host" if pins else where
+    if _any_of(names, OUT_OF_MEMORY_TYPES):
+        return Outcome.OUT_OF_MEMORY, "host" if "MemoryError" in _plain(names) else "device"
+    if _any_of(names, UNSUPPORTED_TYPES) or any(text in message for text in UNSUPPORTED_TEXTS):
+        return Outcome.UNSUPPORTED, None
+    return Outcome.CRASHED, WORKLOAD if "autoplan.errors.WorkloadError" in names else None
+
+
+def _last_calls(traceback: str) -> str:
+    """The last two calls of a traceback; two, since torch's functions may pass through one of its own."""
+    return "".join(re.split(r'^ +File "', traceback, flags=re.MULTILINE)[1:][-2:])
+
+
+def _plain(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _any_of(names: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+    plain = _plain(names)
+    return any(name in names if "." in name else name in plain for name in wanted)
+
+
+# The loss before any update.
+
+
+def with_first_loss_compared(trial: Trial, baseline: Trial | None) -> Trial:
+    """The trial, marked and with a warning where its loss of the first samples is not the baseline's."""
+    if baseline is None or baseline.number == trial.number or not is_off(trial, baseline):
+        return trial
+    mine, its = statistics.fmean(trial.first_losses), statistics.fmean(baseline.first_losses)
+    text = (
+        f"the loss of the first samples before any update is {mine:.6g}, the baseline's {its:.6g}: it may train "
+        "something else, which the parity check decides"
+    )
+    return trial.model_copy(update={"loss_differs": True, "warnings": (*trial.warnings, text)})
+
+
+def is_off(trial: Trial, baseline: Trial) -> bool:
+    """Whether the mean losses differ by more than rounding and the spread of both explain."""
+    one, other = trial.first_losses, baseline.first_losses
+    if not one or not other:
+        return False
+    copies, base_copies = trial.config.micro_batch, baseline.config.micro_batch
+    freedom = len(one) + len(other) - 2
+    if freedom == 0:  # the spread is not known
+        return False
+    squares = copies * _squares(one) + base_copies * _squares(other)
+    deviation = math.sqrt(squares / freedom * (1 / (copies * len(one)) + 1 / (base_copies * len(other))))
+    allowed = LOSS_TOLERANCES[trial.config.precision] * abs(statistics.fmean(other)) + LOSS_SPREADS * deviation
+    return abs(statistics.fmean(one) - statistics.fmean(other)) > allowed
+
+
+def _squares(values: Sequence[float]) -> float:
+    mean = statistics.fmean(values)
+    return sum((value - mean) ** 2 for value in values)

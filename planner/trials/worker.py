@@ -2,34 +2,43 @@
 
 In: a `TrialRequest`. Out: a `TrialAnswer`. A failure leaves the rank as an exception, a signal or a missing result, and
 the planner (`runner.py`) turns it into an outcome. The answer has an outcome only where the rank itself must decide it.
+
+`run_compile_only` compiles configurations ahead of their trials, side by side: what it makes lies in the compile cache.
+Nothing is measured, and no verdict comes from it: where something fails, the configuration's own trial meets it again
+and says so. The cache of FX graphs knows a graph by its operations, its inputs' shapes, the settings of the compiler,
+and on CPU by the number of threads (torch 2.13, torch/_inductor/codecache.py, FxGraphHashDetails). So all of these are
+the trial's own there: the run is made by the same `prepare`, the micro-batch is that of the trial's first micro-step,
+and torch's number of threads is fixed before the process is kept to its share of the cores. The number of the
+compiler's own workers is no part of that key.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
-from autoplan.errors import DeviceError
 from autoplan.planner.records import Interval, Outcome
+from autoplan.planner.trials.batches import first_samples
 from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import spread_warning
-from autoplan.planner.trials.rank_sync import RankSync
-from autoplan.planner.trials.request import TrialAnswer, TrialRequest
-from autoplan.planner.trials.step_runner import NonfiniteError
-from autoplan.planner.trials.step_timer import BehindError, StepTimer
+from autoplan.planner.trials.ranks import RankSync, join_ranks, pick_device
+from autoplan.planner.trials.request import (
+    FITS_MICRO_STEPS,
+    CompileAnswer,
+    CompileRequest,
+    TrialAnswer,
+    TrialRequest,
+)
+from autoplan.planner.trials.step_timer import BehindError, NonfiniteError, StepTimer
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
-
-RENDEZVOUS_TIMEOUT_S = 300.0
-"""Seconds for all ranks to join; a cold file system makes them slow."""
-
-COLLECTIVE_TIMEOUT_S = 100.0
-"""A collective that takes longer is stuck."""
 
 
 def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
@@ -81,44 +90,6 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     )
     context.phase("done")
     return _decide_outcome(answer, memory, request)
-
-
-def pick_device(context: RankContext, kind: str) -> torch.device:
-    """This rank's own device.
-
-    Raises:
-        DeviceError: there is no such device for this rank.
-    """
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available() or torch.cuda.device_count() <= context.local_rank:
-        raise DeviceError(
-            f"rank {context.local_rank} has no CUDA device: torch sees "
-            f"{torch.cuda.device_count() if torch.cuda.is_available() else 0}",
-            hint="Use --device cpu, or fewer ranks with --nproc.",
-        )
-    device = torch.device("cuda", context.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def join_ranks(context: RankContext, device: str) -> None:
-    """Joins the process group if there is more than one rank."""
-    if context.world_size == 1:
-        return
-    context.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", RENDEZVOUS_TIMEOUT_S)
-    _shorten_timeout(COLLECTIVE_TIMEOUT_S)
-
-
-def _shorten_timeout(seconds: float) -> None:
-    """Replaces the process group's timeout, which was for joining, by one for collectives."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    if change is not None:
-        change(timedelta(seconds=seconds), None)
 
 
 def _measure(timer: StepTimer, memory: MemoryMonitor) -> Interval:
@@ -190,3 +161,77 @@ def _decide_outcome(answer: TrialAnswer, memory: MemoryMonitor, request: TrialRe
     if answer.step_time_s is None or not math.isfinite(answer.step_time_s.median):
         return answer.model_copy(update={"outcome": Outcome.CRASHED, "reason": "no step could be timed"})
     return answer
+
+
+def run_compile_only(context: RankContext, requests: tuple[CompileRequest, ...]) -> CompileAnswer:
+    """Compiles the configuration of this process: its forward and its backward, by one micro-step.
+
+    Args:
+        context: This process, one of several that are independent of each other.
+        requests: One for each of them.
+    """
+    request = requests[context.rank]
+    context.phase("init")
+    from autoplan.strategies.prepare import prepare
+    from autoplan.strategies.workloads.sources import load_workload
+
+    take_share(context.rank, len(requests))
+    device = pick_device(context, request.device)
+    workload = load_workload(request.spec)
+
+    context.phase("build")
+    MemoryMonitor(device, request.memory_limit_bytes)
+    run = prepare(workload, request.config, device=device)
+    same = first_samples(workload, request.config.micro_batch, min(run.accumulation, FITS_MICRO_STEPS))
+    divisor = run.loss_divisor(same)
+    micro = next(iter(run.micro_batches(same)))
+
+    context.phase("compile")
+    began, before = time.monotonic(), os.times()
+    run.micro_step(micro, divisor, sync=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    after = os.times()
+    seconds = time.monotonic() - began
+    hits, misses = CompileMonitor.cache_counts()
+    context.phase("done")
+    return CompileAnswer(
+        compile_s=seconds,
+        own_cpu_s=after.user + after.system - before.user - before.system,
+        children_cpu_s=after.children_user + after.children_system - before.children_user - before.children_system,
+        hits=hits,
+        misses=misses,
+    )
+
+
+def take_share(number: int, processes: int) -> None:
+    """Keeps this process and what it starts to its share of the cores, and the compiler to as many workers.
+
+    torch's number of threads stays: the kernels' code has it. With more threads than cores the one micro-step that is
+    run is slow, and nothing is timed.
+
+    Args:
+        number: Of this process.
+        processes: That share the cores.
+    """
+    torch.set_num_threads(torch.get_num_threads())  # a narrower affinity would else change it at the first operation
+    cores = share_of(sorted(os.sched_getaffinity(0)), number, processes)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it: then they share the cores as the kernel has them
+        os.sched_setaffinity(0, cores)
+    from torch._inductor import config
+
+    # What a kernel's variants take beside other processes says nothing: the trial times them anew.
+    wanted = {"compile_threads": len(cores), "autotune_local_cache": False}
+    no_part_of_the_key = getattr(config, "_cache_config_ignore_prefix", ())
+    for name in wanted.keys() & set(no_part_of_the_key):
+        setattr(config, name, wanted[name])
+
+
+def share_of(cores: list[int], number: int, processes: int) -> list[int]:
+    """The cores of one of several processes: neighbours, and as many as of the others or one more.
+
+    With fewer cores than processes, several have the same one.
+    """
+    if len(cores) < processes:
+        return [cores[number % len(cores)]]
+    return cores[number * len(cores) // processes : (number + 1) * len(cores) // processes]

@@ -19,7 +19,7 @@ from autoplan.planner.records import Interval, Outcome, Trial, Window
 from autoplan.planner.search import next_work, sampler
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.journal import RecordFile
-from autoplan.planner.trials.drop import ToBeat
+from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import compile_ahead, false_wins, search_replay, search_tables, trials_saved

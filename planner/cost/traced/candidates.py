@@ -96,8 +96,8 @@ def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int
     known: dict[tuple[str, ...], tuple[int, int]] = {}
     out = []
     for config in configs:
-        knobs = (config.precision, config.attention, config.checkpointing, config.loss)
-        knobs += (config.compile, config.parameters)
+        products = (config.precision, config.attention, config.checkpointing, config.loss)
+        knobs = (*products, config.compile, config.parameters)
         if knobs not in known:
             plain, full = variants_of(config)
             known[knobs] = keys.setdefault(plain, len(keys)), keys.setdefault(full, len(keys))

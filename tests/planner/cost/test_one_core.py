@@ -417,7 +417,7 @@ def test_other_trainers_names_are_read_and_said(theirs: dict[str, Any], ours: di
         ({"gradient_sync": "every", "dp_shard": 8, "accumulation": 1}, "several micro-batches"),
         ({"virtual_stages": 2}, "there is no pipeline"),
         ({"pp": 2, "virtual_stages": 2, "pp_schedule": "1f1b"}, "does not go with virtual_stages=2"),
-        ({"pp": 2, "pp_schedule": "interleaved_1f1b"}, "several stages per rank"),
+        ({"pp": 2, "pp_schedule": "interleaved_1f1b"}, "does not go with virtual_stages=1"),
         ({"flat_parameters": "true"}, "needs FSDP"),
         ({"states": "megatron", "precision": "fp32"}, "goes with bf16"),
         ({"trainable_parameters": 1e12}, "more than the model's"),

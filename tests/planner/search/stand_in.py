@@ -26,7 +26,7 @@ from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.session import Session
 from autoplan.planner.store.store import Store
-from autoplan.planner.trials import drop
+from autoplan.planner.trials import measure
 from autoplan.planner.trials.request import look_s
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.processes import Ended, TaskFailedError
@@ -122,7 +122,7 @@ class World:
         facts["window"] = Window(seconds=measuring_s, disturbed=fate.pop("disturbed", None))
         if order.to_beat is not None and facts["window"].disturbed is None:
             for number in range(3, 6):
-                found = drop.compare(steps[:number], order.to_beat)
+                found = measure.compare(steps[:number], order.to_beat)
                 if found.behind:
                     steps, measuring_s = steps[:number], 0.6 * measuring_s
                     facts |= {"outcome": Outcome.PRUNED, "at_least_s": found.at_least_s, "reason": "slower"}

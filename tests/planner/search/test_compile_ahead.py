@@ -27,7 +27,7 @@ from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, m
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import choices_of, make_distributions
 from autoplan.planner.store.store import Store
-from autoplan.planner.trials.compile_only import share_of, take_share
+from autoplan.planner.trials.worker import share_of, take_share
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 
@@ -131,7 +131,7 @@ def test_a_share_of_the_cores_leaves_the_number_of_threads(monkeypatch: pytest.M
     """On CPU it is part of the cache's key: another number, and the trial would compile again."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    with Zygote(preload=("torch", "torch._inductor.config", "autoplan.planner.trials.compile_only")) as zygote:
+    with Zygote(preload=("torch", "torch._inductor.config", "autoplan.planner.trials.worker")) as zygote:
         alone = zygote.run(Task(target=threads_and_cores, args=(1,))).check().results
         beside = zygote.run(Task(target=threads_and_cores, args=(2,), ranks=2, independent=True)).check().results
     assert all(threads == alone[0][0] and own_cores == workers for threads, own_cores, workers in beside)

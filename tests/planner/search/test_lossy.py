@@ -16,7 +16,7 @@ import autoplan
 from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.run import run_search
-from autoplan.planner.space.knob_values import without_lossy
+from autoplan.planner.space.generate import without_lossy
 from autoplan.planner.store.store import study_identity
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.config import LOSSY, TrainingConfig, knob_values, knobs

@@ -13,9 +13,13 @@ from autoplan.planner.search.references import needed_offload
 from autoplan.planner.space import prune as prune_module
 from autoplan.planner.space.bounds import Bound, parse_bound
 from autoplan.planner.space.generate import Space, generate
-from autoplan.planner.space.last_resort import held_back, needless_last_resorts, without_last_resorts
-from autoplan.planner.space.prune import keep_what_may_win
-from autoplan.planner.space.twins import without_twins
+from autoplan.planner.space.prune import (
+    held_back,
+    keep_what_may_win,
+    needless_last_resorts,
+    without_last_resorts,
+    without_twins,
+)
 from autoplan.probes.profile import Device, OperationReading
 from autoplan.record import Reading
 from autoplan.strategies.analysis.facts import Choices, LeftOut, offer

@@ -5,8 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from autoplan.planner.trials.drop import COLD_SD, STEP_SD, ToBeat, compare, effective, half_width
-from autoplan.planner.trials.measure import RUN_SPREAD
+from autoplan.planner.trials.measure import (
+    COLD_SD,
+    RUN_SPREAD,
+    STEP_SD,
+    ToBeat,
+    compare,
+    effective,
+    sequence_half_width,
+)
 from autoplan.planner.trials.request import FEWEST_SAMPLES
 
 MOST = 16
@@ -49,7 +56,7 @@ def test_the_bound_holds_at_all_samples_together(sd: float, correlation: float):
     for _ in range(300):
         logs = run_of(rng, 40, sd, correlation)
         counts = range(FEWEST_SAMPLES, 41)
-        left += any(abs(logs[:n].mean()) > half_width(list(logs[:n]), 0.05) for n in counts)
+        left += any(abs(logs[:n].mean()) > sequence_half_width(list(logs[:n]), 0.05) for n in counts)
     assert left / 300 <= 0.05
 
 
@@ -79,11 +86,11 @@ def test_a_cold_sample_alone_tells_only_what_is_several_times_slower():
 
 
 def test_the_width_shrinks_with_samples_and_grows_with_what_they_scatter():
-    widths = [half_width([0.0] * n, 0.01) for n in (1, 3, 5, 10, 100)]
+    widths = [sequence_half_width([0.0] * n, 0.01) for n in (1, 3, 5, 10, 100)]
     assert widths == sorted(widths, reverse=True)
-    assert half_width([-0.1, 0.0, 0.1], 0.01) > half_width([0.0] * 3, 0.01)
-    assert half_width([0.0] * 3, 0.01, sd=COLD_SD) > half_width([0.0] * 3, 0.01)
-    assert half_width([0.0], 1e-9) == math.inf  # a single sample never tells at such a level
+    assert sequence_half_width([-0.1, 0.0, 0.1], 0.01) > sequence_half_width([0.0] * 3, 0.01)
+    assert sequence_half_width([0.0] * 3, 0.01, sd=COLD_SD) > sequence_half_width([0.0] * 3, 0.01)
+    assert sequence_half_width([0.0], 1e-9) == math.inf  # a single sample never tells at such a level
 
 
 def test_an_outlier_does_not_make_a_candidate_slow():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.trials.first_loss import first_samples, is_off, with_first_loss_compared
+from autoplan.planner.trials.batches import first_samples
+from autoplan.planner.trials.runner import is_off, with_first_loss_compared
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from tests.planner.trials.test_step_timer import make_timer

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.planner.trials import request, step_runner, step_timer
-from autoplan.planner.trials.drop import ToBeat
+from autoplan.planner.trials import request, step_timer
 from autoplan.planner.trials.load import LoadMonitor
-from autoplan.planner.trials.measure import step_terms, sum_interval
-from autoplan.planner.trials.rank_sync import RankSync
+from autoplan.planner.trials.measure import ToBeat, step_terms, sum_interval
+from autoplan.planner.trials.ranks import RankSync
 from autoplan.planner.trials.request import PART_MICRO_STEPS, TrialRequest
 from autoplan.planner.trials.step_timer import BehindError, StepTimer
 from autoplan.planner.trials.worker import _warnings
@@ -108,7 +107,7 @@ def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
     monkeypatch: pytest.MonkeyPatch, micro_batch: int, very: bool, counted: list[int], samples: int
 ):
     """Real steps of a real run; each is made to last 0.5 s. Two optimizer steps, gradients accumulated beside state."""
-    for module in (request, step_runner, step_timer):
+    for module in (request, step_timer):
         monkeypatch.setattr(module, "EXPENSIVE_S", 0.1, raising=False)
         monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.3 if very else 3.0, raising=False)
     monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)
@@ -162,7 +161,7 @@ def test_a_very_expensive_look_ends_in_the_middle_of_a_step_if_its_micro_steps_a
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The first micro-step never counts; the second is slow, so the third is not run."""
-    for module in (request, step_runner, step_timer):
+    for module in (request, step_timer):
         monkeypatch.setattr(module, "EXPENSIVE_S", 0.05, raising=False)
         monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.1, raising=False)
     timer = make_timer("make_sound", 32, to_beat=leader(0.05))
@@ -183,7 +182,7 @@ def test_a_disturbed_look_is_not_dropped(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_records_cuda_graphs_counts_from_the_third_micro_step_on(monkeypatch: pytest.MonkeyPatch):
     """With accumulation 1 the second short step records the graph: it is no sample (the run here has no graphs)."""
-    for module in (request, step_runner, step_timer):
+    for module in (request, step_timer):
         monkeypatch.setattr(module, "EXPENSIVE_S", 0.1, raising=False)
         monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.3, raising=False)
     monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)

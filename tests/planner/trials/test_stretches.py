@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from autoplan.planner.records import RECOMPILED
-from autoplan.planner.trials.load import LoadMonitor
-from autoplan.planner.trials.rank_sync import RankSync
-from autoplan.planner.trials.stretches import MOST_RECOMPILES, Stretches
+from autoplan.planner.trials.load import MOST_RECOMPILES, LoadMonitor, Stretches
+from autoplan.planner.trials.ranks import RankSync
 
 CPU = torch.device("cpu")
 OTHERS = "other work took 48% of the CPU time"

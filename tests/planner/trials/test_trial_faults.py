@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.planner.records import Outcome, Trial
-from autoplan.planner.trials.drop import ToBeat
-from autoplan.planner.trials.failures import classify_exception
-from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
+from autoplan.planner.trials.measure import ToBeat
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner, classify_exception
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoplan.errors import ConfigError
-from autoplan.planner.space.knob_values import narrow
+from autoplan.planner.space.generate import narrow
 from autoplan.strategies.analysis.facts import LeftOut
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig

@@ -134,7 +134,7 @@ def summed(model: nn.Module, batch: Any) -> Any:
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_a_trial_runs_the_largest_batch_and_times_typical_ones(micro_batch: int) -> None:
     """The real steps of a trial, in this process: what each micro-step ran on."""
-    from autoplan.planner.trials.rank_sync import RankSync
+    from autoplan.planner.trials.ranks import RankSync
     from autoplan.planner.trials.request import TrialRequest
     from autoplan.planner.trials.step_timer import StepTimer
     from autoplan.strategies.config import TrainingConfig
