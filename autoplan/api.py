@@ -15,13 +15,15 @@ never import the caller's main module again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
+import inspect
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from autoplan.errors import (
     AutoplanError,
@@ -30,20 +32,17 @@ from autoplan.errors import (
     InterruptedSearchError,
     NoFeasiblePlanError,
     UsageError,
+    as_keywords,
 )
 from autoplan.planner.export.run import Exported, export_plan
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.option_checks import DeviceName, Numerics, SamplerName, refuse_short_trials
-from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
+from autoplan.planner.search.options import DeviceName, SearchKeywords, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.trust import secrets_note
 from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.trainings import allowed_precisions, read_training
 
 if TYPE_CHECKING:
-    import optuna
-
     from autoplan.strategies.workloads.trainers.mean_loss import LossMean
     from autoplan.strategies.workloads.trainers.schedules import ScheduleInterval
     from autoplan.strategies.workloads.workload import Workload
@@ -54,8 +53,46 @@ ENDINGS: Mapping[str, type[AutoplanError]] = {
     "budget_ended": BudgetEndedError,
     "interrupted": InterruptedSearchError,
 }
+OPTIONS_LINE = "        **options: What the search is asked for: the fields of SearchOptions, each with its default.\n"
+"""The line of a docstring in whose place the options are named."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_options(call: Callable[P, R]) -> Callable[P, R]:
+    """Gives `**options` of a call their names, defaults and descriptions, in its signature and in its docstring."""
+    flags, fields = SearchOptions.flags(), SearchOptions.model_fields
+    own = inspect.signature(call)
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=fields[name].get_default(call_default_factory=True),
+            annotation=SearchKeywords.__annotations__[name],
+        )
+        for name in SearchKeywords.__annotations__
+    ]
+    signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *options])
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        signature.bind(*args, **kwargs)  # TypeError for a name that no option has
+        return call(*args, **kwargs)
+
+    texts = {name: as_keywords(f"{fields[name].description} {flags[name].in_python}".strip()) for name in flags}
+    lines = [
+        textwrap.fill(f"{option.name}: {texts[option.name]}", 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for option in options
+    ]
+    before, line, after = (call.__doc__ or "").partition(OPTIONS_LINE)
+    checked.__doc__ = before + "\n".join(lines) + "\n" + after if line else call.__doc__
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked
+
+
+@_with_options
 def search(
     workload: Workload | str | Path | Any | None = None,
     optimizer: Any = None,
@@ -74,28 +111,9 @@ def search(
     global_batch: int | None = None,
     sequence_length: int | None = None,
     name: str | None = None,
-    seed: int = 0,
-    budget: str | float | None = None,
-    max_trials: int | None = None,
-    fix: Mapping[str, Any] | None = None,
-    bound: Mapping[str, Any] | None = None,
-    device: DeviceName | None = None,
-    memory_limit: str | int | None = None,
-    nproc: int | None = None,
-    loader: Any = None,
-    objective: Literal["throughput", "memory", "cost"] = "throughput",
-    min_throughput: float | None = None,
-    price_per_hour: float | None = None,
-    numerics: Numerics = "kept",
-    short_trials: None = None,
-    sampler: SamplerName | optuna.samplers.BaseSampler = "autoplan",
-    out: str | Path | None = None,
-    store: str | Path | None = None,
-    fresh: bool = False,
-    recheck: bool = False,
-    wait: bool = False,
     observer: SearchObserver | None = None,
     quiet: bool = False,
+    **options: Unpack[SearchKeywords],
 ) -> Plan:
     """Searches for the fastest way to run a workload on this machine, and returns the verified plan.
 
@@ -123,36 +141,9 @@ def search(
         global_batch: Samples per optimizer step; no plan changes it. Default: the workload's own, or 32.
         sequence_length: Tokens per sample. Default: the model's own length; None for samples that are no sequences.
         name: How screens and the plan call the workload.
-        seed: Of weights, batches and the search.
-        budget: Time for the search over all its calls, like `"10m"`, or seconds. Default: 10 minutes.
-        max_trials: At most so many trials.
-        fix: Knobs to keep at one value, like `{"precision": "bf16"}`.
-        bound: Knobs to keep within bounds, like `{"micro_batch": (1, 8), "precision": ["fp32", "bf16"]}`.
-        device: "cuda" or "cpu". Default: CUDA where there is one.
-        memory_limit: What a trial may take, like `"8GiB"` or `"80%"`. Default: 80 % of what is available;
-            of a GPU 95 %, less what a process takes there before any tensor.
-        nproc: The largest number of ranks. Default: all visible GPUs; 1 on CPU.
-        loader: The training's own data, measured with several numbers of workers beside the plan's step: a dataset, a
-            DataLoader, a function that returns one of them, `"file.py:function"`, or a file of tokens. The plan has
-            the setting (`plan.loading`), and `plan.loader(dataset)` makes the DataLoader.
-        objective: What the plan should be best in: "throughput"; "memory", the least of it at a floor of throughput;
-            "cost", the least time of all ranks together.
-        min_throughput: With "memory", the floor, as a share of the best throughput. Default: 0.9.
-        price_per_hour: Of one device; the plan then says what a million tokens cost.
-        numerics: "lossy" also tries parameters, optimizer states and products of linear layers in fewer bits
-            (docs/techniques.md); the plan names the risk. "kept" leaves them out.
-        short_trials: Of earlier versions; it is refused.
-        sampler: Which configuration is tried next: "autoplan", Optuna's "tpe" or "random", or a sampler object of
-            Optuna, whose illegal points are drawn again at no trial's cost.
-        out: A file to write the plan to, too.
-        store: The folder of the searches' records; each search has a folder of its own in it. Default: the user's
-            state folder.
-        fresh: Start over instead of resuming; what the store has of this search is moved aside, not deleted.
-        recheck: Where this search has finished before, run its plan in one short trial; a warning says where it is
-            slower now, does not fit or does not run.
-        wait: Wait where another search measures on this device; the wait costs no budget. Default: an error.
         observer: Its methods are called with what happens. Default: progress on stderr.
         quiet: No progress on stderr.
+        **options: What the search is asked for: the fields of SearchOptions, each with its default.
 
     Raises:
         UsageError: an argument is wrong (WorkloadError, ConfigError, StoreError among them).
@@ -162,7 +153,6 @@ def search(
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
     """
-    refuse_short_trials(short_trials)
     spec = _make_spec(
         workload,
         parts={
@@ -181,38 +171,17 @@ def search(
             "accelerator": accelerator,
             "trainer": trainer,
             "step": step,
-            "precisions": None if step is None else allowed_precisions(fix, bound),
+            "precisions": None if step is None else allowed_precisions(options.get("fix"), options.get("bound")),
         },
         global_batch=global_batch,
         sequence_length=sequence_length,
-        seed=seed,
+        seed=options.get("seed", 0),
     )
-    options = SearchOptions(
-        spec=spec,
-        budget=budget,
-        max_trials=max_trials,
-        fix=fix or {},
-        bound=bound or {},
-        device=device,
-        memory_limit=memory_limit,
-        nproc=nproc,
-        numerics=numerics,
-        sampler=sampler,
-        out=out,
-        store=store,
-        fresh=fresh,
-        recheck=recheck,
-        objective=objective,
-        min_throughput=min_throughput,
-        price_per_hour=price_per_hour,
-        wait=wait,
-        seed=seed,
-        loader=None if loader is None else _loader_spec(loader, spec),
-    )
+    asked = SearchOptions(spec=spec, **options)
     with _off_the_device(model if workload is None else workload):
-        result = run(options, observer=observer, quiet=quiet)
+        result = run(asked, observer=observer, quiet=quiet)
     if result.recheck is not None and result.recheck.exit_code:
-        warnings.warn(result.recheck.describe(), stacklevel=2)
+        warnings.warn(result.recheck.describe(), stacklevel=3)
     if result.plan is not None:
         return result.plan
     ending = ENDINGS.get(result.status, AutoplanError)
@@ -241,7 +210,7 @@ def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet
     if options.recheck:
         from autoplan.planner.verify.recheck import with_recheck
 
-        result = run(dataclasses.replace(options, recheck=False), observer=observer, quiet=quiet)
+        result = run(options.model_copy(update={"recheck": False}), observer=observer, quiet=quiet)
         say = observer.on_note if observer is not None else (lambda text: None) if quiet else _say_note
         return with_recheck(options, result, on_note=say)
     said = secrets_note(options.spec)
@@ -304,16 +273,6 @@ def _make_spec(
         return sources.spec_from_objects(
             workload, global_batch=global_batch, sequence_length=sequence_length, seed=seed, **given
         )
-
-
-def _loader_spec(loader: Any, spec: WorkloadSpec) -> LoaderSpec:
-    """The loader that `search` was given: a text by reference, objects by cloudpickle."""
-    from autoplan.strategies.workloads.loading import source
-    from autoplan.strategies.workloads.sources import vocabulary_of
-
-    if isinstance(loader, (str, Path)):
-        return source.spec_of_text(str(loader), sequence_length=spec.sequence_length, vocabulary=vocabulary_of(spec))
-    return source.spec_of_object(loader)
 
 
 def probe(*, device: DeviceName | None = None, fresh: bool = False) -> HardwareProfile:

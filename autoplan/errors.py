@@ -32,7 +32,7 @@ KEYWORDS = {
     **{name.replace("_", "-"): name for name in ("nproc", "sampler", "out", "store", "fresh", "dry_run", "seed")},
     **{
         name.replace("_", "-"): name
-        for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader", "numerics", "short_trials")
+        for name in ("global_batch", "max_grad_norm", "cluster", "tokens", "wait", "loader", "numerics")
     },
     **{name.replace("_", "-"): name for name in ("recheck", "objective", "min_throughput", "price_per_hour")},
     "seq-len": "sequence_length",

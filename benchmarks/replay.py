@@ -32,8 +32,7 @@ from autoplan.planner.search.candidate_model import Assessment, CandidateModel
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work, next_work
-from autoplan.planner.search.option_checks import SamplerName
-from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.options import SamplerName, SearchObserver, SearchOptions
 from autoplan.planner.search.references import hand_setting
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.state import read_state

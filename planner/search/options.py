@@ -1,15 +1,29 @@
-"""What goes into a search, what it says while it runs, and what comes out. Loads neither torch nor optuna."""
+"""What goes into a search, what it says while it runs, and what comes out. Loads neither torch nor optuna.
+
+Each option is one field of `SearchOptions`: its type and its check, its description, and its `Flag`. From these come
+the keywords of `autoplan.search` (autoplan/api.py) and the flags of `autoplan search` (autoplan/cli/search.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypedDict
 
-from pydantic import Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 
-from autoplan.errors import UsageError
+from autoplan.errors import ConfigError, UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import (
     Attempt,
@@ -21,16 +35,12 @@ from autoplan.planner.records import (
     Trial,
     WorkLine,
 )
-from autoplan.planner.search.option_checks import (
-    CHECKS,
-    DeviceName,
-    Numerics,
-    SamplerName,
-    refuse_lossy,
-)
+from autoplan.planner.space.bounds import Bound, bound_of, parse_bound
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import LOSSY, TrainingConfig
+from autoplan.strategies.knob_input import check_knob, parse_knob
+from autoplan.strategies.rounding_knobs import NEEDS_TORCHAO, TORCHAO_INSTALL
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s, parse_memory_bytes
@@ -52,91 +62,312 @@ EXIT_CODES: Mapping[str, int] = {
     "interrupted": 130,
 }
 
+DeviceName = Literal["cuda", "cpu"]
+Numerics = Literal["kept", "lossy"]
+SamplerName = Literal["autoplan", "tpe", "random"]
+ObjectiveName = Literal["throughput", "memory", "cost"]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchOptions:
-    """What a search is asked for: the one list that `autoplan.search` and `autoplan search` fill.
+# The panels of `autoplan search --help`, in their order.
+WORKLOAD = "What is trained"
+SEARCH = "The search"
+GOAL = "What the plan is best in"
+LIMITS = "Limits"
+RECORD = "Records and output"
 
-    Each value is as a person gives it, and is checked when the options are made. `fix` and `bound` then have values of
-    the knobs' own types; `sampler="ours"` is the earlier name of "autoplan".
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a person gives an option.
 
     Attributes:
-        spec: What is trained.
-        budget: Time for the search over all its runs, like "10m", or seconds; None: 10 minutes, or what an earlier run
-            of it was given. A larger one than before extends the search.
-        max_trials: Trials over all its runs, finalist runs not counted; None: no limit.
-        fix: Knobs to keep at one value, like `{"precision": "bf16"}`.
-        bound: Knobs to keep within bounds: `(low, high)` inclusive, a list of values, the text `1..8` or `a,b`, or a
-            Bound. When it is read, each is a Bound.
-        device: "cuda" or "cpu"; None: CUDA where there is one.
-        memory_limit: What one trial may take on the device (host memory on CPU): "8GiB", bytes, or "80%" of all the
-            memory there is; None: 80 % of what is available, of a GPU 95 % less its context.
-        nproc: The largest number of ranks; None: all visible GPUs, 1 on CPU.
-        sampler: "autoplan", "tpe", "random", or a sampler of Optuna.
-        out: Where the plan is written; None: only into the store.
-        store: The folder of the searches' records, one folder in it for each; None: the user's state folder.
-        fresh: Start over; what the store has of this search is moved aside.
-        wait: Wait where another search has the device or the store; waiting costs no budget. False: an error.
-        numerics: "kept", or "lossy": parameters, optimizer states and products in fewer bits are in the space too.
-        dry_run: The space with predicted memory and time; nothing is run.
-        seed: Of the sampler and the bootstrap.
-        objective: "throughput"; "memory": the least of it at a floor of throughput; "cost": the least time of all ranks
-            together.
-        min_throughput: With "memory", the floor as a share of the best throughput; None: 0.9.
-        price_per_hour: Of one device, for the cost of a million tokens; None: costs are not shown.
-        recheck: Where the search has finished before, its plan runs one short trial, and the result says whether it is
-            still as fast (`autoplan.search` and the command do it; `run_search` does not).
-        loader: The dataset of the training, whose loader is measured beside the plan's step; None: it is not.
+        panel: Of the command's help; the options of a panel are in the order of the fields.
+        metavar: What stands for the value there; "": it is a switch.
+        rule: What the value is, for the error of a wrong one; "": its own check says it.
+        kind: What the command line reads it as; `list`: it may be given several times.
+        default: Of the command line, where that has another one than Python.
+        in_python: What only a call can give, for the docstring of `autoplan.search`.
+    """
+
+    panel: str
+    metavar: str = ""
+    rule: str = ""
+    kind: type = str
+    default: str | None = None
+    in_python: str = ""
+
+
+def flag_name(option: str | None) -> str:
+    """An option as the command line has it: `--max-trials`."""
+    return "--" + str(option).replace("_", "-")
+
+
+def _switch(panel: str) -> Flag:
+    return Flag(panel, rule="True or False", kind=bool)
+
+
+# The checks that types do not express. Texts name an option as the command line does; in Python an error says them as
+# keyword arguments (autoplan/errors.py). What they raise is a UsageError, which pydantic lets through as it is.
+
+
+def _check_duration(value: Any, info: ValidationInfo) -> Any:
+    if value is not None:
+        parse_duration_s(value, option=flag_name(info.field_name))
+    return value
+
+
+def _check_memory(value: Any, info: ValidationInfo) -> Any:
+    if value is not None:
+        parse_memory_bytes(value, option=flag_name(info.field_name))
+    return value
+
+
+def _check_path(value: Any, info: ValidationInfo) -> Path | None:
+    if value is None or isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{flag_name(info.field_name)} is {value!r}", hint="It is a path.")
+    return Path(value)
+
+
+def _check_sampler(value: Any, info: ValidationInfo) -> Any:
+    is_sampler = (callable(getattr(value, name, None)) for name in ("infer_relative_search_space", "sample_relative"))
+    if value in ("autoplan", "tpe", "random") or all(is_sampler):
+        return value  # of optuna.samplers.BaseSampler; importing that here would load optuna
+    raise UsageError(
+        f"{flag_name(info.field_name)} is {value!r}",
+        hint="It is autoplan, tpe or random; autoplan.search also takes a sampler object of Optuna.",
+    )
+
+
+def _check_loader(value: Any, info: ValidationInfo) -> LoaderSpec | None:
+    """The spec of a loader: a text by reference, objects by cloudpickle."""
+    if value is None or isinstance(value, LoaderSpec):
+        return value
+    from autoplan.strategies.workloads.loading.source import spec_of_object, spec_of_text
+    from autoplan.strategies.workloads.sources import vocabulary_of
+
+    if not isinstance(value, (str, Path)):
+        return spec_of_object(value)
+    spec: WorkloadSpec = info.data["spec"]
+    length, vocabulary = spec.sequence_length, vocabulary_of(spec)
+    return spec_of_text(str(value), sequence_length=length, vocabulary=vocabulary, arguments=spec.arguments)
+
+
+def _check_fix(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return _each_once("fix", value, parse_knob, str, "Fix it once, or give --bound {knob}={then},{now}.")
+    return {knob: check_knob(knob, one) for knob, one in _mapping(value, info, '{"precision": "bf16"}').items()}
+
+
+def _check_bound(value: Any, info: ValidationInfo) -> dict[str, Bound]:
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        hint = "Bound it once: a range (1..8), or all its values in one list (1,2,8)."
+        return _each_once("bound", value, parse_bound, Bound.describe, hint)
+    return {knob: bound_of(knob, one) for knob, one in _mapping(value, info, '{"micro_batch": (1, 8)}').items()}
+
+
+def _each_once(
+    name: str, texts: list[str], parse: Callable[[str], tuple[str, Any]], say: Callable[[Any], str], hint: str
+) -> dict[str, Any]:
+    """What `knob=...` texts of the command line say; UsageError for a knob that is given twice with other values."""
+    found: dict[str, Any] = {}
+    for knob, value in map(parse, texts):
+        if found.setdefault(knob, value) != value:
+            then, now = say(found[knob]), say(value)
+            raise UsageError(
+                f"--{name} {knob} is given twice, as {then} and as {now}",
+                hint=hint.format(knob=knob, then=then, now=now),
+            )
+    return found
+
+
+def _mapping(value: Any, info: ValidationInfo, example: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UsageError(
+            f"{flag_name(info.field_name)} is {value!r}", hint=f"It is a mapping from knobs, for example {example}."
+        )
+    return value
+
+
+def refuse_lossy(fix: Mapping[str, Any], bound: Mapping[str, Bound]) -> None:
+    """ConfigError for a knob that is fixed or bounded to lossy values; it says too what these need installed."""
+    for knob, lossy in LOSSY.items():
+        fixed = f"{knob}={fix[knob]}" if fix.get(knob) in lossy else None
+        values = bound[knob].values if knob in bound else None
+        asked = fixed or (f"{knob} in {', '.join(map(str, values))}" if values and set(values) & set(lossy) else None)
+        if asked is not None:
+            wanted = {fix[knob]} if fixed else set(values or ())
+            missing = wanted & set(NEEDS_TORCHAO.get(knob, ())) and importlib.util.find_spec("torchao") is None
+            install = f" Besides, it needs torchao, which is not installed here: {TORCHAO_INSTALL}." if missing else ""
+            raise ConfigError(
+                f"{asked} loses bits at each step, and --numerics is kept: a lossy choice is tried by your word alone",
+                hint=f"Add --numerics lossy. The plan then names what its parity check cannot show.{install}",
+            )
+
+
+Count = Annotated[int, Field(strict=True, ge=1)] | None
+Switch = Annotated[bool, Field(strict=True)]
+COUNT = "a whole number of at least 1"
+
+
+class SearchOptions(BaseModel):
+    """What a search is asked for: the one list that `autoplan.search` and `autoplan search` fill.
+
+    Each value is as a person gives it, and is checked when the options are made. When they are read, `fix` has values
+    of the knobs' own types, `bound` has Bounds, `out` and `store` are paths, and `loader` is a LoaderSpec.
 
     Raises:
         UsageError: a value is wrong, and what it may be (ConfigError for a knob).
     """
 
-    spec: WorkloadSpec
-    budget: str | float | None = None
-    max_trials: int | None = None
-    fix: Mapping[str, Any] = field(default_factory=dict)
-    bound: Mapping[str, Any] = field(default_factory=dict)
-    device: DeviceName | None = None
-    memory_limit: str | int | None = None
-    nproc: int | None = None
-    sampler: SamplerName | optuna.samplers.BaseSampler = "autoplan"
-    out: str | Path | None = None
-    store: str | Path | None = None
-    fresh: bool = False
-    wait: bool = False
-    numerics: Numerics = "kept"
-    dry_run: bool = False
-    seed: int = 0
-    loader: LoaderSpec | None = None
-    recheck: bool = False
-    objective: str = "throughput"
-    min_throughput: float | None = None
-    price_per_hour: float | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
-        if self.min_throughput is not None and self.objective != "memory":
+    spec: WorkloadSpec = Field(description="What is trained.")
+    budget: Annotated[
+        str | float | None, PlainValidator(_check_duration), Flag(SEARCH, "TIME", in_python="A number: seconds.")
+    ] = Field(
+        default=None,
+        description="Time for the whole search, over all its runs: 90s, 10m, 1h30m. A larger one extends an earlier "
+        "search. Default: 10m.",
+    )
+    fix: Annotated[Mapping[str, Any], PlainValidator(_check_fix), Flag(SEARCH, "KNOB=VALUE", kind=list)] = Field(
+        default_factory=dict, description="Keep a knob at one value: --fix precision=bf16."
+    )
+    bound: Annotated[
+        Mapping[str, Any],
+        PlainValidator(_check_bound),
+        Flag(
+            SEARCH,
+            "KNOB=VALUES",
+            kind=list,
+            in_python="Also a pair, `(1, 8)` inclusive, a list of values, or a Bound.",
+        ),
+    ] = Field(
+        default_factory=dict,
+        description="Keep a knob in a range, --bound micro_batch=1..8, or a list, --bound precision=fp32,bf16.",
+    )
+    device: Annotated[DeviceName | None, Flag(SEARCH, "DEVICE", "cuda or cpu")] = Field(
+        default=None, description="cuda or cpu. Default: cuda if the machine has a GPU."
+    )
+    loader: Annotated[
+        Any,
+        PlainValidator(_check_loader),
+        Flag(
+            WORKLOAD,
+            "FILE.PY:FUNCTION",
+            in_python="Also a dataset, a DataLoader, or the function. `plan.loading` is the setting, and "
+            "`plan.loader(dataset)` makes the DataLoader.",
+        ),
+    ] = Field(
+        default=None,
+        description="Measure the training's own data, with several numbers of workers, beside the plan's step: a "
+        "function that returns a dataset or a DataLoader, or a file of tokens (.bin, .npy).",
+    )
+    dry_run: Annotated[Switch, _switch(SEARCH)] = Field(
+        default=False, description="List the configurations with their predicted memory and time. Run no trial."
+    )
+    out: Annotated[str | Path | None, PlainValidator(_check_path), Flag(SEARCH, "FILE", default="plan.json")] = Field(
+        default=None, description="The plan file to write."
+    )
+    objective: Annotated[ObjectiveName, Flag(GOAL, "NAME", "throughput, memory or cost")] = Field(
+        default="throughput",
+        description="What the plan should be best in: throughput, memory (the least, at a floor of throughput) or "
+        "cost (the least time of all ranks together).",
+    )
+    min_throughput: Annotated[
+        Annotated[float, Field(strict=True, gt=0, le=1)] | None,
+        Flag(GOAL, "SHARE", "a share of the best throughput, above 0 and at most 1", float),
+    ] = Field(
+        default=None,
+        description="With --objective memory: the floor, as a share of the best throughput. Default: 0.9.",
+    )
+    price_per_hour: Annotated[
+        Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None,
+        Flag(GOAL, "X", "a number above 0", float),
+    ] = Field(default=None, description="Of one device: the plan says what a million tokens cost.")
+    numerics: Annotated[Numerics, Flag(GOAL, "KIND", "kept or lossy")] = Field(
+        default="kept",
+        description="kept, or lossy: also try parameters, states and products in fewer bits (docs/techniques.md). The "
+        "plan names the risk.",
+    )
+    memory_limit: Annotated[str | int | None, PlainValidator(_check_memory), Flag(LIMITS, "SIZE")] = Field(
+        default=None,
+        description="Memory that one trial may use: 8GiB, or 80% of all memory. Default: 80% of the free memory; of a "
+        "GPU 95%, less what CUDA itself takes.",
+    )
+    nproc: Annotated[Count, Flag(LIMITS, "N", COUNT, int)] = Field(
+        default=None,
+        description="Use at most this number of processes (ranks). Default: the number of visible GPUs; 1 on CPU.",
+    )
+    max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int)] = Field(
+        default=None, description="Run at most this number of trials."
+    )
+    sampler: Annotated[
+        SamplerName | Any,
+        PlainValidator(_check_sampler),
+        Flag(
+            LIMITS,
+            "NAME",
+            in_python="Also a sampler object of Optuna, whose illegal points are drawn again at no trial's cost.",
+        ),
+    ] = Field(default="autoplan", description="How the next trial is chosen: autoplan, or tpe or random of Optuna.")
+    seed: Annotated[
+        Annotated[int, Field(strict=True, ge=0, lt=2**32)],
+        Flag(WORKLOAD, "N", "a whole number from 0 to 4294967295", int),
+    ] = Field(default=0, description="Seed of the weights, the batches and the search. Default: 0.")
+    store: Annotated[str | Path | None, PlainValidator(_check_path), Flag(RECORD, "DIR")] = Field(
+        default=None,
+        description="Folder for the records of searches; each search has a folder of its own in it. Default: a folder "
+        "in the user's state folder.",
+    )
+    fresh: Annotated[Switch, _switch(RECORD)] = Field(
+        default=False, description="Start this search from zero. Its earlier record is moved aside, not deleted."
+    )
+    recheck: Annotated[Switch, _switch(RECORD)] = Field(
+        default=False,
+        description="If this search has finished before, run its plan in one short trial: does it still hold?",
+    )
+    wait: Annotated[Switch, _switch(RECORD)] = Field(
+        default=False,
+        description="Wait while another search uses the device; the wait costs no budget. Default: an error (exit "
+        "code 4).",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_what_is_wrong(cls, given: Any, make: ValidatorFunctionWrapHandler) -> SearchOptions:
+        try:
+            options: SearchOptions = make(given)
+        except ValidationError as error:
+            _refuse(error, given)
+        if options.min_throughput is not None and options.objective != "memory":
             raise UsageError(
-                f"--min-throughput is {self.min_throughput}, and the objective is {self.objective}",
+                f"--min-throughput is {options.min_throughput}, and the objective is {options.objective}",
                 hint="It goes with --objective memory.",
             )
-        if self.numerics == "kept":
-            refuse_lossy(self.fix, self.bound)
-        if "micro_batch" in self.fix:
+        if options.numerics == "kept":
+            refuse_lossy(options.fix, options.bound)
+        if "micro_batch" in options.fix:
             # The workload has to know: one with BatchNorm refuses a micro-batch that the user did not choose.
-            options = dict(self.spec.options) | {"fixed_micro_batch": self.fix["micro_batch"]}
-            object.__setattr__(self, "spec", self.spec.model_copy(update={"options": options}))
+            settings = dict(options.spec.options) | {"fixed_micro_batch": options.fix["micro_batch"]}
+            object.__setattr__(options, "spec", options.spec.model_copy(update={"options": settings}))
+        return options
+
+    @classmethod
+    def flags(cls) -> dict[str, Flag]:
+        """How a person gives each option, by its name."""
+        found = {
+            name: next((part for part in field.metadata if isinstance(part, Flag)), None)
+            for name, field in cls.model_fields.items()
+        }
+        return {name: flag for name, flag in found.items() if flag is not None}
 
     @property
     def wanted(self) -> Objective:
         """What is looked for."""
-        return Objective(
-            name=self.objective,  # type: ignore[arg-type]  # checked
-            min_throughput=self.min_throughput,
-            price_per_hour=self.price_per_hour,
-        )
+        return Objective(name=self.objective, min_throughput=self.min_throughput, price_per_hour=self.price_per_hour)
 
     @property
     def budget_s(self) -> float | None:
@@ -169,7 +400,38 @@ class SearchOptions:
         )
 
 
-# The one place that checks values. Texts name an option as the command line does; in Python an error says them as
+def _refuse(error: ValidationError, given: Any) -> NoReturn:
+    """The first thing that is wrong, as an error of ours; what is no option at all as Python says it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    flag = SearchOptions.flags().get(name)
+    if flag is None:
+        raise TypeError(f"SearchOptions: {name}: {first['msg']}") from None
+    raise UsageError(f"{flag_name(name)} is {given[name]!r}", hint=f"It is {flag.rule}.") from None
+
+
+class SearchKeywords(TypedDict, total=False):
+    """The options as keywords of `autoplan.search`, for type checkers. tests/api/test_api.py compares the two lists."""
+
+    budget: str | float | None
+    fix: Mapping[str, Any] | None
+    bound: Mapping[str, Any] | None
+    device: DeviceName | None
+    loader: Any
+    out: str | Path | None
+    objective: ObjectiveName
+    min_throughput: float | None
+    price_per_hour: float | None
+    numerics: Numerics
+    memory_limit: str | int | None
+    nproc: int | None
+    max_trials: int | None
+    sampler: SamplerName | optuna.samplers.BaseSampler
+    seed: int
+    store: str | Path | None
+    fresh: bool
+    recheck: bool
+    wait: bool
 
 
 class BudgetState(Record):

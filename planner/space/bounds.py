@@ -58,3 +58,23 @@ def parse_bound(text: str) -> tuple[str, Bound]:
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{knob}={allowed}: the low end is above the high end", hint=f"--bound {knob}={high}..{low}")
     return knob, Bound(low=low, high=high)
+
+
+def bound_of(knob: str, value: Any) -> Bound:
+    """A bound from `(low, high)`, a list of values, or the text `1..8` or `a,b`.
+
+    Raises:
+        ConfigError: an unknown knob, or values the knob does not take.
+    """
+    if isinstance(value, Bound):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and all(end is None or _is_whole(end) for end in value):
+        low, high = ("" if end is None else end for end in value)
+        return parse_bound(f"{knob}={low}..{high}")[1]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return Bound(values=tuple(check_knob(knob, one) for one in value))
+    return parse_bound(f"{knob}={value}")[1]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

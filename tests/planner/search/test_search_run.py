@@ -1,6 +1,5 @@
 """Whole searches of a tiny workload on the CPU: found, resumed, extended, interrupted, refused."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -98,7 +97,7 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert again.plan == plan
     assert again.trials == tuple(trial.model_copy(update={"resumed": True}) for trial in result.trials)
 
-    smaller = run_search(dataclasses.replace(options, budget=60.0))
+    smaller = run_search(options.model_copy(update={"budget": 60.0}))
     assert smaller.from_record and smaller.plan == plan
     assert smaller.budget_s == 120.0, "what it finished with: a smaller budget opens nothing"
 
@@ -109,14 +108,10 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert rebuilt.plan.config == plan.config
     assert len(rebuilt.trials) == len(result.trials)  # nothing was measured again
 
-    more = run_search(SearchOptions(**{**_fields(options), "budget": 180.0, "max_trials": 6}))
+    more = run_search(SearchOptions(**{**dict(options), "budget": 180.0, "max_trials": 6}))
     assert not more.from_record
     assert more.resumed_trials == len(result.trials)
     assert more.status == "plan_found"
-
-
-def _fields(options: SearchOptions) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 SLOW_DATA = """
