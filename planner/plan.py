@@ -1,6 +1,7 @@
 """Plan: the result of a search. Data only: JSON, readable and diffable; loading one never runs code.
 
-What is read of a file is in plan_file.py, the plan's arithmetic in plan_checks.py, whose code it names in trust.py.
+Its fields and its arithmetic are in plan_record.py, what is read of a file in plan_file.py, whose code it names in
+trust.py.
 """
 
 from __future__ import annotations
@@ -8,17 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import ValidationError
 
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
 from autoplan.planner.apply.loader import make_plan_loader
 from autoplan.planner.apply.parts import AS_SEARCHED, refuse_unverified
 from autoplan.planner.apply.prepare import prepare_plan
-from autoplan.planner.loading import Loading
-from autoplan.planner.plan_checks import broken_rules
 from autoplan.planner.plan_file import (
     digests_of_document,
     edited_sections,
@@ -27,25 +26,8 @@ from autoplan.planner.plan_file import (
     read_document,
     with_shown_texts,
 )
-from autoplan.planner.records import (
-    Attempt,
-    Claim,
-    Interval,
-    LeftOutFamily,
-    Objective,
-    Parity,
-    Prediction,
-    Trial,
-    WorkLine,
-)
-from autoplan.planner.trust import own_workload
-from autoplan.planner.untried import Untried
-from autoplan.probes.profile import HardwareProfile
+from autoplan.planner.plan_record import SCHEMA_VERSION, PlanRecord, broken_rules
 from autoplan.processes.script import note_asked
-from autoplan.record import Record
-from autoplan.strategies.analysis.training_facts import TrainingFacts
-from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     import torch
@@ -55,165 +37,13 @@ if TYPE_CHECKING:
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
 
-SCHEMA_VERSION = 1
 
-
-class Measurement(Record):
-    """What was measured of one configuration: the medians over its finalist runs, or over its one trial."""
-
-    step_time_s: Interval
-    tokens_per_s: Interval
-    peak_memory_bytes: int | None
-    mfu: float | None = Field(description="model FLOPs/s over the dense peak of the device in the plan's precision")
-    mfu_peak_source: str | None = Field(description="where that peak comes from: datasheet or measured matmul")
-    method: str
-    trials: tuple[int, ...] = Field(description="numbers of the trials behind it")
-
-
-class Alternative(Record):
-    """A configuration that lost, and by how much."""
-
-    config: TrainingConfig
-    measurement: Measurement | None
-    speed_ratio: Interval | None = Field(
-        description="its tokens/s over the plan's; an interval that contains 1 is a tie"
-    )
-    why: str
-
-
-class HandSetting(Record):
-    """What a careful person would set without a search, and how the plan compares with it."""
-
-    config: TrainingConfig
-    measurement: Measurement
-    speedup: Interval = Field(description="tokens/s of the plan over the hand setting's")
-    claim: Claim
-
-
-class Choice(Record):
-    """Why one knob has the value it has."""
-
-    knob: str
-    value: Any
-    reason: str
-
-
-class Environment(Record):
-    """What was installed and set where the plan was found."""
-
-    autoplan: str
-    torch: str
-    python: str
-    transformers: str | None
-    liger_kernel: str | None = None
-    triton: str | None = None
-    torchao: str | None = None
-    platform: str
-    variables: dict[str, str] = Field(default_factory=dict)
-
-
-class Plan(Record):
+class Plan(PlanRecord):
     """What a search hands over: a verified plan, or the best so far of one that ended before (`unverified`)."""
-
-    schema_version: int = SCHEMA_VERSION
-    created: str
-    study: str = Field(description="identity of the study that found it")
-    workload: WorkloadSpec
-    config: TrainingConfig
-    accumulation: int
-    device: Literal["cuda", "cpu"]
-    hardware: HardwareProfile
-    prediction: Prediction | None
-    measurement: Measurement
-    baseline: Trial
-    speedup: Interval = Field(description="tokens/s of the plan over the baseline's")
-    claim: Claim | None = Field(
-        default=None, description="whether that is a claim, and why not; None in plans of earlier versions"
-    )
-    hand: HandSetting | None = Field(
-        default=None, description="against a careful hand setting; None where it was not measured"
-    )
-    alternatives: tuple[Alternative, ...]
-    untried: Untried | None = Field(
-        default=None, description="what a longer search tries next; None: all were tried, or not known"
-    )
-    parity: Parity
-    unverified: str | None = Field(
-        default=None, description="why nobody verified it: the search ended before; None: it is verified"
-    )
-    failed_parity: tuple[TrainingConfig, ...] = Field(default=(), description="checked, and they would train otherwise")
-    choices: tuple[Choice, ...]
-    left_out: tuple[LeftOutFamily, ...]
-    evidence: tuple[Trial, ...]
-    ledger: tuple[WorkLine, ...] = Field(default=(), description="where the time of the search went, piece by piece")
-    attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
-    notes: tuple[str, ...] = ()
-    environment: Environment
-    training: TrainingFacts | None = Field(
-        default=None,
-        description="optimizer, clipping, schedule and seed of the workload; None in plans of earlier versions",
-    )
-    objective: Objective = Field(default=Objective(), description="what the search looked for")
-    loading: Loading | None = Field(default=None, description="the loader beside the step; None: no dataset was given")
-    seal: dict[str, str] = Field(
-        default_factory=dict,
-        description="a digest of each section of the measured part, which shows an accidental edit; it is "
-        "no signature. Empty in plans of earlier versions",
-    )
-    _edited: tuple[str, ...] = PrivateAttr(default=())
-    _load_notes: tuple[str, ...] = PrivateAttr(default=())
-    _unverified_ok: bool = PrivateAttr(default=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_payload(cls, document: Any) -> Any:
-        """A plan from a file carries no pickled objects: loading them would run code."""
-        workload = document.get("workload") if isinstance(document, dict) else None
-        if isinstance(workload, dict) and "payload" in workload:
-            raise ValueError("workload.payload: a plan from a file carries no objects, since loading them runs code")
-        return document
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_short_trials_out(cls, document: Any) -> Any:
-        """Plans of earlier versions name trials of a model cut to a few blocks. No figure of a plan is theirs."""
-        if not isinstance(document, dict):
-            return document
-        return {name: value for name, value in document.items() if name != "short_trials"}
-
-    @property
-    def edited(self) -> tuple[str, ...]:
-        """The sections of its file that were edited after it was written; empty where it is from no file."""
-        return self._edited
-
-    @property
-    def load_notes(self) -> tuple[str, ...]:
-        """What is to be said of the file that the plan was loaded from, in sentences."""
-        return self._load_notes
-
-    @property
-    def unverified_ok(self) -> bool:
-        """Whether the user takes it although it is unverified."""
-        return self._unverified_ok
-
-    def accepted(self, unverified_ok: bool) -> Plan:
-        """The plan as the user takes it: with `unverified_ok` although it is unverified."""
-        plan = self.model_copy()
-        plan._unverified_ok = self._unverified_ok or unverified_ok
-        return plan
 
     def sealed(self) -> Plan:
         """The plan with the digests of its measured part as it is now."""
         return self.model_copy(update={"seal": digests_of_document(json.loads(self.model_dump_json()))})
-
-    def with_workload_at(self, model: str) -> Plan:
-        """The plan with the workload that is named: `file.py:function`, a config.json or a folder.
-
-        Raises:
-            PlanError: the plan is of another function, or has other options or arguments.
-            UsageError: the workload is of another kind, or there is no such file.
-        """
-        return self.model_copy(update={"workload": own_workload(self.workload, self.study, model)})
 
     def save(self, path: str | Path, *, private: bool = False) -> Path:
         """Writes the plan as indented JSON, atomically; returns the path.

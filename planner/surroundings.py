@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from autoplan.planner.current import variables_for
-from autoplan.planner.plan import Environment, Plan
+from autoplan.planner.plan import Plan
+from autoplan.planner.plan_record import Environment
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 

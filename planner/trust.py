@@ -12,7 +12,6 @@ import json
 import re
 import shlex
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,7 +164,7 @@ def _own_calls(said: Call, named: Call | None, study: str) -> list[Call]:
     """What may be called: as the user named it, last, and as their own searches of the plan's study had it."""
     if named is not None and (named.options or named.arguments):
         return [named]
-    notes = list(_own_notes(study))
+    notes = _own_notes(study)
     if named is None:
         return [Call.of(note) for note in notes if Call.of(note).file == said.file and not _changed_or_gone(note)]
     if not named.function:
@@ -291,13 +290,12 @@ def code_changes(spec: WorkloadSpec) -> tuple[str, ...]:
     return tuple(part for part in changed_parts(spec) if part in TRAINING_CODE)
 
 
-def _own_notes(study: str) -> Iterator[WorkloadSpec]:
-    """What this user's own records say of the searches of a study."""
+def _own_notes(study: str) -> list[WorkloadSpec]:
+    """What this user's own record says of the search of a study: at most one workload, and none without code."""
     if not re.fullmatch("[0-9a-f]{16}", study):
-        return  # not an identity: it would name a file elsewhere
-    for known in (_read_note(_note_of(study)), _read_plan(study)):
-        if known is not None and known.kind == "function":
-            yield known
+        return []  # not an identity: it would name a file elsewhere
+    known = _read_note(_note_of(study))
+    return [known] if known is not None and known.kind == "function" else []
 
 
 def _changed_or_gone(known: WorkloadSpec) -> bool:
@@ -324,17 +322,6 @@ def _read_note(path: Path) -> WorkloadSpec | None:
     try:
         return WorkloadSpec.model_validate_json(_read_private(path))
     except (OSError, ValueError):
-        return None
-
-
-def _read_plan(study: str) -> WorkloadSpec | None:
-    """The workload of the plan in the user's own store, of searches before there were notes."""
-    from autoplan.strategies.workloads.spec import WorkloadSpec
-
-    try:
-        document = json.loads(_read_private(_state_folder() / "studies" / study / "plan.json"))
-        return WorkloadSpec.model_validate(document["workload"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

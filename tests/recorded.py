@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autoplan.planner.plan import Alternative, Choice, Environment, Measurement, Plan
+from autoplan.planner.plan import Plan
+from autoplan.planner.plan_record import Alternative, Choice, Environment, Measurement
 from autoplan.planner.records import (
     Claim,
     Interval,

@@ -47,7 +47,7 @@ ORDER = (
     ("autoplan.planner.parity",),
     ("autoplan.planner.store",),
     ("autoplan.planner.changes",),
-    ("autoplan.planner.trust", "autoplan.planner.plan_file", "autoplan.planner.plan_checks"),
+    ("autoplan.planner.trust", "autoplan.planner.plan_file", "autoplan.planner.plan_record"),
     ("autoplan.planner.apply",),
     ("autoplan.planner.plan",),
     ("autoplan.planner.current", "autoplan.planner.surroundings"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autoplan.planner.plan import Measurement, Plan
+from autoplan.planner.plan import Plan
+from autoplan.planner.plan_record import Measurement
 from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
 from autoplan.report.pieces import ledger_end_s, minutes

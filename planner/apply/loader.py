@@ -16,12 +16,12 @@ from autoplan.strategies.workloads.loading.settings import LoaderSetting
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from autoplan.planner.apply.parts import PlanLike
+    from autoplan.planner.plan_record import PlanRecord
     from autoplan.strategies.run import TrainingRun
 
 
 def make_plan_loader(
-    plan: PlanLike,
+    plan: PlanRecord,
     dataset: Any,
     *,
     run: TrainingRun | None,
@@ -68,12 +68,12 @@ def _check_split(sampler: Any, rank: int, ranks: int) -> None:
     )
 
 
-def setting_of(plan: PlanLike) -> LoaderSetting | None:
+def setting_of(plan: PlanRecord) -> LoaderSetting | None:
     """The loader's setting that the search measured; None where it measured none."""
     return None if plan.loading is None else plan.loading.setting
 
 
-def _position(plan: PlanLike, run: TrainingRun | None) -> tuple[int, int]:
+def _position(plan: PlanRecord, run: TrainingRun | None) -> tuple[int, int]:
     """Which share of the samples this process takes, of how many."""
     config = plan.config
     if config.dp == 1:

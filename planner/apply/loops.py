@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import PlanError
 from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.parts import PlanLike
 from autoplan.planner.apply.prepare import check_before_use, prepare_plan, refuse_other_training, warn_of_other_hardware
 from autoplan.planner.changes import refuse_changed_parts
+from autoplan.planner.plan_record import PlanRecord
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -76,7 +76,7 @@ class LightningSettings:
     loader_arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def apply_parts(plan: PlanLike, training: Any, parts: tuple[Any, ...], *, changed_ok: bool, **settings: Any) -> Any:
+def apply_parts(plan: PlanRecord, training: Any, parts: tuple[Any, ...], *, changed_ok: bool, **settings: Any) -> Any:
     """Applies a plan to a loop, a LightningModule or a step; None: the training is none of them.
 
     Raises:
@@ -93,7 +93,9 @@ def apply_parts(plan: PlanLike, training: Any, parts: tuple[Any, ...], *, change
     return None
 
 
-def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = False, **settings: Any) -> AppliedLoop:
+def apply_to_loop(
+    plan: PlanRecord, parts: tuple[Any, ...], *, changed_ok: bool = False, **settings: Any
+) -> AppliedLoop:
     """The training run of a loop's parts, and its DataLoader.
 
     Args:
@@ -135,7 +137,7 @@ def apply_to_loop(plan: PlanLike, parts: tuple[Any, ...], *, changed_ok: bool = 
     )
 
 
-def _refuse_other_interval(plan: PlanLike, schedule: Any) -> None:
+def _refuse_other_interval(plan: PlanRecord, schedule: Any) -> None:
     from autoplan.strategies.workloads.trainers.schedules import Stepped
 
     then = plan.workload.sources.get("schedule")
@@ -198,7 +200,7 @@ def _shared_order(run: TrainingRun, dataloader: Any, batches: Any) -> Any:
     return make_order(source, batch_size=run.local_batch, rank=rank, ranks=ranks, seed=run.workload.seed)
 
 
-def apply_to_step(plan: PlanLike, make_step: Any, *, changed_ok: bool = False) -> PlannedStep:
+def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False) -> PlannedStep:
     """The step that make_step gives, under the plan's settings of this process.
 
     Threads, the allocator and TF32 are set for the whole process, and stay set.
@@ -220,7 +222,7 @@ def apply_to_step(plan: PlanLike, make_step: Any, *, changed_ok: bool = False) -
 
 
 def apply_to_module(
-    plan: PlanLike, module: Any, data: Any = None, *, changed_ok: bool = False, **settings: Any
+    plan: PlanRecord, module: Any, data: Any = None, *, changed_ok: bool = False, **settings: Any
 ) -> LightningSettings:
     """Changes a LightningModule in place as the plan says, and gives the arguments of the Trainer that trains it.
 
@@ -269,7 +271,7 @@ def apply_to_module(
     )
 
 
-def _check(plan: PlanLike, workload: Workload, *, changed_ok: bool, model: Any = None) -> None:
+def _check(plan: PlanRecord, workload: Workload, *, changed_ok: bool, model: Any = None) -> None:
     """What every way to apply a plan asks first; warns of what else changed."""
     said = [check_before_use(plan, changed_ok=changed_ok)]
     said.append(

@@ -10,61 +10,17 @@ import dataclasses
 import functools
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import PlanError, WorkloadError
+from autoplan.planner.plan_record import PlanRecord
 from autoplan.planner.trust import own_workload
 
 if TYPE_CHECKING:
-    from autoplan.planner.loading import Loading
-    from autoplan.planner.records import Parity
-    from autoplan.probes.profile import HardwareProfile
-    from autoplan.strategies.analysis.training_facts import TrainingFacts
-    from autoplan.strategies.config import TrainingConfig
-    from autoplan.strategies.workloads.spec import WorkloadSpec
     from autoplan.strategies.workloads.workload import Workload
 
 
-class PlanLike(Protocol):
-    """What applying reads of a plan."""
-
-    @property
-    def workload(self) -> WorkloadSpec: ...
-
-    @property
-    def config(self) -> TrainingConfig: ...
-
-    @property
-    def hardware(self) -> HardwareProfile: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def training(self) -> TrainingFacts | None: ...
-
-    @property
-    def study(self) -> str: ...
-
-    @property
-    def parity(self) -> Parity: ...
-
-    @property
-    def loading(self) -> Loading | None: ...
-
-    @property
-    def edited(self) -> tuple[str, ...]: ...
-
-    @property
-    def unverified(self) -> str | None: ...
-
-    @property
-    def unverified_ok(self) -> bool: ...
-
-    def with_workload_at(self, model: str) -> PlanLike: ...
-
-
-def refuse_unverified(plan: PlanLike) -> str | None:
+def refuse_unverified(plan: PlanRecord) -> str | None:
     """Refuses the best so far of a search that verified nothing, unless the user takes it so; returns what it is.
 
     Raises:
@@ -108,7 +64,7 @@ class Parts:
     max_grad_norm: Any = AS_SEARCHED
 
 
-def make_workload(plan: PlanLike, parts: Parts, *, named: bool = False, searched: Workload | None = None) -> Workload:
+def make_workload(plan: PlanRecord, parts: Parts, *, named: bool = False, searched: Workload | None = None) -> Workload:
     """The workload that a plan is applied to.
 
     With a model: one of the user's parts, and what is not among them as in the search. Without: the workload of the
@@ -137,7 +93,7 @@ def make_workload(plan: PlanLike, parts: Parts, *, named: bool = False, searched
     return _with_parts(plan, parts, searched)
 
 
-def _are_all_given(plan: PlanLike, parts: Parts) -> bool:
+def _are_all_given(plan: PlanRecord, parts: Parts) -> bool:
     """Whether nothing is needed of the file that the plan names.
 
     Batches are handed to `run.step`. Clipping and a constant rate are in the plan; a schedule is not.
@@ -148,13 +104,13 @@ def _are_all_given(plan: PlanLike, parts: Parts) -> bool:
     return schedule and (parts.max_grad_norm is not AS_SEARCHED or plan.training is not None)
 
 
-def _batch_of_the_search(plan: PlanLike, named: bool, count: int, index: int) -> Any:
+def _batch_of_the_search(plan: PlanRecord, named: bool, count: int, index: int) -> Any:
     """A batch as the plan's own file makes it, which is imported now, if it may run."""
     searched = _searched_workload(plan, named)
     return (_no_batches if searched is None else searched.make_batch)(count, index)
 
 
-def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
+def _as_the_plan_says(plan: PlanRecord, parts: Parts) -> Parts:
     """The parts with the clipping of the search, where its workload is not here.
 
     Raises:
@@ -184,7 +140,7 @@ def _as_the_plan_says(plan: PlanLike, parts: Parts) -> Parts:
     return dataclasses.replace(parts, schedule=None)
 
 
-def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
+def _with_model(plan: PlanRecord, parts: Parts, searched: Workload) -> Workload:
     """The user's model; what else the user does not give is as it was in the search."""
     norm = searched.max_grad_norm if parts.max_grad_norm is AS_SEARCHED else parts.max_grad_norm
     made = _from_parts(
@@ -205,7 +161,7 @@ def _with_model(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
     return dataclasses.replace(made, count=searched.count, head=searched.head)
 
 
-def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
+def _from_parts(plan: PlanRecord, parts: Parts) -> Workload:
     """A workload of the parts alone, under the plan's name, sizes and seed."""
     from autoplan.strategies.workloads.objects import workload_from_objects
 
@@ -225,7 +181,7 @@ def _from_parts(plan: PlanLike, parts: Parts) -> Workload:
     )
 
 
-def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
+def _with_parts(plan: PlanRecord, parts: Parts, searched: Workload) -> Workload:
     """The workload of the search, its own model too, with the user's other parts in it."""
     if parts.optimizer is not None and not callable(parts.optimizer):
         raise WorkloadError(
@@ -247,7 +203,7 @@ def _with_parts(plan: PlanLike, parts: Parts, searched: Workload) -> Workload:
     return dataclasses.replace(searched, global_batch=plan.workload.global_batch, **changes)
 
 
-def _searched_workload(plan: PlanLike, named: bool) -> Workload | None:
+def _searched_workload(plan: PlanRecord, named: bool) -> Workload | None:
     """The workload of the search, where its reference can be followed here.
 
     Raises:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
-from autoplan.planner.apply.parts import AS_SEARCHED, Parts, PlanLike, make_workload, refuse_unverified
+from autoplan.planner.apply.parts import AS_SEARCHED, Parts, make_workload, refuse_unverified
 from autoplan.planner.changes import HINT, name_pieces, refuse_changed_parts
+from autoplan.planner.plan_record import PlanRecord
 from autoplan.planner.trust import TRAINING_CODE, refuse_odd_file
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _FIELDS = {"model": "build_model", "optimizer": "build_optimizer", "schedule": "
 
 
 def prepare_plan(
-    plan: PlanLike,
+    plan: PlanRecord,
     model: nn.Module | Callable[[], nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     loss: Callable[[Any, Any], LossSum] | None = None,
@@ -110,7 +111,7 @@ def prepare_plan(
     return run
 
 
-def check_before_use(plan: PlanLike, *, changed_ok: bool, checks_parity: bool = True) -> str | None:
+def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool = True) -> str | None:
     """What every verb asks before a plan meets code: prepare, run, verify and export. Reads files; runs none.
 
     Args:
@@ -171,7 +172,7 @@ def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
     return f"changed since the plan was found: {', '.join(changed)} of {spec.name}{pieces}"
 
 
-def refuse_other_training(plan: PlanLike, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def refuse_other_training(plan: PlanRecord, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuses an optimizer that trains otherwise than the search did, and warns of other dropout rates.
 
     Raises:
@@ -192,7 +193,7 @@ def refuse_other_training(plan: PlanLike, optimizer: torch.optim.Optimizer, mode
         warnings.warn(f"the model has dropout rates {here or 'of 0'}; the search had {then or '0'}", stacklevel=4)
 
 
-def warn_of_other_hardware(plan: PlanLike, device: str) -> str | None:
+def warn_of_other_hardware(plan: PlanRecord, device: str) -> str | None:
     """Says, as a warning, where this machine is not the one the plan was found on; returns what it said."""
     from autoplan.probes.run import read_host_profile
 
@@ -213,7 +214,7 @@ def _machine(hardware: Any, device: str) -> str:
     return f"{name}, torch {hardware.host.torch}"
 
 
-def _pick_device(plan: PlanLike, device: str | torch.device | None) -> torch.device:
+def _pick_device(plan: PlanRecord, device: str | torch.device | None) -> torch.device:
     import torch
 
     target = torch.device(plan.device if device is None else device)

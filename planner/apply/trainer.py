@@ -27,7 +27,7 @@ from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
 if TYPE_CHECKING:
     import torch
 
-    from autoplan.planner.apply.parts import PlanLike
+    from autoplan.planner.plan_record import PlanRecord
     from autoplan.strategies.workloads.workload import Workload
 
 NOT_DIVIDED = 0.01
@@ -37,7 +37,7 @@ COUNTS_ALL_RANKS = "average_tokens_across_devices"
 """The argument by which num_items_in_batch is that of all ranks."""
 
 
-def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, changed_ok: bool = False) -> Any:
+def apply_to_trainer(plan: PlanRecord, trainer: Any, *, measure: bool = False, changed_ok: bool = False) -> Any:
     """What Plan.apply_to calls; its docstring says the parameters and errors."""
     from autoplan.strategies.workloads.trainers import class_names, read_source
     from autoplan.strategies.workloads.trainers.trainer_data import refuse_other_batch_size
@@ -107,7 +107,7 @@ def apply_to_trainer(plan: PlanLike, trainer: Any, *, measure: bool = False, cha
     return made
 
 
-def _refuse_given_optimizer(plan: PlanLike, trainer: Any) -> None:
+def _refuse_given_optimizer(plan: PlanRecord, trainer: Any) -> None:
     """Refuses shards for a Trainer that was given its optimizer or schedule: with FSDP it makes both itself."""
     if plan.config.dp_shard == 1:
         return
@@ -132,7 +132,7 @@ def _refuse_given_optimizer(plan: PlanLike, trainer: Any) -> None:
         )
 
 
-def _refuse_world(plan: PlanLike, trainer: Any) -> None:
+def _refuse_world(plan: PlanRecord, trainer: Any) -> None:
     """Refuses a plan of another number of processes than this Trainer trains on, and a process with several GPUs."""
     here, wanted = int(trainer.args.world_size), plan.config.world_size
     if (gpus := int(trainer.args.n_gpu)) > 1:
@@ -165,7 +165,7 @@ def _as_one_process(trainer: Any) -> Any:
     return alone
 
 
-def _optimizer(plan: PlanLike, trainer: Any) -> torch.optim.Optimizer:
+def _optimizer(plan: PlanRecord, trainer: Any) -> torch.optim.Optimizer:
     """The Trainer's optimizer over the Trainer's own parameters, in the plan's form."""
     from autoplan.strategies.workloads.optimizers import rebuild
     from autoplan.strategies.workloads.trainers.transformers import make_optimizer
@@ -174,7 +174,7 @@ def _optimizer(plan: PlanLike, trainer: Any) -> torch.optim.Optimizer:
     return rebuild(make_optimizer(trainer), {} if step == "own" else OPTIMIZER_FLAGS[step])
 
 
-def _optimizers(plan: PlanLike, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def _optimizers(plan: PlanRecord, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """What Trainer(optimizers=) takes; with FSDP it makes the optimizer itself."""
     from autoplan.strategies.workloads.trainers.schedules import same_schedule
 
@@ -183,7 +183,7 @@ def _optimizers(plan: PlanLike, trainer: Any, optimizer: torch.optim.Optimizer) 
     return optimizer, None if trainer.lr_scheduler is None else same_schedule(trainer.lr_scheduler)(optimizer)
 
 
-def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
+def _arguments(plan: PlanRecord, trainer: Any) -> tuple[Any, list[str]]:
     """The Trainer's arguments with the plan's values, and what they cannot express.
 
     Raises:
@@ -216,7 +216,7 @@ def _arguments(plan: PlanLike, trainer: Any) -> tuple[Any, list[str]]:
     return arguments, left_out
 
 
-def _divided_share(plan: PlanLike, trainer: Any, workload: Workload) -> float | None:
+def _divided_share(plan: PlanRecord, trainer: Any, workload: Workload) -> float | None:
     """Whether the loss divides by the number of items, where several micro-batches make that matter.
 
     Raises:
@@ -245,7 +245,7 @@ def _divided_share(plan: PlanLike, trainer: Any, workload: Workload) -> float | 
     )
 
 
-def _prepare_model(plan: PlanLike, trainer: Any, workload: Workload) -> list[str]:
+def _prepare_model(plan: PlanRecord, trainer: Any, workload: Workload) -> list[str]:
     """Changes the model as the trials did, by the same techniques; returns what the Trainer cannot carry."""
     import torch
 

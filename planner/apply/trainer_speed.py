@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.processes import Ended, Task, Zygote
 
 if TYPE_CHECKING:
-    from autoplan.planner.apply.parts import PlanLike
+    from autoplan.planner.plan_record import PlanRecord
     from autoplan.processes import RankContext
 
 WARMUP_STEPS = 2
@@ -79,7 +79,7 @@ def run_own_loop(trainer: Any, *, steps: int = DEFAULT_STEPS, time_limit_s: floa
     return OwnLoop(reason=report.describe())
 
 
-def describe_speed(plan: PlanLike, loop: OwnLoop) -> str:
+def describe_speed(plan: PlanRecord, loop: OwnLoop) -> str:
     """How far the Trainer's own loop is from what the search measured, in a sentence."""
     if not loop.step_s:
         return f"the Trainer's own loop was not measured: {loop.reason}"

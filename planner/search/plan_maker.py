@@ -10,7 +10,8 @@ import datetime
 from collections.abc import Sequence
 
 from autoplan.planner.loading import Loading
-from autoplan.planner.plan import Alternative, HandSetting, Measurement, Plan
+from autoplan.planner.plan import Plan
+from autoplan.planner.plan_record import Alternative, HandSetting, Measurement
 from autoplan.planner.records import Objective, Parity, Trial
 from autoplan.planner.search.claim import compare
 from autoplan.planner.search.objective import order

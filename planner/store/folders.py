@@ -26,7 +26,6 @@ OWN_FILES = (
     "learned.json",
     "plan.json",
     "plan.unverified.json",
-    "best.json",  # of earlier versions
     "trials",
     "parity",
     "lock",

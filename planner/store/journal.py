@@ -38,7 +38,7 @@ class RecordFile:
             raise store_error(path, error) from error
         try:
             refuse_special(self._fd, path)
-            os.fchmod(self._fd, PRIVATE_FILE)  # earlier versions left it readable to others
+            os.fchmod(self._fd, PRIVATE_FILE)  # one that was copied here may be readable to others
             if not existed:
                 sync_directory(path.parent)
             self.documents, self._end = _read_whole_lines(path, self._fd)

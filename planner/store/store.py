@@ -31,7 +31,6 @@ from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import PRIVATE_FILE, is_special, make_private_folder, read_regular, refuse_foreign
 from autoplan.planner.records import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.earlier import as_attempt, check_did_not_run, ended_from_outside
 from autoplan.planner.store.folders import OWN_FILES, RECORD, SQLITE_FILES, move_aside
 from autoplan.planner.store.journal import RecordFile, store_error, write_atomically
 from autoplan.processes import ProcessIdentity, is_alive
@@ -74,7 +73,7 @@ def study_identity(
         "nproc": nproc,
         "memory_limit_bytes": memory_limit_bytes,
     }
-    parts |= {"objective": dict(objective)} if objective else {}  # so that identities of earlier versions stay
+    parts |= {"objective": dict(objective)} if objective else {}  # searches without one had no such key
     if numerics != "kept":  # earlier studies have no such key
         parts["numerics"] = numerics
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -112,7 +111,6 @@ class Store:
         self._finished: dict[str, Any] | None = None
         self._finished_budget_s = 0.0  # what it finished with: only more opens it again
         self._plan_found: dict[str, Any] | None = None  # the last end with a plan, also where the search goes on
-        self._reopened = False  # the record has a verdict of an earlier version that does not count
         self._spent_before_s = 0.0
         self._clock_written = 0.0
         self._lock = _take(folder, identity, wait=wait)
@@ -323,20 +321,10 @@ class Store:
         self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(document.get("spent_s", 0.0)))
         match document["kind"]:
             case "trial":
-                trial = Trial.model_validate(document["trial"] | {"resumed": True})
-                if ended_from_outside(trial):
-                    self._attempts.append(as_attempt(trial))
-                    self._reopened |= trial.purpose != "search"
-                else:
-                    self._trials.append(trial)
-            case "short_trial":
-                pass  # of a model cut to a few blocks, which earlier versions ran: it says nothing of a whole one
+                self._trials.append(Trial.model_validate(document["trial"] | {"resumed": True}))
             case "parity":
-                parity = Parity.model_validate(document["parity"])
-                if check_did_not_run(parity):
-                    self._reopened = True
-                else:
-                    self._parities[TrainingConfig.model_validate(document["config"])] = parity
+                config = TrainingConfig.model_validate(document["config"])
+                self._parities[config] = Parity.model_validate(document["parity"])
             case "attempt":
                 self._attempts.append(Attempt.model_validate(document["attempt"]))
             case "compiled_ahead":
@@ -347,11 +335,10 @@ class Store:
                 self._claims.append(ClaimRounds.model_validate(document["claim"]))
             case "budget":
                 self._take_budget(SECONDS.validate_python(document["budget_s"]))
-            case "finished" if not self._reopened:
+            case "finished":
                 end = {key: value for key, value in document.items() if key not in ("kind", "spent_s", "budget_s")}
-                budget_s = document.get("budget_s", self._budget_s or 0.0)  # older lines have none
                 STATUS.validate_python(end["status"])
-                self._take_end(END.validate_python(end), SECONDS.validate_python(budget_s))
+                self._take_end(END.validate_python(end), SECONDS.validate_python(document["budget_s"]))
 
 
 DIGESTS = {

@@ -326,7 +326,7 @@ def test_a_missing_digest_is_a_changed_one(folder: Path, cli) -> None:
 
 @pytest.mark.parametrize("section", ["claim", "hand", "environment"])
 def test_the_seal_covers_the_claim_the_hand_setting_and_the_environment(folder: Path, section: str) -> None:
-    from autoplan.planner.plan import HandSetting
+    from autoplan.planner.plan_record import HandSetting
     from autoplan.planner.records import Claim
 
     plan = make_plan()

@@ -225,14 +225,9 @@ def test_what_the_user_searched_runs_without_a_flag(named: Case, cli) -> None:
     assert named.mark.exists()
 
 
-def test_a_plan_in_the_users_own_store_counts(named: Case, tmp_path: Path) -> None:
-    plan = named.load()
-    folder = tmp_path / "state" / "autoplan" / "studies" / plan.study
-    folder.mkdir(parents=True, mode=0o700)
-    plan.save(folder / "plan.json", private=True)
-    assert plan.prepare().workload.name == "tiny"
-    (folder / "plan.json").chmod(0o666)
-    named.mark.unlink()
+def test_a_note_that_others_could_have_written_does_not_count(named: Case, tmp_path: Path) -> None:
+    study = remember(named)
+    (tmp_path / "state" / "autoplan" / "code" / f"{study}.json").chmod(0o666)
     with pytest.raises(PlanError, match="code that would run"):
         named.load().prepare()
     assert not named.mark.exists()

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Choice, HandSetting, Plan
-from autoplan.planner.plan_checks import broken_rules
+from autoplan.planner.plan import Plan
+from autoplan.planner.plan_record import Choice, HandSetting, broken_rules
 from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import BudgetState

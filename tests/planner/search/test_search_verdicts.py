@@ -21,9 +21,7 @@ from autoplan.planner.search import session as search_session
 from autoplan.planner.search import state as search_state
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
-from autoplan.planner.store.store import Store
 from autoplan.processes import cause, linux
-from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 
 WORKLOAD = Path(__file__).parents[1] / "data" / "injected.py"
@@ -302,23 +300,3 @@ def test_every_fault_in_an_export(tmp_path: Path, injector: Injector) -> None:
         assert caught.value.exit_code != 1 and str(caught.value).encode()
         assert injector.done() == {"export": 1} and not (tmp_path / "train.py").exists()
         assert export_plan(plan, "pytorch", tmp_path / f"{kind}.py").paths[0].exists()
-
-
-# Records of earlier versions.
-
-
-def test_a_kill_in_a_record_of_an_earlier_version_no_longer_counts(tmp_path: Path) -> None:
-    config = TrainingConfig(micro_batch=4)
-    killed = Trial(
-        number=0, purpose="baseline", config=config, outcome=Outcome.CRASHED, detail="SIGKILL",
-        reason="killed by signal 9 in phase 'measure'", phase="measure", seconds_spent=3.0,
-    )  # fmt: skip
-    crashed = killed.model_copy(update={"number": 1, "detail": None, "purpose": "search"})
-    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
-        store.add_trial(killed)
-        store.add_trial(crashed)
-        store.finish("no_feasible_plan", reason="the plain fp32 run does not run here", ended_by="time")
-    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
-        assert [trial.number for trial in store.trials] == [1] and store.next_number == 2
-        assert [attempt.part for attempt in store.attempts] == ["baseline"]
-        assert store.finished is None

@@ -460,20 +460,3 @@ def test_identities_are_those_of_the_first_stores():
         spec, "hw", device="cpu", fix={"tp": 1, "compile": "off"}, bound=bound, nproc=2, memory_limit_bytes=1 << 30
     )
     assert given == "07ee12e42f32165c"
-
-
-def test_short_trials_of_an_earlier_version_are_no_trials(tmp_path: Path):
-    """A record as that version wrote it: a trial of the whole model, and one of the model cut to 2 of 12 blocks."""
-    with open_store(tmp_path / "s") as store:
-        store.add_trial(make_trial(0))
-    cut = make_trial(1, micro_batch=2).model_dump(mode="json", exclude={"resumed"}) | {"purpose": "short"}
-    short = {"trial": cut, "depth": 2, "blocks": 12, "micro_ratio": 4.0, "optimizer_ratio": 3.0}
-    record = tmp_path / "s" / "record.jsonl"
-    with record.open("a") as file:
-        file.write(json.dumps({"kind": "short_trial", "short_trial": short, "spent_s": 500.0}) + "\n")
-    with open_store(tmp_path / "s") as store:
-        assert [trial.number for trial in store.trials] == [0]
-        assert store.spent_s >= 500.0, "the time that it took is spent"
-        store.add_trial(make_trial(store.next_number, micro_batch=2))
-    with open_store(tmp_path / "s") as store:
-        assert [trial.config.micro_batch for trial in store.trials] == [1, 2]

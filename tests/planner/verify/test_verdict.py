@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import autoplan
-from autoplan.planner.plan import Environment, Plan
+from autoplan.planner.plan import Plan
+from autoplan.planner.plan_record import Environment
 from autoplan.planner.records import Claim, Interval, Outcome, Trial, Window
 from autoplan.planner.surroundings import find_differences, read_environment
 from autoplan.planner.verify.verdict import judge

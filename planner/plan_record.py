@@ -1,21 +1,37 @@
-"""The plan's own arithmetic: what must hold between its figures, whatever was measured.
+"""What a plan is: its fields, and what must hold between its figures, whatever was measured.
 
-In: a plan. Out: sentences, one for each rule that it breaks; a plan that a search wrote breaks none.
+`Plan` (plan.py) adds what a user does with one. What applies a plan, below it, takes a `PlanRecord`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from autoplan.errors import ConfigError
-from autoplan.planner.records import Interval, Parity, Trial, WorkLine
+from autoplan.planner.loading import Loading
+from autoplan.planner.records import (
+    Attempt,
+    Claim,
+    Interval,
+    LeftOutFamily,
+    Objective,
+    Parity,
+    Prediction,
+    Trial,
+    WorkLine,
+)
+from autoplan.planner.trust import own_workload
+from autoplan.planner.untried import Untried
 from autoplan.probes.profile import HardwareProfile
+from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+
+SCHEMA_VERSION = 1
 
 MAX_COUNT = 2**40
 """Largest global batch, sequence length, degree and count of memory in a plan; more is a slip of the keyboard."""
@@ -24,53 +40,153 @@ LARGEST_NUMBER = 1e30
 """No figure of a plan is larger: the fastest machines of 2026 have 1e19 FLOP/s."""
 
 
-class PlanFigures(Protocol):
-    """What the checks read of a plan."""
+class Measurement(Record):
+    """What was measured of one configuration: the medians over its finalist runs, or over its one trial."""
+
+    step_time_s: Interval
+    tokens_per_s: Interval
+    peak_memory_bytes: int | None
+    mfu: float | None = Field(description="model FLOPs/s over the dense peak of the device in the plan's precision")
+    mfu_peak_source: str | None = Field(description="where that peak comes from: datasheet or measured matmul")
+    method: str
+    trials: tuple[int, ...] = Field(description="numbers of the trials behind it")
+
+
+class Alternative(Record):
+    """A configuration that lost, and by how much."""
+
+    config: TrainingConfig
+    measurement: Measurement | None
+    speed_ratio: Interval | None = Field(
+        description="its tokens/s over the plan's; an interval that contains 1 is a tie"
+    )
+    why: str
+
+
+class HandSetting(Record):
+    """What a careful person would set without a search, and how the plan compares with it."""
+
+    config: TrainingConfig
+    measurement: Measurement
+    speedup: Interval = Field(description="tokens/s of the plan over the hand setting's")
+    claim: Claim
+
+
+class Choice(Record):
+    """Why one knob has the value it has."""
+
+    knob: str
+    value: Any
+    reason: str
+
+
+class Environment(Record):
+    """What was installed and set where the plan was found."""
+
+    autoplan: str
+    torch: str
+    python: str
+    transformers: str | None
+    liger_kernel: str | None = None
+    triton: str | None = None
+    torchao: str | None = None
+    platform: str
+    variables: dict[str, str] = Field(default_factory=dict)
+
+
+class PlanRecord(Record):
+    """A plan as data: a verified one, or the best so far of a search that ended before (`unverified`)."""
+
+    schema_version: int = SCHEMA_VERSION
+    created: str
+    study: str = Field(description="identity of the study that found it")
+    workload: WorkloadSpec
+    config: TrainingConfig
+    accumulation: int
+    device: Literal["cuda", "cpu"]
+    hardware: HardwareProfile
+    prediction: Prediction | None
+    measurement: Measurement
+    baseline: Trial
+    speedup: Interval = Field(description="tokens/s of the plan over the baseline's")
+    claim: Claim | None = Field(
+        default=None, description="whether that is a claim, and why not; None in plans of earlier versions"
+    )
+    hand: HandSetting | None = Field(
+        default=None, description="against a careful hand setting; None where it was not measured"
+    )
+    alternatives: tuple[Alternative, ...]
+    untried: Untried | None = Field(
+        default=None, description="what a longer search tries next; None: all were tried, or not known"
+    )
+    parity: Parity
+    unverified: str | None = Field(
+        default=None, description="why nobody verified it: the search ended before; None: it is verified"
+    )
+    failed_parity: tuple[TrainingConfig, ...] = Field(default=(), description="checked, and they would train otherwise")
+    choices: tuple[Choice, ...]
+    left_out: tuple[LeftOutFamily, ...]
+    evidence: tuple[Trial, ...]
+    ledger: tuple[WorkLine, ...] = Field(default=(), description="where the time of the search went, piece by piece")
+    attempts: tuple[Attempt, ...] = Field(default=(), description="runs that something outside ended; none counts")
+    notes: tuple[str, ...] = ()
+    environment: Environment
+    training: TrainingFacts | None = Field(
+        default=None,
+        description="optimizer, clipping, schedule and seed of the workload; None in plans of earlier versions",
+    )
+    objective: Objective = Field(default=Objective(), description="what the search looked for")
+    loading: Loading | None = Field(default=None, description="the loader beside the step; None: no dataset was given")
+    seal: dict[str, str] = Field(
+        default_factory=dict,
+        description="a digest of each section of the measured part, which shows an accidental edit; it is "
+        "no signature. Empty in plans of earlier versions",
+    )
+    _edited: tuple[str, ...] = PrivateAttr(default=())
+    _load_notes: tuple[str, ...] = PrivateAttr(default=())
+    _unverified_ok: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_payload(cls, document: Any) -> Any:
+        """A plan from a file carries no pickled objects: loading them would run code."""
+        workload = document.get("workload") if isinstance(document, dict) else None
+        if isinstance(workload, dict) and "payload" in workload:
+            raise ValueError("workload.payload: a plan from a file carries no objects, since loading them runs code")
+        return document
 
     @property
-    def workload(self) -> WorkloadSpec: ...
+    def edited(self) -> tuple[str, ...]:
+        """The sections of its file that were edited after it was written; empty where it is from no file."""
+        return self._edited
 
     @property
-    def config(self) -> TrainingConfig: ...
+    def load_notes(self) -> tuple[str, ...]:
+        """What is to be said of the file that the plan was loaded from, in sentences."""
+        return self._load_notes
 
     @property
-    def accumulation(self) -> int: ...
+    def unverified_ok(self) -> bool:
+        """Whether the user takes it although it is unverified."""
+        return self._unverified_ok
 
-    @property
-    def device(self) -> str: ...
+    def accepted(self, unverified_ok: bool) -> Self:
+        """The plan as the user takes it: with `unverified_ok` although it is unverified."""
+        plan = self.model_copy()
+        plan._unverified_ok = self._unverified_ok or unverified_ok
+        return plan
 
-    @property
-    def hardware(self) -> HardwareProfile: ...
+    def with_workload_at(self, model: str) -> Self:
+        """The plan with the workload that is named: `file.py:function`, a config.json or a folder.
 
-    @property
-    def measurement(self) -> Any: ...
-
-    @property
-    def baseline(self) -> Trial: ...
-
-    @property
-    def speedup(self) -> Interval: ...
-
-    @property
-    def hand(self) -> Any: ...
-
-    @property
-    def ledger(self) -> Sequence[WorkLine]: ...
-
-    @property
-    def alternatives(self) -> Sequence[Any]: ...
-
-    @property
-    def parity(self) -> Parity: ...
-
-    @property
-    def evidence(self) -> Sequence[Trial]: ...
-
-    @property
-    def training(self) -> TrainingFacts | None: ...
+        Raises:
+            PlanError: the plan is of another function, or has other options or arguments.
+            UsageError: the workload is of another kind, or there is no such file.
+        """
+        return self.model_copy(update={"workload": own_workload(self.workload, self.study, model)})
 
 
-def broken_rules(plan: PlanFigures) -> list[str]:
+def broken_rules(plan: PlanRecord) -> list[str]:
     """What does not add up in a plan, in sentences."""
     found = [*_sizes(plan)]
     if found:
@@ -78,7 +194,7 @@ def broken_rules(plan: PlanFigures) -> list[str]:
     return [*_batch(plan), *_device(plan), *_parity(plan), *_options(plan), *_training(plan), *_figures(plan)]
 
 
-def _sizes(plan: PlanFigures) -> Iterator[str]:
+def _sizes(plan: PlanRecord) -> Iterator[str]:
     length = plan.workload.sequence_length
     counts = {
         "workload.global_batch": plan.workload.global_batch,
@@ -94,7 +210,7 @@ def _sizes(plan: PlanFigures) -> Iterator[str]:
                 yield f"{place}.{knob} is {value}; it is at most 2**40"
 
 
-def _batch(plan: PlanFigures) -> Iterator[str]:
+def _batch(plan: PlanRecord) -> Iterator[str]:
     config, batch = plan.config, plan.workload.global_batch
     if config.micro_batch * plan.accumulation * config.dp != batch:
         yield (
@@ -108,7 +224,7 @@ def _batch(plan: PlanFigures) -> Iterator[str]:
             yield f"{place}: {error.message}"
 
 
-def _device(plan: PlanFigures) -> Iterator[str]:
+def _device(plan: PlanRecord) -> Iterator[str]:
     devices = [device for device in plan.hardware.devices if device.type == plan.device]
     if not devices:
         yield f"it is for {plan.device}, and its hardware has no such device"
@@ -119,7 +235,7 @@ def _device(plan: PlanFigures) -> Iterator[str]:
         )
 
 
-def _parity(plan: PlanFigures) -> Iterator[str]:
+def _parity(plan: PlanRecord) -> Iterator[str]:
     parity = plan.parity
     if parity.passed and parity.failures:
         yield f"parity passed, and parity.failures says: {parity.failures[0]}"
@@ -127,7 +243,7 @@ def _parity(plan: PlanFigures) -> Iterator[str]:
         yield f"parity.tolerance is {parity.tolerance}; it is at least 0"
 
 
-def _options(plan: PlanFigures) -> Iterator[str]:
+def _options(plan: PlanRecord) -> Iterator[str]:
     """The options of the workload that autoplan itself reads; those of a user's function are the function's."""
     options = plan.workload.options
     for name in ("learning_rate", "weight_decay"):
@@ -148,7 +264,7 @@ _PLAIN_OPTIONS = ("adam.Adam", "adamw.AdamW", "sgd.SGD", "adagrad.Adagrad", "rms
 """Of torch.optim, those whose options are numbers; Adafactor's eps is a pair, another class may have anything."""
 
 
-def _training(plan: PlanFigures) -> Iterator[str]:
+def _training(plan: PlanRecord) -> Iterator[str]:
     training = plan.training
     if training is None:
         return
@@ -175,7 +291,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _figures(plan: PlanFigures) -> Iterator[str]:
+def _figures(plan: PlanRecord) -> Iterator[str]:
     """Every interval holds its median, and the plan's own figures are above 0."""
     for place, value in _walk(plan, ""):
         if isinstance(value, Interval) and not value.low <= value.median * (1 + 1e-9) <= value.high * (1 + 2e-9):
@@ -200,7 +316,7 @@ def _figures(plan: PlanFigures) -> Iterator[str]:
         yield f"measurement.peak_memory_bytes is {measured.peak_memory_bytes}; it is at least 0"
 
 
-def _configs(plan: PlanFigures) -> Iterator[tuple[str, TrainingConfig]]:
+def _configs(plan: PlanRecord) -> Iterator[tuple[str, TrainingConfig]]:
     yield "config", plan.config
     yield "baseline.config", plan.baseline.config
     if plan.hand is not None:
