@@ -177,7 +177,7 @@ def search(
         sequence_length=sequence_length,
         seed=options.get("seed", 0),
     )
-    asked = SearchOptions(spec=spec, **options)
+    asked = SearchOptions.model_validate({"spec": spec, **options})
     with _off_the_device(model if workload is None else workload):
         result = run(asked, observer=observer, quiet=quiet)
     if result.recheck is not None and result.recheck.exit_code:

@@ -83,7 +83,7 @@ def describe_speed(plan: PlanRecord, loop: OwnLoop) -> str:
     """How far the Trainer's own loop is from what the search measured, in a sentence."""
     if not loop.step_s:
         return f"the Trainer's own loop was not measured: {loop.reason}"
-    measured = plan.measurement.step_time_s  # type: ignore[attr-defined]  # a Plan has one
+    measured = plan.measurement.step_time_s
     ratio = measured.median / loop.median_s
     return (
         f"the Trainer's own loop takes {loop.median_s:.3g} s a step (median of {len(loop.step_s)}), and the search "

@@ -323,8 +323,8 @@ class Store:
             case "trial":
                 self._trials.append(Trial.model_validate(document["trial"] | {"resumed": True}))
             case "parity":
-                config = TrainingConfig.model_validate(document["config"])
-                self._parities[config] = Parity.model_validate(document["parity"])
+                parity = Parity.model_validate(document["parity"])
+                self._parities[TrainingConfig.model_validate(document["config"])] = parity
             case "attempt":
                 self._attempts.append(Attempt.model_validate(document["attempt"]))
             case "compiled_ahead":
