@@ -2,6 +2,7 @@
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
+# make test-timing: the tests that compare measured times, on an idle machine
 # make docs:   the documentation with the API reference, in site/
 # make test-torchao: the tests that need torchao, which gets a folder of its own (a part of `make test`)
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
@@ -37,8 +38,8 @@ search: $(VENV)/.installed
 tested = $(PYTEST) $(1) -m "$(2)" || { test $$? -eq 1 && $(PYTEST) --last-failed --maxfail=3 -m "$(2)"; }
 
 test: lint types
-	$(call tested,$(TWO_WORKERS) --durations=15,not alone and not exhaustive and not environment and not torchao)
-	$(call tested,--durations=5,alone)
+	$(call tested,$(TWO_WORKERS) --durations=15,not alone and not timing and not exhaustive and not environment and not torchao)
+	$(call tested,--durations=5,alone and not exhaustive)
 	$(MAKE) test-torchao
 
 # torchao stays out of the environment: transformers imports it with every model, wherever it finds it.
@@ -53,6 +54,11 @@ test-parity: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "exhaustive and not alone and not environment"
 	$(PYTEST) -m "exhaustive and alone and not environment"
+
+# What is measured here is what other work on the machine changes, so it is no part of `make test`.
+.PHONY: test-timing
+test-timing: $(VENV)/.installed-test
+	$(PYTEST) --durations=15 -m "timing and not exhaustive"
 
 .PHONY: test-plans
 test-plans: $(VENV)/.installed-test
@@ -70,7 +76,7 @@ test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
 
 quick: lint $(TYPES)
-	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not environment"
+	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not timing and not environment"
 	$(PYTEST) -m "alone and not slow and not exhaustive"
 
 lint: $(VENV)/.installed-test

@@ -1,12 +1,14 @@
-"""What all tests share: cache and state folders of their own, one probe of this machine, the order of the files."""
+"""What all tests share: cache and state folders of their own, one probe of this machine, one zygote of a worker."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -49,7 +51,7 @@ def own_folders(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def probed_machine(shared_folder: Path, own_folders: None) -> None:
+def probed_machine(shared_folder: Path, training_zygote: Any) -> None:
     """The profile of this machine is in the cache: searches find it, and the workers measure it once for all.
 
     It is kept also where other tests were running meanwhile: a search that measured it again would use up its budget.
@@ -58,7 +60,52 @@ def probed_machine(shared_folder: Path, own_folders: None) -> None:
     from autoplan.probes.run import DEFAULT_BUDGET_S, run_probes
 
     with FileLock(shared_folder / "probe.lock"):
-        profile = run_probes(device="cpu").model_copy(update={"disturbed": None})
+        profile = run_probes(training_zygote, device="cpu").model_copy(update={"disturbed": None})
         path = cache_path(profile.fingerprint, "cpu")
         if not path.exists():
             save_cached(path, CachedProfile(budget_s=DEFAULT_BUDGET_S, profile=profile))
+
+
+@pytest.fixture(scope="session")
+def training_zygote(own_folders: None) -> Iterator[Any]:
+    """For all tests whose ranks do no harm to it: what it has imported, each rank would import again.
+
+    It starts with its first task.
+    """
+    from autoplan.planner.search.preload import MODELS, PRELOAD
+    from autoplan.processes import Zygote
+
+    models = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "qwen3")]
+    more = ["torch.distributed.tensor", "torch.distributed.fsdp", "autoplan.planner.trials.loading"]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    zygote = Zygote(preload=(*PRELOAD, MODELS, *models, *more), env=environment)
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _exports_share_a_zygote(training_zygote: Any) -> Iterator[None]:
+    """An export reads its files back in a process of its own, which would import torch and transformers each time."""
+    from autoplan.planner.export import user_code
+    from autoplan.processes import Zygote
+
+    def share(*, env: Mapping[str, str] | None = None, **given: Any) -> Any:
+        alike = env in (None, {"HF_HUB_OFFLINE": "1"})
+        return nullcontext(training_zygote) if alike else Zygote(env=env, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(user_code, "Zygote", share)
+        yield
+
+
+@pytest.fixture
+def quick_searches(probed_machine: None, training_zygote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live searches of this process take the time that shows that they work: see tests/time_box.py."""
+    from autoplan.planner.search import run
+    from autoplan.planner.verify import recheck
+    from tests.time_box import set_time_box
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for module in (run, recheck):
+        monkeypatch.setattr(module, "Zygote", lambda **given: nullcontext(training_zygote))
+    set_time_box(monkeypatch.setattr)

@@ -80,7 +80,7 @@ def test_a_search_from_an_unguarded_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_a_search_over_closures_that_finds_nothing_raises(tmp_path: Path) -> None:
     import torch
     from torch import nn
@@ -304,7 +304,7 @@ def test_export_takes_a_plan_or_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_instances_of_model_and_optimizer_are_searched_with(tmp_path: Path) -> None:
     import torch
     from torch import nn

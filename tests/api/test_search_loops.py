@@ -33,7 +33,7 @@ def loop_of(accelerator: Any) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains(
-    probed_machine: None, tmp_path: Path
+    quick_searches: None, tmp_path: Path
 ) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -71,7 +71,7 @@ def test_an_accelerate_loop_is_searched_and_its_plan_trains_what_the_loop_trains
 
 
 @pytest.mark.slow
-def test_a_step_is_searched_and_its_plan_runs_the_step(probed_machine: None, tmp_path: Path) -> None:
+def test_a_step_is_searched_and_its_plan_runs_the_step(quick_searches: None, tmp_path: Path) -> None:
     plan = autoplan.search(step=make_step, global_batch=16, budget=60, device="cpu", store=tmp_path, quiet=True)
     assert plan.parity.passed
     if plan.config != plan.baseline.config:  # a plan that is the plain run is compared with nothing

@@ -333,7 +333,7 @@ def test_compiling_ahead_is_replayed_with_a_gpus_times():
     assert 0 < alone < beside and 0.5 < share <= 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tiny_table_is_recorded_and_replayed(tmp_path: Path):
     """For real: two candidates, two processes each."""
     options = argparse.Namespace(

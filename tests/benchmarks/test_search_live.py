@@ -144,7 +144,7 @@ print(json.dumps([find(), tried]))
 """
 
 
-@pytest.mark.parametrize("peer", ["accelerate", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("peer", ["accelerate", pytest.param("trainer", marks=pytest.mark.exhaustive)])
 def test_a_real_finder_meets_the_memory_limit_and_shrinks_the_batch(peer: str, tmp_path: Path):
     pytest.importorskip("accelerate")
     ran = subprocess.run(

@@ -33,6 +33,7 @@ def losses(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
+@pytest.mark.exhaustive
 def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq-len", "32", "--global-batch", "8"]
     small += ["--budget", "60s", "--max-trials", "2", "--fix", "compile=off", "--device", "cpu"]
@@ -48,6 +49,7 @@ def test_train_gpt2_searches_trains_and_resumes(tmp_path: Path) -> None:
         assert loss == pytest.approx(losses(whole)[step], abs=2e-4), f"step {step} differs after resuming"
 
 
+@pytest.mark.exhaustive
 def test_image_classifier_is_planned(tmp_path: Path) -> None:
     workload = str(ROOT / "examples" / "image_classifier.py") + ":tiny_classifier"
     command = ["-m", "autoplan", "search", "--model", workload, "--budget", "60s", "--max-trials", "2", "--json"]
@@ -64,8 +66,21 @@ def test_image_classifier_is_planned(tmp_path: Path) -> None:
 
 def test_the_tutorial_searches_trains_and_resumes(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "tutorial.py")
-    search = ["-m", "autoplan", "search", "--model", f"{script}:workload", "--global-batch", "8", "--budget", "60s"]
-    run(tmp_path, *search, "--max-trials", "2", "--fix", "compile=off", "--device", "cpu", "--out", "plan.json")
+    search = ["-m", "tests.time_box", "search", "--model", f"{script}:workload", "--global-batch", "8"]
+    run(
+        tmp_path,
+        *search,
+        "--budget",
+        "60s",
+        "--max-trials",
+        "2",
+        "--fix",
+        "compile=off",
+        "--device",
+        "cpu",
+        "--out",
+        "plan.json",
+    )
     whole = run(tmp_path, script, "--steps", "40", "--checkpoint", "whole.pt")
     assert losses(whole)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
     run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")

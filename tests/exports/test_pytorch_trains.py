@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.plan import Plan
+from tests.cases import some
 from tests.exports import script_runner
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD, SixSteps, compare, make_plan, plain_loop, prepared
 from tests.exports.workloads import STEPS
@@ -65,11 +66,6 @@ CASES: dict[str, dict[str, Any]] = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "tp_dp": {"tp": 2, "dp_replicate": 2},
 }
-
-
-def some(cases: Iterable[str], in_make_test: Collection[str]) -> list[Any]:
-    """The cases; those that `make test` leaves out are for `make test-exports`."""
-    return [pytest.param(case, marks=[pytest.mark.exhaustive] * (case not in in_make_test)) for case in cases]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,10 +34,9 @@ def test_a_plan_trains_as_the_plain_loop_does(workload: str) -> None:
     assert all((value != wanted.start[name]).any() for name, value in wanted.parameters.items())
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote(preload=("torch", "transformers")) as made:
-        yield made
+@pytest.fixture
+def zygote(training_zygote: Zygote) -> Zygote:
+    return training_zygote
 
 
 @pytest.mark.slow

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.exports import planted
-from tests.exports.environments import run_python
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD
 from tests.exports.trained import differences
 
@@ -32,6 +30,6 @@ def test_a_trainer_trains_as_the_plan_does(workload: str, knobs: dict[str, Any],
 
 @pytest.mark.exhaustive
 def test_planted_keys_and_values_are_caught() -> None:
-    said = json.loads(run_python(None, [planted.__file__, "transformers"]).stdout.splitlines()[-1])
+    said = planted.main("transformers")
     assert said.pop("right") is None
     assert len(said) > 3 and [what for what, text in said.items() if text is None] == []

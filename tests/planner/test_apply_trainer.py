@@ -259,7 +259,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_searched_applied_trained(tmp_path: Path) -> None:
     trainer = t5_trainer(tmp_path, max_steps=20)
     plan = autoplan.search(

@@ -72,7 +72,6 @@ def test_a_file_without_an_end_is_not_read_to_it() -> None:
         Plan.load("/dev/zero")
 
 
-@pytest.mark.alone
 def test_a_key_that_is_repeated_is_found_at_once(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     names = [f'"{number}":0' for number in range(300_000)]

@@ -21,8 +21,6 @@ from autoplan.probes.profile import Link
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.record import Reading
 
-pytestmark = pytest.mark.alone
-
 SIZES = [4096 * 4**power for power in range(6)]
 
 
@@ -104,10 +102,9 @@ def without_all_to_all(context: RankContext, *args: Any) -> Any:
     return measure_collectives(context, *args)
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Any:
-    with Zygote(preload=("torch",)) as started:
-        yield started
+@pytest.fixture
+def zygote(training_zygote: Zygote) -> Zygote:
+    return training_zygote
 
 
 def test_two_ranks_measure_every_collective(zygote: Zygote) -> None:

@@ -37,8 +37,6 @@ from autoplan.probes.timing import (
 )
 from autoplan.probes.worker import OtherProcesses, ProbeRequest, probe_devices
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 LIMITS = {"cap_s": 0.02, "memory_limit_bytes": 1e9}
 
@@ -166,6 +164,7 @@ def test_lower_quartile_and_spread() -> None:
     assert summarise([2.0, 1.0]).seconds == 1.0 and summarise([1.0, 2.0]).spread is None
 
 
+@pytest.mark.timing
 def test_the_first_call_is_not_counted() -> None:
     calls: list[int] = []
 
@@ -295,6 +294,7 @@ def test_cpu_time_of_other_processes_is_seen() -> None:
     assert 0.02 < others.cpu_share() <= 1
 
 
+@pytest.mark.timing
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_cores_that_this_process_may_not_use_do_not_count() -> None:
     """`taskset` on a shared machine: the others' cores say nothing about what was measured on ours."""

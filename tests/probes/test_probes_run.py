@@ -23,8 +23,6 @@ from autoplan.processes import Zygote
 from autoplan.record import Reading
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
-pytestmark = pytest.mark.alone
-
 BUDGET_S = 1.5
 LOAD_SENTENCE = run_module.load_sentence
 
@@ -47,9 +45,8 @@ def _idle_machine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote(preload=("torch",)) as running:
-        yield running
+def zygote(training_zygote: Zygote) -> Zygote:
+    return training_zygote
 
 
 @pytest.fixture(scope="module")
@@ -277,10 +274,9 @@ def test_probes_that_did_not_come_to_their_end_are_not_kept(
     assert profile.device("cpu").operations and not cache_path(profile.fingerprint, "cpu", tmp_path).exists()
 
 
-@pytest.mark.slow
-def test_a_run_with_the_default_budget_starts_its_own_rank(tmp_path: Path) -> None:
-    profile = run_probes(device="cpu", cache_dir=tmp_path)
-    cpu = profile.device("cpu")
+def test_the_probes_of_the_default_budget_measure_all_that_a_search_needs(probed_machine: None) -> None:
+    """It was made for the tests that search."""
+    cpu = run_probes(NoZygote(), device="cpu").device("cpu")  # type: ignore[arg-type]
     assert set(cpu.peak_flops_per_s) >= {"float32", "bfloat16"}
     assert cpu.memory_bandwidth_bytes_per_s is not None
     assert cpu.best_rate("linear_train", "bfloat16") and cpu.readings("matmul_threads")

@@ -85,7 +85,6 @@ def compile_here(context: RankContext) -> str:
     return os.environ[CACHE_VARIABLE]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rank_compiles_into_it(torchs: Path, monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
     """Headers that are compiled ahead stay in torch's own place: it is the user's alone, or they are not kept."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.processes import Task, Zygote, linux, sweep_abandoned
+from tests.cases import some
 from tests.processes.helpers import survivors, wait_until
 
 pytestmark = pytest.mark.alone
@@ -73,8 +74,12 @@ class Planner:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.mark.parametrize("kind", ["warm", "cold", "independent"])
-@pytest.mark.parametrize("victim", ["planner", "zygote", "rank", "guard"])
+KINDS = ("warm", "cold", "independent")
+VICTIMS = [(victim, kind) for victim in ("planner", "zygote", "rank", "guard") for kind in KINDS]
+RUN = [("planner", "warm"), ("planner", "cold"), ("zygote", "warm"), ("rank", "warm"), ("rank", "independent")]
+
+
+@pytest.mark.parametrize(("victim", "kind"), some(VICTIMS, [*RUN, ("guard", "warm")]))
 def test_nobody_is_left(victim: str, kind: str, tmp_path: Path, token: str, planners: Planners) -> None:
     planner = Planner(tmp_path, token, kind, planners)
     grandchildren = planner.grandchildren()

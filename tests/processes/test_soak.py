@@ -82,7 +82,7 @@ def test_every_victim_is_hit_in_every_phase_and_the_counts_go_on_from_their_file
     assert Soak(tmp_path / "counts.json", seed=0).kills == soak.kills
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.alone
 def test_kills_in_pairs_and_parity_lose_nothing(
     probed_machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

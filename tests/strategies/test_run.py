@@ -100,7 +100,7 @@ def test_a_checkpoint_is_loaded_into_the_state_of_a_new_run(tmp_path):
         {"checkpointing": "selective", "loss": "fused", "optimizer_step": "fused"},
         {"precision": "fp16", "optimizer_step": "foreach", "micro_batch": 4},
         pytest.param({"compile": "block", "checkpointing": "every_2"}, marks=pytest.mark.slow),
-        pytest.param({"compile": "model"}, marks=pytest.mark.slow),
+        pytest.param({"compile": "model"}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

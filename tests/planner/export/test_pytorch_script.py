@@ -200,7 +200,7 @@ def test_the_script_trains_as_the_plan_does(
     assert wanted[0] != wanted[-1], "nothing was trained"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_blocks(tmp_path: Path) -> None:
     plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=4, compile="block", checkpointing="every_2"))
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths

@@ -13,12 +13,13 @@ from autoplan.strategies import run as run_module
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.workloads.workload import LossSum
+from tests.cases import some
 from tests.contracts.parity_contract import candidate, check_parity, reference
 from tests.planner.parity import planted
 from tests.strategies.tiny import GPT2, LLAMA, classifier, language
 
 
-@pytest.fixture(params=["fp32", "bf16"])
+@pytest.fixture(params=some(["fp32", "bf16"], ["bf16"]))  # what the wider tolerance sees, the narrower sees too
 def config(request):
     return TrainingConfig(micro_batch=2, precision=request.param)
 

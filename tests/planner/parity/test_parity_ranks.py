@@ -8,16 +8,16 @@ import torch
 from autoplan.planner.parity import compare as parity
 from autoplan.planner.parity.compare import run_parity
 from autoplan.planner.parity.rank_buffers import RankBuffers
-from autoplan.processes import TaskFailedError, Zygote
+from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
+from tests.cases import some
 from tests.strategies.tiny import GPT2, LLAMA, classifier
 
 
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(env={"OMP_NUM_THREADS": "1"}) as started:
-        yield started
+@pytest.fixture
+def zygote(training_zygote):
+    return training_zygote
 
 
 @pytest.fixture
@@ -53,40 +53,39 @@ def test_one_rank_and_the_reference_is_kept(check, tmp_path):
     assert [path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("reference-*/measurements.json")] == [stamp]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"dp_replicate": 2},
-        {"dp_replicate": 2, "ddp_static_graph": True},  # checked with one micro-batch per step
-        {"dp_shard": 2},
-        {"dp_shard": 2, "gradient_sync": "every"},
-        {"tp": 2},
-        {"pp": 2, "pp_microbatches": 2, "micro_batch": 2},
-    ],
-    ids=["ddp", "ddp_static", "fsdp2", "fsdp2_every", "tp", "pp"],
-)
-def test_two_ranks(check, knobs):
-    verdict = check(**knobs)
+TWO_RANKS = {
+    "ddp": {"dp_replicate": 2},
+    "ddp_static": {"dp_replicate": 2, "ddp_static_graph": True},  # checked with one micro-batch per step
+    "fsdp2": {"dp_shard": 2},
+    "fsdp2_every": {"dp_shard": 2, "gradient_sync": "every"},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2, "pp_microbatches": 2, "micro_batch": 2},
+}
+ROUNDED = {
+    "ddp": {"dp_replicate": 2, "precision": "bf16", "parameters": "bf16"},
+    "ddp_chance": {"dp_replicate": 2, "precision": "bf16", "parameters": "bf16_stochastic"},
+    "fsdp2": {"dp_shard": 2, "precision": "bf16", "parameters": "bf16"},
+    "fsdp2_chance": {
+        "dp_shard": 2,
+        "precision": "bf16",
+        "parameters": "bf16_stochastic",
+        "gradient_sync": "every",
+    },
+    "fsdp2_moments": {"dp_shard": 2, "optimizer_state": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", some(TWO_RANKS, ("fsdp2_every", "tp", "pp")))
+def test_two_ranks(check, name):
+    verdict = check(**TWO_RANKS[name])
     assert verdict.passed, verdict.model_dump_json()
     assert verdict.worst_gradient_difference < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"dp_replicate": 2, "precision": "bf16", "parameters": "bf16"},
-        {"dp_replicate": 2, "precision": "bf16", "parameters": "bf16_stochastic"},
-        {"dp_shard": 2, "precision": "bf16", "parameters": "bf16"},
-        {"dp_shard": 2, "precision": "bf16", "parameters": "bf16_stochastic", "gradient_sync": "every"},
-        {"dp_shard": 2, "optimizer_state": "bf16"},
-    ],
-    ids=["ddp", "ddp_chance", "fsdp2", "fsdp2_chance", "fsdp2_moments"],
-)
-def test_what_is_kept_rounded_on_two_ranks(check, knobs):
+@pytest.mark.parametrize("name", some(ROUNDED, ("ddp_chance", "fsdp2_moments")))
+def test_what_is_kept_rounded_on_two_ranks(check, name):
     """Rounding by chance too: replicas whose parameters differed would be seen, since each rank is judged."""
-    verdict = check(**knobs)
+    verdict = check(**ROUNDED[name])
     assert verdict.passed, verdict.failures
     assert verdict.changes_numerics
 

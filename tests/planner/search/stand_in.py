@@ -72,6 +72,7 @@ class World:
         width: The predictions' interval of 90 %, as a factor.
         check_s: Of a parity check.
         compile_s: Of a compilation with an empty cache.
+        input_s: Of the data of a step, which runs do not wait for.
         passes: The verdict of a parity check; None: it does not come to its end.
         fate: What becomes of a run: fields of its `Trial`, by its order and the runs before; None: it is good.
         made: The runs that were made, in order: purpose, configuration, round.
@@ -86,6 +87,7 @@ class World:
     width: float = 1.3
     check_s: float = 6.0
     compile_s: float = 20.0
+    input_s: float = 0.0
     passes: Callable[[TrainingConfig], bool | None] = lambda config: True
     fate: Callable[[TrialOrder, int], dict[str, Any] | None] = lambda order, before: None
     seed: int = 0
@@ -153,7 +155,7 @@ class World:
 
     def estimates(self) -> Any:
         """The cost model; it does not learn."""
-        return Estimates(self.predicted or self.seconds, self.width)
+        return Estimates(self.predicted or self.seconds, self.width, self.input_s)
 
 
 def peak_of(config: TrainingConfig) -> int:
@@ -164,8 +166,8 @@ def peak_of(config: TrainingConfig) -> int:
 class Estimates:
     """As much of an estimator as a search asks for."""
 
-    def __init__(self, seconds: Callable[[TrainingConfig], float], width: float) -> None:
-        self._seconds, self._width = seconds, width
+    def __init__(self, seconds: Callable[[TrainingConfig], float], width: float, input_s: float) -> None:
+        self._seconds, self._width, self._parts = seconds, width, {"input": input_s}
         self.profile = SimpleNamespace(trainable=1e6, rough_variants=(), timing_s=1e9, seconds_spent=1.0)
 
     def table(self, configs: Sequence[TrainingConfig]) -> Any:
@@ -185,7 +187,7 @@ class Estimates:
         columns = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_bytes")
         columns += ("peak_memory_low_bytes", "peak_memory_high_bytes")  # type: ignore[assignment]
         rows = ({name: float(getattr(table, name)[i]) for name in columns} for i in range(len(configs)))
-        return [Prediction(verdict="fits", bound="compute", **row) for row in rows]
+        return [Prediction(verdict="fits", bound="compute", time_parts_s=self._parts, **row) for row in rows]
 
     def observe(self, trial: Trial) -> None:
         pass

@@ -13,8 +13,6 @@ from autoplan.strategies.workloads.sources import make_spec
 from benchmarks.false_wins import exact_interval, run_pairs, run_searches
 from benchmarks.whole_search import BUSY
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
-
 SLEEPER = """
 import time
 import torch
@@ -36,12 +34,14 @@ def workload():
 """
 
 
+@pytest.mark.timing
 def test_the_same_against_itself_is_not_claimed_to_be_faster():
     """Up to five pairs: one false win may be chance (2.5 % each); two are seen once in 160 such runs."""
     pairs = list(run_pairs("same", 5, busy=False, minutes=0.25))
     assert sum(pair["claimed"] for pair in pairs) <= 1
 
 
+@pytest.mark.timing
 def test_with_a_second_busy_process_nothing_is_claimed_and_the_reason_is_said():
     pairs = list(run_pairs("planted", 2, busy=True, minutes=0.15))
     assert pairs
@@ -50,6 +50,7 @@ def test_with_a_second_busy_process_nothing_is_claimed_and_the_reason_is_said():
         assert pair["speedup"][1] <= 1.0 <= pair["speedup"][2]
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("probed_machine")
 def test_a_search_on_loaded_cores_claims_nothing_and_says_why_on_its_first_line(tmp_path: Path):
     """Seen for real: with other work on the cores this workload got a speed-up of 9.28 (3.16 to 27.2)."""
@@ -71,6 +72,7 @@ def test_a_search_on_loaded_cores_claims_nothing_and_says_why_on_its_first_line(
     assert all(trial.disturbed for trial in plan.evidence if trial.purpose == "claim")
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("probed_machine")
 def test_a_whole_search_of_two_equal_values_claims_nothing():
     """One false claim may be chance (2.5 %)."""

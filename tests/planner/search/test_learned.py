@@ -14,20 +14,15 @@ from autoplan.planner.search.learned import (
     NOTHING,
     LearnedStudy,
     keep_learned,
-    learned_path,
     load_learned,
     starting_point,
     take_over,
 )
-from autoplan.planner.search.run import SearchOptions, run_search
 from autoplan.planner.search.trial_cost import KeptCosts, TrialCost
 from autoplan.planner.trials.measure import RUN_SPREAD, Spread
-from autoplan.probes.run import read_host_profile
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_trial
 
-WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 MEMORY = FACTORS.index("memory")
 
 
@@ -199,27 +194,3 @@ def test_a_search_keeps_what_it_began_with_and_fresh_begins_with_nothing(tmp_pat
     own.unlink()
     assert starting_point(own, path, study="b", begins=True, fresh=True) == (NOTHING, None)
     assert starting_point(own, path, study="b", begins=False, fresh=False) == (NOTHING, None)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
-def test_a_search_starts_from_what_others_learnt_and_adds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    path = learned_path(tmp_path, read_host_profile().fingerprint, "cpu")
-    keep(path, study("an earlier one"))
-    spec = make_spec(model=f"{WORKLOADS}:make_sound")
-    options = SearchOptions(
-        spec=spec, budget=60.0, device="cpu", store=tmp_path, max_trials=3, fix={"compile": "off", "threads": 1}
-    )
-    result = run_search(options)
-    (said,) = [note for note in result.notes if "taken over from 1 earlier search on this device" in note]
-    assert result.plan is not None
-    assert said in result.plan.notes
-    learned, _ = load_learned(path)
-    assert learned is not None
-    assert [one.study for one in learned.studies] == ["an earlier one", result.study]
-    own = learned.studies[1]
-    assert own.workload == "mlp"
-    assert own.calibration.trials >= 2
-    assert own.costs.cold == {"block": 0.5}  # nothing was compiled: what was known stays known
-    assert load_learned(tmp_path / result.study / "learned.json")[0] is not None

@@ -33,10 +33,9 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(preload=["torch", "autoplan.planner.trials.loading", "autoplan.strategies.prepare"]) as started:
-        yield started
+@pytest.fixture
+def zygote(training_zygote):
+    return training_zygote
 
 
 class Rows(Dataset[Any]):
@@ -141,7 +140,7 @@ def measured(
     return LoadingAnswer() if result is None else LoadingAnswer.model_validate(result), report
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 def test_workers_take_the_waiting_for_a_slow_disk(zygote: Zygote):
     answer, report = measured(zygote, Rows(sleep_s=0.002), time_s=4.0)
     assert report.ended is Ended.FINISHED, report.describe()
@@ -225,7 +224,6 @@ def test_batches_are_counted_in_their_epoch():
     ]
 
 
-@pytest.mark.alone
 def test_further_ahead_is_measured_also_where_more_workers_gain_nothing(zygote: Zygote, tmp_path: Path):
     lock = tmp_path / "lock"
     lock.touch()
@@ -282,7 +280,7 @@ def test_a_search_refuses_a_dataset_that_cannot_be_loaded_before_its_first_trial
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_a_search_says_which_loader_and_its_plan_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given: dict[str, Any] = {"budget": "60s", "max_trials": 2, "device": "cpu", "store": tmp_path, "quiet": True}
     plan = autoplan.search(make_workload(), loader=Rows(sleep_s=0.002), **given)

@@ -109,40 +109,29 @@ def test_every_lossy_value_has_a_risk_and_counts_as_a_change():
     assert {knob for knob, _ in RISKS} == set(LOSSY)
 
 
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_a_dry_run_has_them_with_the_word(spec, tmp_path):
+    """Products in 8 bits, which this machine lacks, are left out with the reason, and an error if they are fixed."""
     fixed = {"compile": "off", "threads": 1, "checkpointing": "none", "loss": "full", "allocator": "own"}
     fixed["precision"] = "bf16"  # not every processor would take it by itself
-    found = {}
-    for numerics in ("kept", "lossy"):
-        options = SearchOptions(
-            spec=spec, budget=60.0, device="cpu", store=tmp_path / "s", dry_run=True, fix=fixed, numerics=numerics
-        )
-        found[numerics] = run_search(options)
+    given = {"spec": spec, "budget": 60.0, "device": "cpu", "store": tmp_path / "s", "dry_run": True}
+    found = {name: run_search(SearchOptions(**given, fix=fixed, numerics=name)) for name in ("kept", "lossy")}
     kept, lossy = ({c.config for c in result.candidates} for result in found.values())
     assert kept < lossy
     assert {c.parameters for c in kept} == {"own"} and {c.optimizer_state for c in kept} == {"own"}
     assert {c.parameters for c in lossy} == {"own", "bf16", "bf16_stochastic"}
-    families = {family.family: family.limit for family in found["kept"].left_out}
-    assert "--numerics lossy" in families["parameters=bf16"]
-    assert any(family.family.startswith("optimizer_state=bf16") for family in found["lossy"].left_out)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
-def test_fp8_that_the_machine_lacks_is_left_out_with_the_reason_and_an_error_if_it_is_fixed(spec, tmp_path):
-    given = {"spec": spec, "budget": 60.0, "device": "cpu", "store": tmp_path / "s", "dry_run": True}
-    result = run_search(SearchOptions(**given, numerics="lossy", fix={"compile": "off", "threads": 1}))
-    families = {family.family: family.limit for family in result.left_out}
-    assert "compute capability 8.9" in families["fp8=tensorwise"] and "9.0" in families["fp8=rowwise"]
+    left_out, of_lossy = ({one.family: one.limit for one in result.left_out} for result in found.values())
+    assert "--numerics lossy" in left_out["parameters=bf16"]
+    assert any(family.startswith("optimizer_state=bf16") for family in of_lossy)
+    assert "compute capability 8.9" in of_lossy["fp8=tensorwise"] and "9.0" in of_lossy["fp8=rowwise"]
     with pytest.raises(ConfigError, match="fp8=rowwise is not possible here: .*compute capability 9.0") as caught:
         run_search(SearchOptions(**given, numerics="lossy", fix={"fp8": "rowwise", "precision": "bf16"}))
     missing = importlib.util.find_spec("torchao") is None
     assert ("pip install" in str(caught.value)) is missing
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_searches")
 def test_a_plan_with_master_copies_is_found_verified_and_prepared(spec, tmp_path):
     fixed = {"parameters": "bf16", "precision": "bf16", "compile": "off", "threads": 1, "optimizer_state": "bf16"}
     options = SearchOptions(

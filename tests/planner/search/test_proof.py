@@ -95,6 +95,12 @@ def test_a_budget_that_holds_no_claim_gives_a_checked_plan_that_claims_nothing(s
     assert plan.claim.rounds == 0 and plan.claim.chosen_from > 1
 
 
+def test_a_plan_says_that_its_data_comes_too_slowly(searches: Searches):
+    """Trials time steps without their data."""
+    plan = plan_of(searches.search(World(input_s=0.9)))
+    assert any("Data loading is the bottleneck" in note and "workers" in note for note in plan.notes)
+
+
 def test_a_budget_that_cannot_hold_the_plain_run_is_refused_before_the_first_run_with_one_that_can(searches: Searches):
     world = World(seconds=lambda config: 200 * usual_s(config))
     found = searches.search(world, budget=60.0)

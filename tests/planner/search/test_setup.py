@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.search.options import SearchObserver, SearchOptions
-from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.setup import (
     SearchContext,
     begin_search,
@@ -71,10 +69,9 @@ class Listener(SearchObserver):
         self.notes.append(text)
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote(preload=PRELOAD) as running:
-        yield running
+@pytest.fixture
+def zygote(training_zygote: Zygote) -> Zygote:
+    return training_zygote
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from benchmarks import replay, trials_saved
 from benchmarks.replay import SearchMethod
 from benchmarks.trials_saved import WAYS
 from benchmarks.trials_saved_record import LIMIT_BYTES, Recorded, choose, is_plain, read
+from tests.cases import some
 
 DRAWS = 9
 BY_NAME = {way.name: way for way in WAYS}
@@ -78,7 +79,7 @@ def looked_at(recorded: Recorded, name: str, seed: int) -> list[TrainingConfig]:
     return [trial.config for trial in last.trials if not trial.is_repeat]
 
 
-@pytest.mark.parametrize("name", ["random", "tpe", "gp"])
+@pytest.mark.parametrize("name", some(["random", "tpe", "gp"], ["random", "tpe"]))
 def test_the_other_samplers_choose_among_the_table_and_take_each_candidate_once(name: str, recorded: Recorded) -> None:
     taken = [looked_at(recorded, name, seed) for seed in (0, 1)]
     for configs in taken:
@@ -86,7 +87,7 @@ def test_the_other_samplers_choose_among_the_table_and_take_each_candidate_once(
     assert taken[0] != taken[1]
 
 
-@pytest.mark.parametrize("name", ["tpe", "gp"])
+@pytest.mark.parametrize("name", some(["tpe", "gp"], ["tpe"]))
 def test_a_sampler_that_learns_comes_to_fast_candidates_sooner_than_random(name: str, recorded: Recorded) -> None:
     """The mean place, in the order of looks, of the fastest quarter of the candidates."""
 

@@ -119,7 +119,7 @@ def test_a_search_whose_budget_ended_says_what_it_would_try_next():
 
 
 def test_its_probabilities_are_those_of_recorded_searches():
-    """After each of the first trials in the order of the record: how often is what it names really faster?"""
+    """After every second of the first trials in the order of the record: how often is what it names really faster?"""
     said, true, inside = [], [], []
     for recorded in read(RESULTS):
         for trials in recorded.rounds:
@@ -130,7 +130,7 @@ def test_its_probabilities_are_those_of_recorded_searches():
             for number, trial in enumerate(trials[:-1]):
                 model.observe(answer(trial, number, LIMIT_BYTES))
                 best = model.best_trial()
-                if best is None or best.step_time_s is None:
+                if number % 2 or best is None or best.step_time_s is None:
                     continue
                 untried = find_untried(AutoplanSampler(model), best.config, best.step_time_s.median)
                 assert untried is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import BudgetEndedError, ExportError, NoFeasiblePlanError
+from autoplan.planner.export import user_code
 from autoplan.planner.export.model_summary import summarize_model
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.user_code import LIMITS, ExportLimits, make_limits
@@ -119,7 +120,7 @@ def test_a_function_that_hangs_is_ended_within_the_budget_and_named(
     assert survivors(TOKEN) == alive_before, "its child, in a session of its own, ends with it"
 
 
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_a_search_whose_function_hangs_ends_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inspection, "LEAST_DEADLINE_S", 1.0)
     options = SearchOptions(spec=spec_of("hanging_data"), budget=2.0, device="cpu", store=tmp_path)
@@ -200,6 +201,13 @@ def test_collectives_keep_the_memory_limit(zygote: Zygote):
     assert "collectives could not be measured: used" in notes[0] and "the limit is 0.02 GiB" in notes[0]
 
 
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export's zygote of its own, as a user has it: tests share one."""
+    monkeypatch.setattr(user_code, "Zygote", Zygote)
+
+
+@pytest.mark.usefixtures("own_process")
 def test_an_export_ends_what_the_model_started(monkeypatch: pytest.MonkeyPatch):
     token = uuid.uuid4().hex
     monkeypatch.setenv("PROCESS_TEST_TOKEN", token)
@@ -214,6 +222,7 @@ def test_an_export_ends_what_the_model_started(monkeypatch: pytest.MonkeyPatch):
         ("greedy_model", ExportLimits(memory_bytes=LIMIT_BYTES), "in build_model(); the limit is 0.62 GiB"),
     ],
 )
+@pytest.mark.usefixtures("own_process")
 def test_an_export_keeps_its_limits(monkeypatch: pytest.MonkeyPatch, workload: str, limits: ExportLimits, words: str):
     token = uuid.uuid4().hex
     monkeypatch.setenv("PROCESS_TEST_TOKEN", token)

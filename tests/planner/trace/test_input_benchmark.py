@@ -18,8 +18,6 @@ from autoplan.planner.trace.input_benchmark import (
 )
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
-pytestmark = pytest.mark.alone
-
 
 def workload_of(make_batch: Any, global_batch: int = 8) -> Workload:
     return Workload(

@@ -15,8 +15,6 @@ from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, Operat
 from autoplan.planner.trace.op_benchmark import TimingRequest, extrapolate_call, time_operations
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
 
-pytestmark = pytest.mark.alone
-
 ATEN = torch.ops.aten
 NOTHING_SAVED: dict[str, Any] = {"block_saved_bytes": LinearFit(), "rest_saved_bytes": LinearFit()}
 PLAIN_PROFILE: dict[str, Any] = {
@@ -60,6 +58,7 @@ def test_operations_that_differ_in_more_than_sizes_do_not_grow() -> None:
     assert extrapolate_call(product(2), OpCall(ATEN.mul.Tensor, product(4).arguments, {}), 4) is None
 
 
+@pytest.mark.timing
 def test_both_sizes_are_timed_and_the_larger_takes_longer() -> None:
     timing = TimingRequest(small_batch=product(2), large_batch=product(4), count=3, flops=2.0 * 128 * 256 * 128)
     timed = time_operations({"product": timing}, torch.device("cpu"), 5.0)["product"]
@@ -92,6 +91,7 @@ def test_the_timing_ends_with_a_note_where_the_device_runs_nothing_more(monkeypa
     assert set(time_operations(requests, torch.device("cpu"), 5.0, notes)) == {"sound"} and len(notes) == 1
 
 
+@pytest.mark.timing
 def test_an_operation_without_time_left_takes_seconds_in_proportion_to_its_kind() -> None:
     """A budget that the first of the kind uses up: the others have half and twice its work."""
     sizes = {"small": 1 << 20, "middle": 2 << 20, "large": 4 << 20}

@@ -103,7 +103,7 @@ def test_others_on_free_cores_do_not_disturb_a_trial_on_a_gpu(
 BURN = "import time\nend = time.monotonic() + 1.2\nwhile time.monotonic() < end: pass"
 
 
-@pytest.mark.alone
+@pytest.mark.timing
 def test_a_busy_process_is_other_work_and_the_trials_own_children_are_not():
     """Real processes: what burns below the root is the trial's; the same beside it is other work."""
     monitor = LoadMonitor(device=CPU, root_pid=os.getpid())

@@ -24,8 +24,6 @@ from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.sources import load_workload, make_spec
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
 
-pytestmark = pytest.mark.alone
-
 WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 
 
@@ -123,6 +121,7 @@ def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
     assert set(timer.kept_samples()) == set(timer.parts) > {"optimizer_step"}
 
 
+@pytest.mark.timing
 def test_a_look_at_short_steps_takes_little_more_than_its_warm_up_and_two_stretches():
     """By the samples' own clock: a loaded machine makes single steps longer, not the rule."""
     timer = make_timer("make_sound", 128)
@@ -197,6 +196,7 @@ def test_what_records_cuda_graphs_counts_from_the_third_micro_step_on(monkeypatc
     assert interval.high < 1.0
 
 
+@pytest.mark.timing
 def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.MonkeyPatch):
     """By CPU time on one thread, in turn in one process: other processes on the machine do not count in it.
 
@@ -254,6 +254,7 @@ def test_a_disturbed_stretch_is_measured_again(method: Any):
     assert window is not None and window.disturbed is None and window.discarded
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("method", ["whole_steps", "parts"])
 def test_what_stays_disturbed_is_said_and_ends(method: Any):
     """Each stretch is disturbed: measuring takes twice as long at most, and the trial says that it was disturbed."""

@@ -56,7 +56,7 @@ def test_its_trial_is_as_long_as_those_of_the_search_and_has_time_for_a_cold_com
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("probed_machine")
+@pytest.mark.usefixtures("quick_searches")
 def test_a_finished_search_runs_its_plan_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     given: dict[str, Any] = {"spec": make_spec(model=f"{WORKLOADS}:make_sound"), "budget": 60.0, "device": "cpu"}

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,8 @@ from tests.strategies.parallel.world import run_step
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    modules = (
-        "torch",
-        "torch.distributed.tensor",
-        "torch.distributed.fsdp",
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.qwen3.modeling_qwen3",
-    )
-    with Zygote(preload=modules) as started:
-        yield started
+def zygote(training_zygote: Zygote) -> Zygote:
+    return training_zygote
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import pytest
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.run import TrainingRun
+from tests.cases import some
 from tests.strategies.parallel.world import build_frozen_gpt2, differences, fsdp_groups, run_step
 
 # Largest relative difference that passes: of the norm per parameter, and of the tensor itself.
@@ -82,7 +83,6 @@ COMPILED = {
     "tp_compile_block": {"tp": 2, "compile": "block"},
     "pp_compile_block": {"pp": 2, "pp_microbatches": 4, "compile": "block"},
 }
-MINUTES = ("ddp_compile_model", "tp_compile_block")  # of compiling; `make test-all` runs them
 
 
 def config_of(knobs: dict[str, Any]) -> TrainingConfig:
@@ -101,8 +101,12 @@ def check(
     assert result["norm"] == pytest.approx(expected["norm"], rel=norm)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-@pytest.mark.parametrize("name", [*DATA, *TENSOR_PARALLEL, *PIPELINE])
+TWO_RANKS = [(model, name) for model in ("gpt2", "llama") for name in [*DATA, *TENSOR_PARALLEL, *PIPELINE]]
+LIKE_OTHERS = {("gpt2", name) for name in ("fsdp_prefetch", "fsdp_kept_every", "ddp_buckets", "1f1b_two_passes")}
+RUN = [case for case in TWO_RANKS if case[0] == "gpt2" or case[1] in ("fsdp_every", "tp", "1f1b")]
+
+
+@pytest.mark.parametrize(("model", "name"), some(TWO_RANKS, set(RUN) - LIKE_OTHERS))
 def test_two_ranks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, model: str, name: str) -> None:
     knobs = (DATA | TENSOR_PARALLEL | PIPELINE)[name]
     check(zygote, plain, tmp_path, model, knobs, NORM, TENSOR)
@@ -118,17 +122,20 @@ def test_a_tied_model_with_norms_on_heads(zygote: Zygote, plain: Any, tmp_path: 
     check(zygote, plain, tmp_path, "qwen3", (TENSOR_PARALLEL | PIPELINE)[name], NORM, TENSOR)
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", some(FOUR_RANKS, ("hsdp_every", "tp_fsdp", "pp_fsdp", "pp_tp")))
 def test_four_ranks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", FOUR_RANKS[name], NORM, TENSOR)
 
 
-@pytest.mark.parametrize("name", WITH_OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    some(WITH_OTHERS, ("fsdp_checkpointing", "tp_fused_loss", "pp_checkpointing", "fsdp_every_activations_on_host")),
+)
 def test_with_the_techniques_of_one_device(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", WITH_OTHERS[name], NORM, TENSOR)
 
 
-@pytest.mark.parametrize("name", LOW_PRECISION)
+@pytest.mark.parametrize("name", some(LOW_PRECISION, ("fsdp_bf16", "fsdp_every_fp16", "tp_fp16", "pp_bf16")))
 def test_low_precision_stays_within_its_tolerance(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", LOW_PRECISION[name], LOW_NORM, LOW_TENSOR)
 
@@ -147,7 +154,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 EACH = DATA | TENSOR_PARALLEL | {"1f1b": PIPELINE["1f1b"]}
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", some(EACH, ("ddp", "fsdp_every", "tp", "1f1b")))
 @pytest.mark.parametrize("case", VARIANTS)
 def test_frozen_parameters_and_late_counts(
     zygote: Zygote, plain_variants: dict[str, Any], tmp_path: Path, name: str, case: str
@@ -164,7 +171,7 @@ def test_frozen_parameters_and_late_counts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in MINUTES)) for n in COMPILED])
+@pytest.mark.parametrize("name", some(COMPILED, ("fsdp_every_compile_block",)))  # each compiles for half a minute
 def test_compiled_blocks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", COMPILED[name], NORM, TENSOR)
 

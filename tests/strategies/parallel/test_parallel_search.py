@@ -17,12 +17,7 @@ from tests.strategies.tiny import GPT2
 SMALL = {"precision": "fp32", "compile": "off", "optimizer_step": "own", "checkpointing": "none"}
 
 
-pytestmark = pytest.mark.usefixtures("probed_machine")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+pytestmark = pytest.mark.usefixtures("quick_searches")
 
 
 def search(folder: Path, **options: Any) -> SearchResult:

@@ -244,7 +244,7 @@ def test_activations_that_come_back_from_the_host_are_the_same(fields: Any, knob
     assert found == expected and same(plain, moved)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_activations_of_compiled_blocks() -> None:
     config = TrainingConfig(micro_batch=2, compile="block", offload="activations")
     assert check_parity(language(GPT2), config).passed

@@ -147,7 +147,7 @@ def test_a_language_model_that_returns_a_dict_trains_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_module_is_searched_and_its_plan_is_trained_by_a_trainer(probed_machine: None, tmp_path: Path) -> None:
+def test_a_module_is_searched_and_its_plan_is_trained_by_a_trainer(quick_searches: None, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": STEPS}
     plain = make_trainer(**options, accumulate_grad_batches=2, gradient_clip_val=CLIP)
     plan = autoplan.search(
