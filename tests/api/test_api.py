@@ -40,7 +40,9 @@ from torch import nn
 
 import autoplan
 from autoplan.strategies.workloads.workload import LossSum
+from tests.time_box import set_time_box
 
+set_time_box()
 width = 24
 
 

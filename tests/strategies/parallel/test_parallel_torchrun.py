@@ -95,7 +95,7 @@ def test_a_plan_for_other_ranks_says_so(tmp_path: Path) -> None:
     assert "--nproc-per-node 4" in started.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_nodes_meet_on_loopback(tmp_path: Path) -> None:
     script, shared = write(tmp_path, TrainingConfig(micro_batch=1, dp_shard=2), "two.json")
     _, plain = write(tmp_path, TrainingConfig(micro_batch=2), "plain.json")
