@@ -7,15 +7,11 @@ cgroup.py       the limits of a container or a batch system
 gpu.py          the GPUs that are visible, through the driver
 nvml.py         the one place that calls the driver (NVML)
 topology.py     links between GPUs and to the host
-worker.py       what runs in the rank that measures
-timing.py       how one operation is timed
-matmul.py       matrix products: the operations to time
-attention.py    attention
-memory.py       memory bandwidth, copies between host and GPU
-launch.py       the host time of starting one operation
+worker.py       what runs in the rank that measures: which operations, in which order
+operations.py   the operations to time: matrix products, attention, memory, copies between host and GPU
+timing.py       how an operation is timed, the clock of a GPU
 collectives.py  collectives over ranks, timed and fitted
-merge.py        measured figures into the profile, notes on what disturbed them
-cache.py        profiles kept per machine
+merge.py        from what was measured, or the cache has, to the profile; notes on what disturbed it
 catalog/        datasheets of chips and links
 """
 

@@ -12,10 +12,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from autoplan.probes.profile import CollectiveReading, Link
+import numpy as np
+
+from autoplan.probes.profile import CollectiveReading
 from autoplan.record import Reading
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_
 CPU_SIZES_BYTES = tuple(4096 * 4**power for power in range(7))  # to 16 MiB
 CUDA_SIZES_BYTES = tuple(4096 * 4**power for power in range(9))  # to 256 MiB
 INIT_TIMEOUT_S = 300.0
-# From the fastest link to the slowest: a group is as fast as the slowest link that it crosses.
-TIERS = ("cpu", "nvlink", "pcie", "numa", "network")
 
 
 def bus_factor(operation: str, group_size: int) -> float:
@@ -38,9 +37,6 @@ def bus_factor(operation: str, group_size: int) -> float:
         return 1.0
     share = (group_size - 1) / group_size
     return 2 * share if operation == "all_reduce" else share
-
-
-# The curve.
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -53,46 +49,14 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
         latency_s and bandwidth_bytes_per_s (infinite where time does not grow with size).
     """
     # Dividing each row by its seconds makes the residuals relative: else the large messages alone would decide.
-    weights = [1 / seconds**2 for _, seconds in samples]
-    total = sum(weights)
-    mean_bytes = sum(w * b for w, (b, _) in zip(weights, samples, strict=True)) / total
-    mean_s = sum(w * s for w, (_, s) in zip(weights, samples, strict=True)) / total
-    variance = sum(w * (b - mean_bytes) ** 2 for w, (b, _) in zip(weights, samples, strict=True))
-    covariance = sum(w * (b - mean_bytes) * (s - mean_s) for w, (b, s) in zip(weights, samples, strict=True))
-    slope = covariance / variance if variance else 0.0
-    latency = mean_s - slope * mean_bytes
+    sizes, seconds = np.array(samples, dtype=np.float64).T
+    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
+    latency, slope = np.linalg.lstsq(rows, np.ones(len(samples)))[0] if len(samples) > 1 else (seconds[0], 0.0)
     if latency < 0:  # through the origin
-        slope = sum(w * b * s for w, (b, s) in zip(weights, samples, strict=True)) / sum(
-            w * b * b for w, (b, _) in zip(weights, samples, strict=True)
-        )
-        latency = 0.0
-    if slope <= 0:
-        return mean_s, math.inf
-    return latency, 1 / slope
-
-
-def estimate_collective_s(reading: CollectiveReading, payload_bytes: float) -> float:
-    """Seconds of a collective: between measured sizes on the measured curve (straight in log-log), outside on the line.
-
-    Gloo and NCCL change algorithm with size, which no single line follows.
-
-    Raises:
-        ValueError: the reading has no value.
-    """
-    latency, bandwidth = reading.latency_s.value, reading.algbw_bytes_per_s.value
-    if latency is None or bandwidth is None:
-        raise ValueError(f"{reading.operation} over {reading.group_size} ranks was not measured")
-    points = sorted(reading.samples)
-    if len(points) > 1 and points[0][0] <= payload_bytes <= points[-1][0]:
-        for (low_bytes, low_s), (high_bytes, high_s) in pairwise(points):
-            if payload_bytes <= high_bytes:
-                share = math.log(payload_bytes / low_bytes) / math.log(high_bytes / low_bytes)
-                return math.exp(math.log(low_s) + share * math.log(high_s / low_s))
-    if points and payload_bytes < points[0][0]:
-        return min(points[0][1], latency + payload_bytes / bandwidth)
-    if points:  # from the last measured point on, at the fitted bandwidth
-        return points[-1][1] + (payload_bytes - points[-1][0]) / bandwidth
-    return latency + payload_bytes / bandwidth
+        latency, slope = 0.0, rows[:, 1].sum() / np.square(rows[:, 1]).sum()
+    if slope <= 0:  # a constant, by the same weights
+        return float((1 / seconds).sum() / np.square(1 / seconds).sum()), math.inf
+    return float(latency), float(1 / slope)
 
 
 # The parent's side.
@@ -104,7 +68,6 @@ def probe_collectives(
     device: str,
     ranks: int,
     budget_s: float = 20.0,
-    links: Sequence[Link] = (),
     sizes_bytes: Sequence[int] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> tuple[tuple[CollectiveReading, ...], tuple[str, ...]]:
@@ -115,7 +78,6 @@ def probe_collectives(
         device: cuda (NCCL, one rank per GPU) or cpu (gloo).
         ranks: The largest group; below 2 there is nothing to measure.
         budget_s: Seconds for all of it; the largest sizes are left out where they would take longer.
-        links: What joins the GPUs, for naming the tier that a group crosses.
         sizes_bytes: Payloads; None: the module's own sweep.
         memory_limit_bytes: Host memory of all ranks together; None: no limit.
 
@@ -140,7 +102,7 @@ def probe_collectives(
     result = report.ranks[0].result if report.ranks else None
     if not isinstance(result, dict):
         return (), (f"collectives could not be measured: {report.describe()}",)
-    readings = tuple(make_reading(entry, device, links) for entry in result["entries"])
+    readings = tuple(map(make_reading, result["entries"]))
     return readings, tuple(result["notes"])
 
 
@@ -150,7 +112,7 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
     return tuple(sizes if sizes and sizes[-1] == ranks else [*sizes, ranks])
 
 
-def make_reading(entry: Mapping[str, Any], device: str, links: Sequence[Link]) -> CollectiveReading:
+def make_reading(entry: Mapping[str, Any]) -> CollectiveReading:
     """A record of one operation over one group, with the line fitted."""
     samples = tuple((int(size), float(seconds)) for size, seconds in entry["samples"])
     latency, bandwidth = fit_line(samples)
@@ -162,30 +124,15 @@ def make_reading(entry: Mapping[str, Any], device: str, links: Sequence[Link]) -
             return Reading.unknown(unit, "time did not grow with size", source)
         return Reading(value=value, unit=unit, provenance="measured", spread=entry["spread"], source=source)
 
-    slowdown = entry.get("compute_slowdown")
     return CollectiveReading(
         operation=entry["operation"],
         backend=entry["backend"],
         group_size=entry["group_size"],
-        tier=group_tier(device, entry["group_size"], links),
         latency_s=reading(latency, "s"),
         algbw_bytes_per_s=reading(bandwidth, "bytes/s"),
         busbw_bytes_per_s=reading(bandwidth * factor, "bytes/s"),
         samples=samples,
-        compute_slowdown=None if slowdown is None else reading(slowdown, "1"),
     )
-
-
-def group_tier(device: str, group_size: int, links: Sequence[Link]) -> str:
-    """The slowest kind of link among the first `group_size` devices; pcie where the topology is unknown."""
-    if device != "cuda":
-        return "cpu"
-    members = {f"cuda:{index}" for index in range(group_size)}
-    kinds = [link.kind for link in links if {link.a, link.b} <= members and link.kind in TIERS]
-    pairs = group_size * (group_size - 1) // 2
-    if len(kinds) < pairs:
-        return "pcie"
-    return max(kinds, key=TIERS.index)
 
 
 # The ranks' side.
@@ -197,7 +144,7 @@ def measure_collectives(
     """Runs in every rank: times each operation over each group. All ranks take the same list in the same order.
 
     Returns:
-        `entries` (operation, backend, group_size, samples, spread, compute_slowdown) and `notes`.
+        `entries` (operation, backend, group_size, samples, spread) and `notes`.
     """
     import torch
     import torch.distributed as dist
@@ -253,16 +200,13 @@ def _measure_operation(
         over = len(samples) >= 3 and now - begin + 4 * (now - start) > budget_s
         if _agree(float(over), group, place):
             break
-    entry: dict[str, Any] = {"samples": samples, "spread": statistics.median(spreads)}
-    if operation == "all_reduce":
-        entry["compute_slowdown"] = measure_slowdown(group, samples[-1][0], place)
-    return entry
+    return {"samples": samples, "spread": statistics.median(spreads)}
 
 
 def make_operation(
     operation: str, group: Any, group_size: int, payload_bytes: int, place: torch.device
-) -> Callable[[bool], Any]:
-    """A function that runs the collective once on float32 buffers of that payload; True: asynchronously.
+) -> Callable[[], object]:
+    """A function that runs the collective once on float32 buffers of that payload.
 
     Raises:
         ValueError: a message to another rank, where there is none; NCCL would wait for one without end.
@@ -278,7 +222,7 @@ def make_operation(
     other = torch.empty_like(whole)
     rank = dist.get_rank(group)
 
-    def send_recv(asynchronous: bool) -> None:
+    def send_recv() -> None:
         # Ranks 0 and 1 of the group, there and back: two messages.
         if rank > 1:
             return
@@ -288,24 +232,22 @@ def make_operation(
             else:
                 dist.recv(other, group_src=1 - rank, group=group)
 
-    runs: dict[str, Callable[[bool], Any]] = {
-        "all_reduce": lambda asynchronous: dist.all_reduce(whole, group=group, async_op=asynchronous),
-        "all_gather": lambda asynchronous: dist.all_gather_into_tensor(whole, part, group=group, async_op=asynchronous),
-        "reduce_scatter": lambda asynchronous: dist.reduce_scatter_tensor(
-            part, whole, group=group, async_op=asynchronous
-        ),
-        "all_to_all": lambda asynchronous: dist.all_to_all_single(other, whole, group=group, async_op=asynchronous),
+    runs: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "send_recv": send_recv,
     }
     run = runs[operation]
     if operation == "all_reduce":
         whole.zero_()  # ones would double with every repeat, to infinity
     for _ in range(3):  # the first call makes the communicator, the next ones its buffers
-        run(False)
+        run()
     return run
 
 
-def time_collective(run: Callable[[bool], Any], group: Any, place: torch.device) -> tuple[float, float]:
+def time_collective(run: Callable[[], object], group: Any, place: torch.device) -> tuple[float, float]:
     """Median seconds of one call on the slowest rank, and the spread (interquartile range over median).
 
     Calls run back to back in batches long enough for the clock, as nccl-tests does.
@@ -320,7 +262,7 @@ def time_collective(run: Callable[[bool], Any], group: Any, place: torch.device)
     return median, spread
 
 
-def _time_batch(run: Callable[[bool], Any], count: int, group: Any, place: torch.device) -> float:
+def _time_batch(run: Callable[[], object], count: int, group: Any, place: torch.device) -> float:
     import torch
     import torch.distributed as dist
 
@@ -329,7 +271,7 @@ def _time_batch(run: Callable[[bool], Any], count: int, group: Any, place: torch
         torch.cuda.synchronize(place)
     start = time.perf_counter()
     for _ in range(count):
-        run(False)
+        run()
     if place.type == "cuda":
         torch.cuda.synchronize(place)
     return time.perf_counter() - start
@@ -343,45 +285,3 @@ def _agree(value: float, group: Any, place: torch.device) -> float:
     tensor = torch.tensor([value], dtype=torch.float64 if place.type == "cpu" else torch.float32, device=place)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return float(tensor.item())
-
-
-def measure_slowdown(group: Any, payload_bytes: int, place: torch.device) -> float:
-    """How many times longer a matmul takes while an all-reduce of that payload runs (1: no longer)."""
-    import torch
-    import torch.distributed as dist
-
-    side = 4096 if place.type == "cuda" else 384
-    a, b = torch.ones(side, side, device=place), torch.ones(side, side, device=place)
-    buffer = torch.zeros(max(1, payload_bytes // 4), device=place)
-
-    def synchronize() -> None:
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-
-    def matmul_s(count: int) -> float:
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            a @ b
-        synchronize()
-        return (time.perf_counter() - start) / count
-
-    matmul_s(3)
-    alone_s = statistics.median(matmul_s(5) for _ in range(5))
-    ratios = []
-    for _ in range(5):
-        dist.barrier(group=group)
-        works = [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(4)]
-        count, start = 0, time.perf_counter()
-        # Only matmuls that started while the collective was running count.
-        while count < 200 and not all(work.is_completed() for work in works):
-            a @ b
-            if place.type == "cuda":
-                torch.cuda.current_stream(place).synchronize()
-            count += 1
-        overlapped_s = (time.perf_counter() - start) / max(1, count)
-        for work in works:
-            work.wait()
-        if count >= 3:
-            ratios.append(overlapped_s / alone_s)
-    return max(1.0, _agree(statistics.median(ratios) if ratios else 1.0, group, place))

@@ -5,11 +5,11 @@ Reading takes milliseconds and imports no torch: torch's version and CUDA build 
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import math
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -163,18 +163,9 @@ def read_torch_build() -> tuple[str, str | None]:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return version, None
-    cuda: str | None = None
-    for node in ast.parse(_read(Path(spec.origin).with_name("version.py"))).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(node, ast.Assign):
-            target = node.targets[0] if isinstance(node.targets[0], ast.Name) else None
-        if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign):
-            value = node.value.value if isinstance(node.value, ast.Constant) else None
-            if target.id == "cuda" and isinstance(value, str):
-                cuda = value
-            elif target.id == "__version__" and isinstance(value, str):
-                version = value
-    return version, cuda
+    source = _read(Path(spec.origin).with_name("version.py"))  # lines like: cuda: Optional[str] = '12.8'
+    found = dict(re.findall(r"^(\w+)\b[^=\n]*= *['\"]([^'\"]*)['\"]", source, re.MULTILINE))
+    return found.get("__version__", version), found.get("cuda")
 
 
 def _available(available_bytes: int, limits: CgroupLimits) -> Reading:

@@ -1,6 +1,7 @@
-"""From what the ranks measured to the profile: figures into the devices, and notes on what disturbed them.
+"""From what the ranks measured, or the cache has, to the profile: figures into the devices, and what disturbed them.
 
-In: `Measured` records and a profile of what was read. Out: devices with their measured figures, and sentences.
+In: `Measured` records or a file of the cache, and a profile of what was read. Out: devices with their measured figures,
+and sentences.
 """
 
 from __future__ import annotations
@@ -8,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import platformdirs
+from pydantic import ValidationError
+
+from autoplan.files import read_regular, replace_file
 from autoplan.probes.nvml import SLOWDOWNS
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.probes.worker import Measured
 from autoplan.record import Reading
 
+# raise it when what is measured, or how, changes: older files of the cache are then not found
+PROBES_VERSION = 5
 # Above this share of busy cores (load over cores) or of GPU utilisation, rates are not this machine's best.
 BUSY_SHARE = 0.5
 # torch.utils.benchmark calls an interquartile range over 25 % of the median severe
@@ -79,6 +86,116 @@ def _best(operations: Sequence[OperationReading], kinds: Sequence[str]) -> Readi
     return best.rate.model_copy(update={"source": source})
 
 
+def is_busy(host: Host) -> bool:
+    """Whether so much runs on the machine now that rates would be lower than it can do."""
+    load = host.load_average.value
+    return load is not None and load > BUSY_SHARE * host.cores_usable
+
+
+def busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
+    """What makes rates lower than the machine can do before anything is measured: load, utilisation, throttling."""
+    notes = []
+    if is_busy(host):
+        load = f"load {host.load_average.value:.1f} on {host.cores_usable} cores"
+        notes.append(f"the machine was busy ({load}): rates may be lower than it can do")
+    for device in devices:
+        use = _busy_share(device)
+        if use is not None:
+            notes.append(f"cuda:{device.index} was busy ({use:.0%} utilisation): rates may be lower than it can do")
+        slowed = SLOWDOWNS.intersection(device.throttle_reasons)
+        if slowed:
+            notes.append(f"the clock of cuda:{device.index} was limited: {', '.join(sorted(slowed))}")
+    return notes
+
+
+def _busy_share(device: Device) -> float | None:
+    """How much of a GPU was in use when it was read, where that is much; else None."""
+    use = device.state["utilisation"].value if "utilisation" in device.state else None
+    return use if use is not None and use > BUSY_SHARE else None
+
+
+def spread_notes(measured: Sequence[Measured]) -> list[str]:
+    """A sentence where many samples vary."""
+    operations = [o for m in measured for o in m.operations]
+    noisy = [o for o in operations if o.rate.spread is not None and o.rate.spread > SEVERE_SPREAD]
+    if len(noisy) <= len(operations) // 4:
+        return []
+    return [
+        f"{len(noisy)} of {len(operations)} measurements vary by over {SEVERE_SPREAD:.0%}: "
+        "something else used the machine; measure again when it is idle"
+    ]
+
+
+def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) -> str | None:
+    """What others did with the device while it was measured; None: nothing that matters.
+
+    Where a container has a share of a host's cores, the others' share of all the cores says little; then it does not
+    count.
+    """
+    quota = profile.host.cgroup_cpu_limit.value
+    shares_host = quota is not None and quota < (profile.host.cores_logical or profile.host.cores_usable)
+    why = None
+    if others_cpu_share > SEVERE_OTHERS_SHARE and not shares_host:
+        why = f"other work took {others_cpu_share:.0%} of the CPU time while this machine was measured"
+    for device in profile.devices if kind == "cuda" else ():
+        use = _busy_share(device)
+        if use is not None:
+            why = f"other work used {use:.0%} of cuda:{device.index} before it was measured"
+    if why is None:
+        return None
+    return f"{why}: its rates are taken as less certain; autoplan probe --fresh measures again"
+
+
+def load_spread(kind: str, others_cpu_share: float) -> float:
+    """How far off rates may be that were taken beside other work: its time over what was left.
+
+    Of a GPU that others used, half of the time is taken to have been theirs.
+    """
+    share = min(0.5 if kind == "cuda" else others_cpu_share, 0.66)
+    return share / (1 - share)
+
+
+# The cache: a profile per machine and kind of device, so that a second run does not measure again.
+
+
+def cache_path(fingerprint: str, device: str, cache_dir: Path | None = None) -> Path:
+    """Where the profile of a machine is kept.
+
+    Args:
+        fingerprint: Of the machine (`HardwareProfile.fingerprint`).
+        device: Which kind of device was measured: "cuda" or "cpu".
+        cache_dir: None takes the user's cache folder.
+    """
+    folder = cache_dir or Path(platformdirs.user_cache_dir("autoplan")) / "probes"
+    return folder / f"{fingerprint}-{device}-v{PROBES_VERSION}.json"
+
+
+def load_cached(path: Path) -> tuple[HardwareProfile | None, str | None]:
+    """Read a file of the cache.
+
+    Returns:
+        The profile and None; None and None where there is no file; None and a sentence where it is unusable.
+    """
+    try:
+        return HardwareProfile.model_validate_json(read_regular(path)), None
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"the cached profile {path} cannot be read ({error}); measured again"
+    except ValidationError:
+        return None, f"the cached profile {path} is damaged or of another version; measured again"
+
+
+def save_cached(path: Path, profile: HardwareProfile) -> str | None:
+    """Write a file of the cache as a whole; returns why it could not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, profile.model_dump_json(indent=1))
+    except OSError as error:
+        return f"the profile could not be kept in {path.parent} ({error}): the next run measures again"
+    return None
+
+
 def refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> HardwareProfile:
     """A cached profile's measured figures, with what is read now (free memory, clocks, load)."""
     measured = [
@@ -100,51 +217,8 @@ def refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> Hardwa
             "devices": tuple(merge_measured(d, measured) for d in now.devices),
             "collectives": cached.collectives,
             "disturbed": cached.disturbed,
+            "others_cpu_share": cached.others_cpu_share,
             "probed_s": cached.probed_s,
             "notes": (*now.notes, *notes),
         }
     )
-
-
-def is_busy(host: Host) -> bool:
-    """Whether so much runs on the machine now that rates would be lower than it can do."""
-    load = host.load_average.value
-    return load is not None and load > BUSY_SHARE * host.cores_usable
-
-
-def busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
-    """What makes rates lower than the machine can do before anything is measured: load, utilisation, throttling."""
-    notes = []
-    if is_busy(host):
-        load = f"load {host.load_average.value:.1f} on {host.cores_usable} cores"
-        notes.append(f"the machine was busy ({load}): rates may be lower than it can do")
-    for device in devices:
-        use = device.state["utilisation"].value if "utilisation" in device.state else None
-        if use is not None and use > BUSY_SHARE:
-            notes.append(f"cuda:{device.index} was busy ({use:.0%} utilisation): rates may be lower than it can do")
-        slowed = SLOWDOWNS.intersection(device.throttle_reasons)
-        if slowed:
-            notes.append(f"the clock of cuda:{device.index} was limited: {', '.join(sorted(slowed))}")
-    return notes
-
-
-def contention_notes(measured: Sequence[Measured]) -> list[str]:
-    """What other processes did to the measurements: their CPU time, and the spread of the samples."""
-    notes = [
-        f"other processes took {m.others_cpu_share:.0%} of the CPU time while {m.type}:{m.index} was measured: "
-        "rates may be lower than it can do; measure again when the machine is idle"
-        for m in measured
-        if m.others_cpu_share > SEVERE_OTHERS_SHARE
-    ]
-    return notes or _spread_notes(measured)
-
-
-def _spread_notes(measured: Sequence[Measured]) -> list[str]:
-    operations = [o for m in measured for o in m.operations]
-    noisy = [o for o in operations if o.rate.spread is not None and o.rate.spread > SEVERE_SPREAD]
-    if len(noisy) <= len(operations) // 4:
-        return []
-    return [
-        f"{len(noisy)} of {len(operations)} measurements vary by over {SEVERE_SPREAD:.0%}: "
-        "something else used the machine; measure again when it is idle"
-    ]

@@ -40,13 +40,9 @@ class CollectiveReading(Record):
     operation: str
     backend: str
     group_size: int
-    tier: str = Field(description="which link the group crosses: cpu, nvlink, pcie, numa, network")
     latency_s: Reading
     algbw_bytes_per_s: Reading
     busbw_bytes_per_s: Reading
-    compute_slowdown: Reading | None = Field(
-        default=None, description="all-reduce: how many times longer a matmul takes that runs beside it"
-    )
     samples: tuple[tuple[int, float], ...] = Field(
         default=(), description="(payload bytes, median seconds) pairs that the line was fitted to"
     )
@@ -147,6 +143,9 @@ class HardwareProfile(Record):
     notes: tuple[str, ...] = Field(default=(), description="what could not be read and why, in sentences")
     disturbed: str | None = Field(
         default=None, description="a sentence, where it was measured under load: its spreads are wider for that"
+    )
+    others_cpu_share: float = Field(
+        default=0.0, description="share of the CPU time that other processes took while it was measured"
     )
     probed_s: float = Field(default=0.0, description="what measuring was allowed; 0: nothing was measured")
 

@@ -13,23 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.errors import DeviceError, UsageError
-from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_cpu_device, read_host, read_last_level_cache_bytes
 from autoplan.probes.merge import (
-    BUSY_SHARE,
-    SEVERE_OTHERS_SHARE,
     busy_notes,
-    contention_notes,
+    cache_path,
+    load_cached,
+    load_sentence,
+    load_spread,
     merge_measured,
     refresh,
+    save_cached,
+    spread_notes,
     widened,
 )
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
-from autoplan.probes.worker import Measured, ProbeRequest, ShapesRequest
+from autoplan.probes.worker import Measured, ProbeRequest
 
 if TYPE_CHECKING:
-    from autoplan.processes import ProcessReport, Task, Zygote
+    from autoplan.processes import ProcessReport, Zygote
 
 DEFAULT_BUDGET_S = 12.0
 # A GPU has four formats and the larger shapes: 52 products, for which 12 s leave 80 ms each.
@@ -108,7 +110,7 @@ def run_probes(
     path = cache_path(profile.fingerprint, kind, cache_dir)
     ranks = 1 if brief else collective_ranks or default_ranks(profile, kind)
     cached, problem = load_cached(path)
-    if not fresh and cached is not None and cached.budget_s >= budget_s:
+    if not fresh and cached is not None and cached.probed_s >= budget_s:
         return _from_cache(zygote, profile, cached, path, kind, ranks, on_progress)
     if problem is not None and not fresh:
         profile = _with_notes(profile, [problem])
@@ -127,33 +129,34 @@ def run_probes(
             "devices": tuple(merge_measured(d, found) for d in profile.devices),
             "seconds_spent": time.perf_counter() - started,
             "disturbed": disturbed,
+            "others_cpu_share": others,
             "probed_s": budget_s,
         }
     )
-    profile = _with_notes(profile, [*notes, *contention_notes(measured)])
-    quieter = cached is not None and cached.budget_s >= budget_s and cached.others_cpu_share < others
+    profile = _with_notes(profile, [*notes, *(spread_notes(measured) if disturbed is None else ())])
+    quieter = cached is not None and cached.probed_s >= budget_s and cached.others_cpu_share < others
     if (quieter and disturbed is not None) or not _came_to_their_end(measured, profile, kind):
         return profile  # the cache has better ones, or a later call measures what is missing, and more
-    problem = save_cached(path, CachedProfile(budget_s=budget_s, others_cpu_share=others, profile=profile))
+    problem = save_cached(path, profile)
     return profile if problem is None else _with_notes(profile, [problem])
 
 
 def _from_cache(
     zygote: Zygote | None,
     profile: HardwareProfile,
-    cached: CachedProfile,
+    cached: HardwareProfile,
     path: Path,
     kind: str,
     ranks: int,
     on_progress: Callable[[str], None] | None,
 ) -> HardwareProfile:
     """The cached profile with what is read now; collectives over more ranks than it has are measured and added."""
-    kept = refresh(profile, cached.profile, path)
+    kept = refresh(profile, cached, path)
     if ranks <= most_ranks(kept):
         return kept
     with _own_or_given(zygote) as running:
         kept = with_collectives(running, kept, kind, ranks, on_progress)
-    save_cached(path, cached.model_copy(update={"profile": kept}))
+    save_cached(path, kept)
     return kept
 
 
@@ -193,7 +196,6 @@ def with_collectives(
         device=kind,
         ranks=ranks,
         budget_s=COLLECTIVES_S,
-        links=profile.links,
         memory_limit_bytes=_host_limit_bytes(profile.host),
     )
     return _with_notes(profile.model_copy(update={"collectives": readings or profile.collectives}), list(notes))
@@ -224,22 +226,11 @@ def probe_shapes(
     """
     profile = read_host_profile()
     chosen = profile.device(pick_device(profile, device))
-    request = ShapesRequest(
-        type=chosen.type,
-        index=chosen.index,
-        budget_s=budget_s,
-        threads=choose_threads(profile.host),
-        memory_limit_bytes=_tensor_limit_bytes(chosen),
-        kind=kind,
-        dtype=dtype,
-        shapes=tuple(dict.fromkeys(shapes)),
-    )
+    alone = profile.model_copy(update={"devices": (chosen,)})
+    given = {"kind": kind, "dtype": dtype, "shapes": tuple(dict.fromkeys(shapes))}
     with _own_or_given(zygote) as running:
-        report = running.run(_task("probe_given_shapes", request.model_dump(), budget_s, profile.host))
-    result = report.ranks[0].result if report.ranks else None
-    if result is None:
-        raise _device_error(chosen.type, report)
-    return Measured.model_validate(result).operations
+        (measured,), _ = _measure(running, alone, chosen.type, budget_s, None, **given)
+    return measured.operations
 
 
 def pick_device(profile: HardwareProfile, wanted: str | None) -> Literal["cuda", "cpu"]:
@@ -271,46 +262,16 @@ def choose_threads(host: Host) -> int:
     return max(1, min(host.cores_usable, physical))
 
 
-def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) -> str | None:
-    """What others did with the device while it was measured; None: nothing that matters.
-
-    Where a container has a share of a host's cores, the others' share of all the cores says little; then it does not
-    count.
-    """
-    quota = profile.host.cgroup_cpu_limit.value
-    shares_host = quota is not None and quota < (profile.host.cores_logical or profile.host.cores_usable)
-    why = None
-    if others_cpu_share > SEVERE_OTHERS_SHARE and not shares_host:
-        why = f"other work took {others_cpu_share:.0%} of the CPU time while this machine was measured"
-    for device in profile.devices:
-        use = device.state["utilisation"].value if "utilisation" in device.state else None
-        if kind == "cuda" and device.type == "cuda" and use is not None and use > BUSY_SHARE:
-            why = f"other work used {use:.0%} of cuda:{device.index} before it was measured"
-    if why is None:
-        return None
-    return f"{why}: its rates are taken as less certain; autoplan probe --fresh measures again"
-
-
-def load_spread(kind: str, others_cpu_share: float) -> float:
-    """How far off rates may be that were taken beside other work: its time over what was left.
-
-    Of a GPU that others used, half of the time is taken to have been theirs.
-    """
-    share = min(0.5 if kind == "cuda" else others_cpu_share, 0.66)
-    return share / (1 - share)
-
-
 def _measure(
     zygote: Zygote,
     profile: HardwareProfile,
     kind: str,
     measure_s: float,
     on_progress: Callable[[str], None] | None,
-    *,
-    brief: bool = False,
+    **wanted: Any,
 ) -> tuple[list[Measured], list[str]]:
-    """What a rank measured, and what is missing."""
-    from autoplan.processes import run_again
+    """What a rank measured, and what is missing; `wanted` are the fields of `ProbeRequest` that say what."""
+    from autoplan.processes import Task, run_again
 
     targets = [d for d in profile.devices if d.type == kind]
     requests = [
@@ -321,11 +282,17 @@ def _measure(
             threads=choose_threads(profile.host),
             memory_limit_bytes=_tensor_limit_bytes(device),
             cache_bytes=_cache_bytes(device),
-            brief=brief,
+            **wanted,
         )
         for device in targets
     ]
-    task = _task("probe_devices", [r.model_dump() for r in requests], measure_s, profile.host)
+    task = Task(
+        target="autoplan.probes.worker:probe_devices",
+        args=([request.model_dump() for request in requests],),
+        deadlines_s={"*": 3 * measure_s + 30},
+        total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
+        memory_limit_bytes=_host_limit_bytes(profile.host),
+    )
     report = run_again(zygote, task, on_progress=_progress_reporter(on_progress)).report
     result = report.ranks[0].result if report.ranks else None
     measured = [Measured.model_validate(item) for item in result or ()]
@@ -355,18 +322,6 @@ def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[A
             on_progress(doing)
 
     return report_progress
-
-
-def _task(function: str, argument: Any, measure_s: float, host: Host) -> Task:
-    from autoplan.processes import Task
-
-    return Task(
-        target=f"autoplan.probes.worker:{function}",
-        args=(argument,),
-        deadlines_s={"*": 3 * measure_s + 30},
-        total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
-        memory_limit_bytes=_host_limit_bytes(host),
-    )
 
 
 def _host_limit_bytes(host: Host) -> int | None:

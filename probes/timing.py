@@ -5,6 +5,8 @@ Everything here runs in a rank. Training runs hot, so nothing is flushed or cool
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autoplan.probes.cuda_clock import CudaClock
 from autoplan.probes.profile import OperationReading
 from autoplan.record import Reading
 
@@ -23,6 +24,24 @@ MAX_SAMPLES = 25
 # On CUDA a sample is no longer than that: the launch queue holds about a thousand kernels, and all of a sample's are
 # queued before the first of them runs.
 MOST_CUDA_CALLS = 100
+
+LEAD_BYTES = 256 << 20
+"""Of the buffer that is cleared before a sample: at 1 to 5 TB/s that takes 50 to 250 us, where its launch takes 5. It
+is larger than the caches, so that the operands of the first call after it come from memory."""
+
+LEAD_SHARE = 1 / 16
+"""Of the free memory of the GPU, what that buffer takes at the most."""
+
+MOST_LEAD_S = 0.02
+"""However long the host took: the first call of a kernel loads it, which says nothing about the next."""
+
+HOST_FACTOR = 1.5
+"""The work before a sample takes the GPU so many times as long as the host needed for the last sample."""
+
+LAUNCHES = 200
+"""Of small operations in a sample of their host time: below the depth of CUDA's launch queue (about 1000), where
+launching would wait for the GPU."""
+
 TORCH_DTYPES = {
     "float32": torch.float32,
     "tf32": torch.float32,
@@ -113,8 +132,8 @@ class Budget:
         return max(0.0, self.seconds - (time.perf_counter() - self.started))
 
 
-def time_operation(call: Callable[[], object], *, device: torch.device, limit_s: float) -> Timing:
-    """Time one operation on a device.
+class Sampler:
+    """Takes the samples of one operation, one at a time, so that several can take turns.
 
     On CUDA each sample lies between two events on the current stream, behind other work (`CudaClock`); on CPU between
     two readings of the clock.
@@ -125,14 +144,6 @@ def time_operation(call: Callable[[], object], *, device: torch.device, limit_s:
         device: Where it runs.
         limit_s: When to stop taking samples. One slow call may outlast it.
     """
-    sampler = Sampler(call, device=device, limit_s=limit_s)
-    while sampler.wants_more:
-        sampler.sample()
-    return sampler.timing()
-
-
-class Sampler:
-    """Takes the samples of one operation, one at a time, so that several can take turns."""
 
     def __init__(self, call: Callable[[], object], *, device: torch.device, limit_s: float) -> None:
         self._call = call
@@ -190,6 +201,23 @@ def _cpu_sample(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return time.perf_counter() - started
+
+
+def probe_launch(device: torch.device, *, repeats: int = 15) -> Reading:
+    """Seconds of host time to start one small operation: the lower bound of a step that launches many kernels.
+
+    In-place additions through torch's eager path (no autograd). On CUDA the launches are timed without waiting for the
+    kernels; on CPU it is the whole call.
+    """
+    add = functools.partial(torch.zeros(1, device=device).add_, 1.0)
+    samples = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(_cpu_sample(add, LAUNCHES) / LAUNCHES)
+    timing = summarise(samples[2:])
+    source = f"{repeats} x {LAUNCHES} in-place additions of one element"
+    return Reading(value=timing.seconds, unit="s", provenance="measured", spread=timing.spread, source=source)
 
 
 def measure_operations(
@@ -331,13 +359,6 @@ def _settings(operation: Operation) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def measure_operation(operation: Operation, *, device: torch.device, limit_s: float) -> OperationReading:
-    """Build and time one operation by itself."""
-    with _settings(operation):
-        timing = time_operation(operation.build(), device=device, limit_s=limit_s)
-    return _reading(operation, timing, device)
-
-
 def _reading(operation: Operation, timing: Timing, device: torch.device) -> OperationReading:
     source = f"{timing.samples} samples on {device}"
     return OperationReading(
@@ -368,3 +389,65 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
         count *= size
     block = torch.randn(min(count, 65536)).to(dtype)
     return block.repeat(-(-count // block.numel()))[:count].view(*shape)
+
+
+# The clock of a GPU.
+
+
+class CudaClock:
+    """Times calls on a GPU: from the start of the first kernel to the end of the last one.
+
+    Between two events on an idle stream lies also the time until the host has launched the first kernel, and from one
+    kernel to the next: two to three times the kernel's own, for small ones. So other work is queued first, which takes
+    the GPU longer than the host needs to launch all that is timed; the kernels then run back to back. (Triton's
+    `do_bench` clears a buffer before each call, which does the same.) A call that waits for the GPU is timed with the
+    host's part.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host_s = 0.0  # of one call, in the last sample
+
+    def sample(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Seconds that so many calls take together."""
+        self._queue(HOST_FACTOR * self._host_s * calls)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._host_s = (time.perf_counter() - started) / calls
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000.0  # elapsed_time is in milliseconds
+
+    def _queue(self, seconds: float) -> None:
+        """Queues work that takes the GPU at least so long, and a little more."""
+        lead, lead_s = _lead_work(self.device)
+        for _ in range(pieces(seconds, lead_s)):
+            lead.zero_()
+
+
+def pieces(seconds: float, piece_s: float) -> int:
+    """How many pieces of work are queued so that they take so many seconds, and one more; not without end."""
+    return 1 + math.ceil(min(seconds, MOST_LEAD_S) / piece_s)
+
+
+@functools.cache
+def _lead_work(device: torch.device) -> tuple[torch.Tensor, float]:
+    """A buffer on the GPU, and the seconds that clearing it takes there."""
+    size = min(LEAD_BYTES, int(LEAD_SHARE * torch.cuda.mem_get_info(device)[0]))
+    lead = torch.zeros(size, dtype=torch.uint8, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(5):  # the first one loads the kernel
+        lead.zero_()
+    begin.record()
+    for _ in range(10):
+        lead.zero_()
+    end.record()
+    end.synchronize()
+    return lead, max(begin.elapsed_time(end) / 1000.0 / 10, 1e-6)

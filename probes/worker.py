@@ -1,6 +1,6 @@
 """The half of the probes that measures, in a rank; `autoplan.probes.run` is the half that starts it.
 
-In: a `ProbeRequest` per device, or a `ShapesRequest`. Out: `Measured` records, as dicts.
+In: a `ProbeRequest` per device. Out: `Measured` records, as dicts.
 """
 
 from __future__ import annotations
@@ -8,28 +8,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from autoplan.probes.profile import OperationReading
 from autoplan.record import Reading, Record
 
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
+
 BRIEF_CAP_S, BRIEF_LIMIT_S = 0.05, 5.0
 """Of the first rates, the most seconds for the samples of one operation, and after which no further one is begun."""
-
-
-class Context(Protocol):
-    """What a rank needs of `autoplan.processes.RankContext`."""
-
-    def phase(self, name: str) -> None:
-        """Start a phase and its deadline."""
-
-    def heartbeat(self, **facts: Any) -> None:
-        """Report progress."""
-
-    def report(self, result: Any) -> None:
-        """Write the result; a later one replaces it."""
 
 
 class ProbeRequest(Record):
@@ -42,19 +32,9 @@ class ProbeRequest(Record):
     memory_limit_bytes: float | None = Field(default=None, description="None: half of what is free on the GPU")
     cache_bytes: int | None = None
     brief: bool = Field(default=False, description="the first rates alone, in a second or two")
-
-
-class ShapesRequest(Record):
-    """Matrix products of given (m, n, k) to measure on one device."""
-
-    type: Literal["cuda", "cpu"]
-    index: int
-    budget_s: float
-    threads: int
-    memory_limit_bytes: float | None = None
-    kind: Literal["matmul", "linear_train"]
-    dtype: str
-    shapes: tuple[tuple[int, int, int], ...]
+    shapes: tuple[tuple[int, int, int], ...] = Field(default=(), description="these matrix products alone: (m, n, k)")
+    kind: Literal["matmul", "linear_train"] = Field(default="matmul", description="of the products in `shapes`")
+    dtype: str = Field(default="float32", description="of the products in `shapes`")
 
 
 class Measured(Record):
@@ -69,11 +49,10 @@ class Measured(Record):
         default=0.0, description="share of the usable cores that other processes kept busy during the measurement"
     )
     notes: tuple[str, ...] = ()
-    seconds: float = 0.0
     complete: bool = False
 
 
-def probe_devices(context: Context, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def probe_devices(context: RankContext, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Measure devices one after the other; after each series the result so far is written.
 
     Args:
@@ -92,35 +71,6 @@ def probe_devices(context: Context, requests: Sequence[dict[str, Any]]) -> list[
             context.report([m.model_dump(mode="json") for m in (*done, measured)])
         done.append(measured)
     return [m.model_dump(mode="json") for m in done]
-
-
-def probe_given_shapes(context: Context, item: dict[str, Any]) -> dict[str, Any]:
-    """Measure the shapes of a `ShapesRequest`; returns `Measured` as a dict."""
-    from autoplan.probes.matmul import linear_train_operations, matmul_operations
-    from autoplan.probes.timing import Budget, measure_operations
-
-    request = ShapesRequest.model_validate(item)
-    context.phase("shapes")
-    device = _open_device(request.type, request.index, request.threads)
-    make = matmul_operations if request.kind == "matmul" else linear_train_operations
-    budget = Budget(seconds=request.budget_s)
-    readings, notes = measure_operations(
-        list(make(device, (request.dtype,), request.shapes)),
-        device=device,
-        budget=budget,
-        cap_s=max(0.3, request.budget_s / max(1, len(request.shapes))),
-        memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
-        on_progress=lambda label: context.heartbeat(doing=label),
-    )
-    measured = Measured(
-        type=request.type,
-        index=request.index,
-        operations=tuple(readings),
-        notes=tuple(notes),
-        seconds=request.budget_s - budget.remaining_s,
-        complete=True,
-    )
-    return measured.model_dump(mode="json")
 
 
 def _open_device(kind: str, index: int, threads: int) -> Any:
@@ -165,15 +115,12 @@ class OtherProcesses:
     """How much time of the cores that this process may use went to other processes since this was made."""
 
     def __init__(self) -> None:
-        self._own_s, self._busy_s, self._all_s = self._read()
+        self._began = self._read()
 
     def cpu_share(self) -> float:
         """A share of those cores, 0 to 1; the kernel counts in steps of 10 ms."""
-        own_s, busy_s, all_s = (now - then for now, then in zip(self._read(), self._then(), strict=True))
+        own_s, busy_s, all_s = (now - then for now, then in zip(self._read(), self._began, strict=True))
         return 0.0 if all_s <= 0 else min(1.0, max(0.0, (busy_s - own_s) / all_s))
-
-    def _then(self) -> tuple[float, float, float]:
-        return self._own_s, self._busy_s, self._all_s
 
     @staticmethod
     def _read() -> tuple[float, float, float]:
@@ -196,21 +143,25 @@ def _memory_limit_bytes(device: Any, given: float | None) -> float:
     return 0.5 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
 
 
-def _series(rank: Context, request: ProbeRequest) -> Any:
+def _series(rank: RankContext, request: ProbeRequest) -> Any:
     """Yield what is measured so far after each series of measurements; the series that are needed most come first."""
-    from autoplan.probes import launch
-    from autoplan.probes.timing import Budget, Rates, measure_operations
+    from autoplan.probes.timing import Budget, Rates, measure_operations, probe_launch
 
     started = time.perf_counter()
     others = OtherProcesses()
     free_before = _free_bytes(request)
     device = _open_device(request.type, request.index, request.threads)
     context = _context_bytes(device, free_before)
-    reading = launch.probe_launch(device)
+    launch = probe_launch(device)
     operations: list[OperationReading] = []
     notes: list[str] = []
     rates = Rates()
-    series = _brief_series(device, request) if request.brief else _all_series(device, request, operations)
+    if request.shapes:
+        series, cap_s = _given_series(device, request), max(0.3, request.budget_s / len(request.shapes))
+    elif request.brief:
+        series, cap_s = _brief_series(device), BRIEF_CAP_S
+    else:
+        series, cap_s = _all_series(device, request, operations), 0.4 if device.type == "cpu" else 0.25
     left = sum(share for share, _ in series)  # 1, up to rounding
     for position, (share, make) in enumerate(series):
         spent = time.perf_counter() - started
@@ -221,7 +172,7 @@ def _series(rank: Context, request: ProbeRequest) -> Any:
             make(),
             device=device,
             budget=Budget(seconds=BRIEF_LIMIT_S if request.brief else seconds),
-            cap_s=BRIEF_CAP_S if request.brief else 0.4 if device.type == "cpu" else 0.25,
+            cap_s=cap_s,
             memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
             rates=rates,
             on_progress=lambda label: rank.heartbeat(doing=label),
@@ -236,11 +187,10 @@ def _series(rank: Context, request: ProbeRequest) -> Any:
             type=request.type,
             index=request.index,
             operations=tuple(operations),
-            kernel_launch_s=reading,
+            kernel_launch_s=launch,
             context_bytes=context,
             others_cpu_share=others.cpu_share(),
             notes=tuple(notes),
-            seconds=time.perf_counter() - started,
             complete=position + 1 == len(series),
         )
 
@@ -249,60 +199,67 @@ Series = list[tuple[float, Callable[[], list[Any]]]]
 """(share of the time, the operations), in the order in which they are measured."""
 
 
-def _brief_series(device: Any, request: ProbeRequest) -> Series:
+def _given_series(device: Any, request: ProbeRequest) -> Series:
+    """The products that somebody asked for, and nothing else."""
+    from autoplan.probes.operations import linear_train_operations, matmul_operations
+
+    make = matmul_operations if request.kind == "matmul" else linear_train_operations
+    return [(1.0, lambda: list(make(device, (request.dtype,), request.shapes)))]
+
+
+def _brief_series(device: Any) -> Series:
     """A few of each kind, small ones: enough to tell which of two configurations is far faster."""
-    from autoplan.probes import attention, matmul, memory
+    from autoplan.probes import operations as ops
 
     on_cpu = device.type == "cpu"
-    dtypes = matmul.dtypes_of(device)
+    dtypes = ops.dtypes_of(device)
     products = tuple(dtype for dtype in dtypes if dtype != "float16")
-    shapes = matmul.CPU_BRIEF_SHAPES if on_cpu else matmul.CUDA_BRIEF_SHAPES
-    train_shapes = (matmul.CPU_BRIEF_TRAIN_SHAPE,) if on_cpu else matmul.CUDA_TRAIN_SHAPES[:1]
-    attention_shapes = (attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES)[:1]
+    shapes = ops.CPU_BRIEF_SHAPES if on_cpu else ops.CUDA_BRIEF_SHAPES
+    train_shapes = (ops.CPU_BRIEF_TRAIN_SHAPE,) if on_cpu else ops.CUDA_TRAIN_SHAPES[:1]
+    attention_shapes = (ops.CPU_ATTENTION_SHAPES if on_cpu else ops.CUDA_ATTENTION_SHAPES)[:1]
     return [
-        (0.25, lambda: list(matmul.linear_train_operations(device, dtypes, train_shapes))),
-        (0.25, lambda: list(matmul.matmul_operations(device, products, shapes))),
-        (0.3, lambda: list(memory.bandwidth_operations(device, cache_bytes=None))[1::-1]),
-        (0.2, lambda: list(attention.attention_operations(device, ("float32", "bfloat16"), attention_shapes))[::2]),
+        (0.25, lambda: list(ops.linear_train_operations(device, dtypes, train_shapes))),
+        (0.25, lambda: list(ops.matmul_operations(device, products, shapes))),
+        (0.3, lambda: list(ops.bandwidth_operations(device, cache_bytes=None))[1::-1]),
+        (0.2, lambda: list(ops.attention_operations(device, ("float32", "bfloat16"), attention_shapes))[::2]),
     ]
 
 
 def _all_series(device: Any, request: ProbeRequest, done: Sequence[OperationReading]) -> Series:
     """Every kind; `done` is filled as they are measured, and tells which dtypes are not worth more time."""
-    from autoplan.probes import attention, matmul, memory
+    from autoplan.probes import operations as ops
 
-    on_cpu = device.type == "cpu"
-    dtypes = matmul.dtypes_of(device)
+    dtypes = ops.dtypes_of(device)
+    bandwidth = (0.17, lambda: list(ops.bandwidth_operations(device, cache_bytes=request.cache_bytes)))
+    if device.type != "cpu":
+        mixed = tuple(dtype for dtype in dtypes if dtype != "tf32")
+        return [
+            (0.40, lambda: list(ops.matmul_operations(device, dtypes, ops.CUDA_SHAPES))),
+            (0.15, lambda: list(ops.linear_train_operations(device, dtypes, ops.CUDA_TRAIN_SHAPES))),
+            (0.05, lambda: list(ops.float8_operations(device, ops.CUDA_SHAPES))),
+            bandwidth,
+            (0.17, lambda: list(ops.attention_operations(device, mixed, ops.CUDA_ATTENTION_SHAPES))),
+            (0.06, lambda: list(ops.transfer_operations(device))),
+        ]
+
+    def first() -> list[Any]:
+        """Small ones in every dtype, which show what a dtype is worth."""
+        trained = ops.linear_train_operations(device, dtypes, (ops.CPU_BRIEF_TRAIN_SHAPE,))
+        return [*ops.matmul_operations(device, dtypes, ops.CPU_SHAPES[:2]), *trained]
 
     def worth() -> tuple[str, ...]:
         """Without the dtypes that a CPU computes in by other means: they would take half of the time."""
         rates = {reading.dtype: reading.rate.value or 0.0 for reading in done if reading.kind == "linear_train"}
-        least = matmul.LOSING_SHARE * rates.get("float32", 0.0) if on_cpu else 0.0
+        least = ops.LOSING_SHARE * rates.get("float32", 0.0)
         return tuple(dtype for dtype in dtypes if rates.get(dtype, least) >= least)
 
-    mixed = tuple(d for d in dtypes if d != "tf32")
-    # float16 attention on a CPU is not trained with; a GPU is
-    attention_dtypes = ("float32", "bfloat16") if on_cpu else mixed
-    shapes = matmul.CPU_SHAPES if on_cpu else matmul.CUDA_SHAPES
-    train_shapes = matmul.CPU_TRAIN_SHAPES if on_cpu else matmul.CUDA_TRAIN_SHAPES
-    attention_shapes = attention.CPU_SHAPES if on_cpu else attention.CUDA_SHAPES
-
-    def first() -> list[Any]:
-        """Small ones in every dtype, which show what a dtype is worth."""
-        trained = matmul.linear_train_operations(device, dtypes, (matmul.CPU_BRIEF_TRAIN_SHAPE,))
-        return [*matmul.matmul_operations(device, dtypes, shapes[:2]), *trained]
-
-    series: Series = [
-        *([(0.15, first)] if on_cpu else []),
-        (0.25 if on_cpu else 0.40, lambda: list(matmul.matmul_operations(device, worth(), shapes[2 * on_cpu :]))),
-        (0.20 if on_cpu else 0.15, lambda: list(matmul.linear_train_operations(device, worth(), train_shapes))),
-        *([] if on_cpu else [(0.05, lambda: list(matmul.float8_operations(device, shapes)))]),
-        (0.17, lambda: list(memory.bandwidth_operations(device, cache_bytes=request.cache_bytes))),
-        (0.17, lambda: list(attention.attention_operations(device, attention_dtypes, attention_shapes))),
+    trained_with = ("float32", "bfloat16")  # nobody trains attention in float16 on a CPU
+    counts = sorted({1, max(1, request.threads // 2), request.threads})
+    return [
+        (0.15, first),
+        (0.25, lambda: list(ops.matmul_operations(device, worth(), ops.CPU_SHAPES[2:]))),
+        (0.20, lambda: list(ops.linear_train_operations(device, worth(), ops.CPU_TRAIN_SHAPES))),
+        bandwidth,
+        (0.17, lambda: list(ops.attention_operations(device, trained_with, ops.CPU_ATTENTION_SHAPES))),
+        (0.06, lambda: list(ops.thread_operations(device, counts))),
     ]
-    if on_cpu:
-        counts = sorted({1, max(1, request.threads // 2), request.threads})
-        series.append((0.06, lambda: list(matmul.thread_operations(device, counts))))
-    else:
-        series.append((0.06, lambda: list(memory.transfer_operations(device))))
-    return series

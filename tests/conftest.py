@@ -56,14 +56,14 @@ def probed_machine(shared_folder: Path, training_zygote: Any) -> None:
 
     It is kept also where other tests were running meanwhile: a search that measured it again would use up its budget.
     """
-    from autoplan.probes.cache import CachedProfile, cache_path, save_cached
-    from autoplan.probes.run import DEFAULT_BUDGET_S, run_probes
+    from autoplan.probes.merge import cache_path, save_cached
+    from autoplan.probes.run import run_probes
 
     with FileLock(shared_folder / "probe.lock"):
         profile = run_probes(training_zygote, device="cpu").model_copy(update={"disturbed": None})
         path = cache_path(profile.fingerprint, "cpu")
         if not path.exists():
-            save_cached(path, CachedProfile(budget_s=DEFAULT_BUDGET_S, profile=profile))
+            save_cached(path, profile)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ In: a `TimingRequest` for each group of operations. Out: an `OpTiming` for each,
 - On a CPU, freed memory is kept between the runs. The cost of new pages is estimated separately (`first_touch` of the
   probes).
 - The host's own time between operations (dispatch) is not measured here. On CUDA other work is queued before each
-  operation, so that the host's launch does not count either (probes/cuda_clock.py).
+  operation, so that the host's launch does not count either (probes/timing.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoplan.planner.trace.op_recorder import OpCall, TensorShape
-from autoplan.probes.cuda_clock import CudaClock
-from autoplan.probes.timing import device_answers, filled
+from autoplan.probes.timing import CudaClock, device_answers, filled
 from autoplan.strategies.techniques.allocator import keep_freed_memory
 
 REPEATS = ((0.003, 5), (0.02, 3), (0.15, 2), (float("inf"), 1))

@@ -9,17 +9,13 @@ import pytest
 from autoplan.probes.collectives import (
     OPERATIONS,
     bus_factor,
-    estimate_collective_s,
     fit_line,
     group_sizes,
-    group_tier,
     make_reading,
     measure_collectives,
     probe_collectives,
 )
-from autoplan.probes.profile import Link
 from autoplan.processes import RankContext, Task, Zygote
-from autoplan.record import Reading
 
 SIZES = [4096 * 4**power for power in range(6)]
 
@@ -53,43 +49,20 @@ def test_bus_bandwidth_is_as_nccl_tests_defines_it() -> None:
     assert bus_factor("all_reduce", 8) == pytest.approx(2 * 7 / 8)
     assert bus_factor("all_gather", 8) == bus_factor("reduce_scatter", 8) == bus_factor("all_to_all", 8) == 7 / 8
     assert bus_factor("send_recv", 2) == 1
-    reading = make_reading(entry([(size, size / 1e9) for size in SIZES]), "cpu", ())
+    reading = make_reading(entry([(size, size / 1e9) for size in SIZES]))
     assert reading.algbw_bytes_per_s.value == pytest.approx(1e9)
     assert reading.busbw_bytes_per_s.value == pytest.approx(1.5e9)
 
 
-def test_sizes_between_are_read_off_the_measured_curve() -> None:
-    """Where the algorithm changes with the size, the curve is followed and the line is not."""
-    samples = [(1024, 10e-6), (4096, 10e-6), (16384, 80e-6), (65536, 320e-6)]
-    reading = make_reading(entry(samples), "cpu", ())
-    assert estimate_collective_s(reading, 2048) == pytest.approx(10e-6)
-    assert estimate_collective_s(reading, 32768) == pytest.approx(160e-6)
-    assert estimate_collective_s(reading, 65536) == pytest.approx(320e-6)
-    assert estimate_collective_s(reading, 10 * 65536) > 320e-6
-    assert estimate_collective_s(reading, 64) <= 10e-6
-
-
 def test_an_unknown_bandwidth_is_no_number() -> None:
-    reading = make_reading(entry([(1000, 2e-6), (2000, 2e-6)]), "cpu", ())
+    reading = make_reading(entry([(1000, 2e-6), (2000, 2e-6)]))
     assert reading.algbw_bytes_per_s.value is None and reading.algbw_bytes_per_s.reason
-    with pytest.raises(ValueError, match="was not measured"):
-        estimate_collective_s(reading, 100)
 
 
 def test_groups_double_up_to_all_ranks() -> None:
     assert group_sizes(2) == (2,)
     assert group_sizes(6) == (2, 4, 6)
     assert group_sizes(8) == (2, 4, 8)
-
-
-def test_a_group_is_as_fast_as_its_slowest_link() -> None:
-    bandwidth = Reading.unknown("bytes/s", "not needed here")
-    kinds = {("cuda:0", "cuda:1"): "nvlink", ("cuda:0", "cuda:2"): "numa", ("cuda:1", "cuda:2"): "nvlink"}
-    links = [Link(a=a, b=b, kind=kind, bandwidth_bytes_per_s=bandwidth) for (a, b), kind in kinds.items()]
-    assert group_tier("cuda", 2, links) == "nvlink"
-    assert group_tier("cuda", 3, links) == "numa"
-    assert group_tier("cuda", 4, links) == "pcie"  # not all pairs are known
-    assert group_tier("cpu", 2, ()) == "cpu"
 
 
 def without_all_to_all(context: RankContext, *args: Any) -> Any:
@@ -112,11 +85,9 @@ def test_two_ranks_measure_every_collective(zygote: Zygote) -> None:
     assert notes == ()
     assert {reading.operation for reading in readings} == set(OPERATIONS)
     for reading in readings:
-        assert reading.group_size == 2 and reading.backend == "gloo" and reading.tier == "cpu"
+        assert reading.group_size == 2 and reading.backend == "gloo"
         assert [size for size, _ in reading.samples] == [4096, 65536, 1048576]
         assert all(seconds > 0 for _, seconds in reading.samples)
-    slowdown = next(r for r in readings if r.operation == "all_reduce").compute_slowdown
-    assert slowdown is not None and slowdown.value is not None and slowdown.value >= 1
 
 
 def test_an_operation_that_the_backend_lacks_is_left_out_with_the_reason(zygote: Zygote) -> None:

@@ -8,20 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from autoplan.probes.attention import attention_operations
-from autoplan.probes.launch import probe_launch
-from autoplan.probes.matmul import (
-    _float8_matmul,
+from autoplan.probes.operations import (
+    LARGEST_BUFFER_BYTES,
+    attention_operations,
+    bandwidth_operations,
     float8_operations,
     linear_train_operations,
+    matmul,
     matmul_operations,
     thread_operations,
+    transfer_operations,
 )
-from autoplan.probes.memory import LARGEST_BUFFER_BYTES, bandwidth_operations, transfer_operations
 from autoplan.probes.timing import (
     TORCH_DTYPES,
     Budget,
@@ -30,10 +32,9 @@ from autoplan.probes.timing import (
     Timing,
     device_answers,
     filled,
-    measure_operation,
     measure_operations,
+    probe_launch,
     summarise,
-    time_operation,
 )
 from autoplan.probes.worker import OtherProcesses, ProbeRequest, probe_devices
 
@@ -80,7 +81,7 @@ def test_the_product_is_that_of_a_linear_layer(dtype: str) -> None:
 
 def test_the_product_in_8_bits_is_that_of_a_linear_layer() -> None:
     """torch._scaled_mm runs on a CPU too, slowly: what is timed on a GPU is shown to be the product."""
-    operation = _float8_matmul(CPU, (32, 16, 48))
+    operation = matmul(CPU, "float8", (32, 16, 48))
     y = operation.build()()
     assert isinstance(y, torch.Tensor)
     assert y.shape == (32, 16) and y.dtype == torch.bfloat16 and operation.work == 2 * 32 * 16 * 48
@@ -141,7 +142,7 @@ def test_threads_are_set_for_one_operation_and_put_back() -> None:
     operation = Operation(
         kind="x", dtype="float32", shape=(1,), work=1, unit="flop/s", memory_bytes=0, build=build, threads=2
     )
-    measure_operation(operation, device=CPU, limit_s=0.01)
+    measure([operation])
     assert set(seen) == {2} and torch.get_num_threads() == 1
 
 
@@ -153,7 +154,7 @@ def test_tf32_is_switched_on_for_its_operation_only() -> None:
 
     for dtype in ("tf32", "float32"):
         operation = Operation(kind="x", dtype=dtype, shape=(1,), work=1, unit="flop/s", memory_bytes=0, build=build)
-        measure_operation(operation, device=CPU, limit_s=0.005)
+        measure([operation])
     assert list(dict.fromkeys(seen)) == ["high", "highest"]
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -173,7 +174,8 @@ def test_the_first_call_is_not_counted() -> None:
         if len(calls) == 1:
             sum(math.sin(i) for i in range(300_000))  # setting up: tens of milliseconds
 
-    assert time_operation(call, device=CPU, limit_s=0.02).seconds < 0.005
+    (reading,), _ = measure_operations([make_operation(lambda: call)], device=CPU, budget=Budget(seconds=5.0), **LIMITS)
+    assert reading.seconds.value is not None and reading.seconds.value < 0.005
 
 
 def test_an_operation_that_fails_is_left_out_with_the_reason() -> None:
@@ -271,7 +273,8 @@ def test_when_the_time_is_over_the_rest_is_left_out() -> None:
 
 
 def test_rate_is_work_over_time() -> None:
-    reading = measure_operation(make_operation(lambda: lambda: None, work=10.0), device=CPU, limit_s=0.005)
+    timed = make_operation(lambda: lambda: None, work=10.0)
+    (reading,), _ = measure_operations([timed], device=CPU, budget=Budget(seconds=5.0), **LIMITS)
     assert reading.seconds.value is not None and reading.rate.value is not None
     assert reading.rate.value * reading.seconds.value == pytest.approx(10.0)
     assert reading.rate.provenance == "measured" and reading.rate.unit == "flop/s"
@@ -329,13 +332,13 @@ class Written:
 
 
 def test_each_series_is_written_as_soon_as_it_is_there() -> None:
-    context = Written()
+    context: Any = Written()
     request = ProbeRequest(type="cpu", index=0, budget_s=0.5, threads=1, memory_limit_bytes=64e6)
     (result,) = probe_devices(context, [request.model_dump()])
     assert context.phases == ["cpu:0"]
     assert len(context.results) == 6 and context.results[-1] == [result]
-    assert [r[0]["complete"] for r in context.results] == [False] * 5 + [True]  # type: ignore[index]
-    counts = [len(r[0]["operations"]) for r in context.results]  # type: ignore[index]
+    assert [r[0]["complete"] for r in context.results] == [False] * 5 + [True]
+    counts = [len(r[0]["operations"]) for r in context.results]
     assert counts == sorted(counts) and counts[-1] > 0
     assert any("GiB" in note for note in result["notes"]), "bandwidth buffers do not fit in 64 MB"
 
@@ -343,7 +346,7 @@ def test_each_series_is_written_as_soon_as_it_is_there() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured() -> None:
-    context = Written()
+    context: Any = Written()
     request = ProbeRequest(type="cuda", index=0, budget_s=5.0, threads=1)
     (result,) = probe_devices(context, [request.model_dump()])
     kinds = {operation["kind"] for operation in result["operations"]}

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from autoplan.cli.probe import format_share, peak_rows, probe_command
 from autoplan.errors import DeviceError, UsageError
 from autoplan.probes import run as run_module
-from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_torch_build
+from autoplan.probes.merge import cache_path, load_cached, save_cached
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import choose_threads, pick_device, probe_shapes, read_host_profile, run_probes
 from autoplan.processes import Zygote
@@ -95,13 +95,13 @@ def test_a_damaged_cache_is_measured_again_with_a_note(zygote: Zygote, tmp_path:
     assert any("measured again" in note for note in again.notes)
     assert again.device("cpu").operations
     cached, problem = load_cached(path)
-    assert problem is None and cached is not None and cached.profile.fingerprint == again.fingerprint
+    assert problem is None and cached is not None and cached.fingerprint == again.fingerprint
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
 def test_a_folder_that_cannot_be_written_is_a_note(measured: HardwareProfile, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    problem = save_cached(tmp_path / "file" / "x.json", CachedProfile(budget_s=1, profile=measured))
+    problem = save_cached(tmp_path / "file" / "x.json", measured)
     assert problem is not None and "measures again" in problem
 
 
@@ -166,7 +166,7 @@ def command(measured: HardwareProfile, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = cache_path(measured.fingerprint, "cpu")
     assert tmp_path in path.parents
-    save_cached(path, CachedProfile(budget_s=run_module.DEFAULT_BUDGET_S, profile=measured))
+    save_cached(path, measured.model_copy(update={"probed_s": run_module.DEFAULT_BUDGET_S}))
     app = typer.Typer()
     app.command()(probe_command)
     return app

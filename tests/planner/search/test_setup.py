@@ -18,7 +18,7 @@ from autoplan.planner.search.setup import (
     trace_cost_s,
     trace_more,
 )
-from autoplan.probes.cache import CachedProfile, cache_path, load_cached, save_cached
+from autoplan.probes.merge import cache_path, load_cached, save_cached
 from autoplan.probes.run import DEFAULT_BUDGET_S, read_host_profile, run_probes
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -150,10 +150,11 @@ def test_rates_taken_under_load_are_bettered_once_the_load_is_over(
 ) -> None:
     monkeypatch.setattr("autoplan.probes.merge.is_busy", lambda host: busy)
     known = run_probes(zygote, device="cpu", brief=True)
-    loaded = known.model_copy(update={"disturbed": "other work took 40%", "probed_s": DEFAULT_BUDGET_S})
+    load = {"disturbed": "other work took 40%", "others_cpu_share": 0.4}
+    loaded = known.model_copy(update={**load, "probed_s": DEFAULT_BUDGET_S})
     path = cache_path(read_host_profile().fingerprint, "cpu")
     assert load_cached(path)[0] is not None
-    save_cached(path, CachedProfile(budget_s=DEFAULT_BUDGET_S, others_cpu_share=0.4, profile=loaded))
+    save_cached(path, loaded)
     context, listener = begin(zygote, tmp_path)
     assert listener.notes.count("other work took 40%") == 1
     assert context.hardware.device("cpu").operations == known.device("cpu").operations, "they are used in any case"
