@@ -292,7 +292,7 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
 
 
 def _variants(facts: WorkloadFacts, configs: Sequence[TrainingConfig]) -> tuple[VariantKey, ...]:
-    from autoplan.planner.trace.variants import variants_to_trace
+    from autoplan.planner.trace.model_profile import variants_to_trace
 
     return () if facts.step_s is not None else variants_to_trace(configs, has_blocks=facts.num_blocks > 0)
 
@@ -329,9 +329,9 @@ def _trace(
     known: ModelProfile | None = None,
 ) -> ModelProfile:
     """The profile with the plain variant and `more`; what else there is of `everything` is rough."""
+    from autoplan.planner.trace.model_profile import PLAIN
     from autoplan.planner.trace.rough_profile import step_profile, with_rough_variants
     from autoplan.planner.trace.trace import TraceLimits, trace_profile
-    from autoplan.planner.trace.variants import PLAIN
 
     if facts.step_s is not None:
         return step_profile(facts, device)

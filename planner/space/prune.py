@@ -21,9 +21,8 @@ from autoplan.planner.cost.calibrate import PRIOR_SD
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.records import LeftOutFamily
 from autoplan.planner.space.generate import Space
-from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.planner.trace.variants import PLAIN as PLAIN_VARIANT
-from autoplan.planner.trace.variants import variants_of
+from autoplan.planner.trace.model_profile import PLAIN as PLAIN_VARIANT
+from autoplan.planner.trace.model_profile import VariantKey, variants_of
 from autoplan.probes.merge import SEVERE_SPREAD
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.facts import Choices

@@ -11,5 +11,5 @@ In the order of the data:
 - linear_fit.py: from recordings to straight lines in the samples;
 - op_benchmark.py: times the recorded operations on the device;
 - input_benchmark.py: times the workload's make_batch;
-- model_profile.py: the records of the result.
+- model_profile.py: what is asked of a trace, the records of the result, and the variants.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
@@ -24,14 +24,20 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
-from autoplan.planner.trace.linear_fit import GroupKey
-from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
-from autoplan.planner.trace.op_benchmark import OpTiming, time_operations
+from autoplan.planner.trace.linear_fit import timings_of
+from autoplan.planner.trace.model_profile import (
+    PLAIN,
+    LinearFit,
+    ModelProfile,
+    TraceRequest,
+    VariantKey,
+    VariantProfile,
+)
+from autoplan.planner.trace.op_benchmark import time_operations
 from autoplan.planner.trace.record_step import make_batch
 from autoplan.planner.trace.rough_profile import with_rough_variants
 from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
 from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
-from autoplan.planner.trace.variants import PLAIN
 from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights
@@ -39,24 +45,6 @@ from autoplan.strategies.workloads.workload import Workload
 
 _ADAM_STATE_BYTES = 8.0
 """Bytes of Adam's two fp32 moments per parameter; assumed where the optimizer cannot be asked."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceRequest:
-    """What is traced, and for how long.
-
-    Attributes:
-        variants: The variants to trace; None: all that the model has. The plain one is always traced, and first.
-        time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
-            plain variant has no limit, nor has the first one besides it, unless this is 0.
-        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
-        timed: What earlier traces timed already.
-    """
-
-    variants: tuple[VariantKey, ...] | None = None
-    time_limit_s: float | None = None
-    timing_budget_s: float = 0.0
-    timed: Mapping[GroupKey, OpTiming] = field(default_factory=dict)
 
 
 def profile_workload(
@@ -129,8 +117,9 @@ def _profile(tracer: VariantTracer, *, identity: str, request: TraceRequest) -> 
     variants = found.variants
     if request.timing_budget_s > 0:
         device = torch.device(tracer.device)
-        new = {key: one for key, one in tracer.timing_requests().items() if key not in request.timed}
-        tracer.timings = {**request.timed, **time_operations(new, device, request.timing_budget_s, notes)}
+        timed = {} if request.known is None else timings_of(request.known)
+        new = {key: one for key, one in tracer.requests.items() if key not in timed}
+        tracer.timings = {**timed, **time_operations(new, device, request.timing_budget_s, notes)}
         variants = {
             name: variant.model_copy(update={"groups": tuple(tracer.with_timing(g) for g in variant.groups)})
             for name, variant in variants.items()

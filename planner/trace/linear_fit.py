@@ -68,16 +68,6 @@ def fit_line(small: float, large: float, samples: tuple[int, int]) -> LinearFit:
     return LinearFit(fixed=small - slope * samples[0], per_sample=slope)
 
 
-def scale_fit(fit: LinearFit, factor: float) -> LinearFit:
-    """factor x fit."""
-    return LinearFit(fixed=fit.fixed * factor, per_sample=fit.per_sample * factor)
-
-
-def add_blocks(fit: LinearFit, block: LinearFit, count: int) -> LinearFit:
-    """fit + count x block."""
-    return LinearFit(fixed=fit.fixed + count * block.fixed, per_sample=fit.per_sample + count * block.per_sample)
-
-
 def subtract(a: GroupCounts, b: GroupCounts, times: int) -> GroupCounts:
     """a - times x b; negative counts are kept, zeros are left out."""
     out = Counter(a)
@@ -259,7 +249,7 @@ def make_variant_profile(
             if part != "middle"
         ),
         block_saved_bytes=block_saved,
-        rest_saved_bytes=add_blocks(saved, block_saved, -num_blocks),
+        rest_saved_bytes=saved - num_blocks * block_saved,
     )
 
 
@@ -271,23 +261,21 @@ def _make_group(key: GroupKey, count: float, segment: Literal["block", "rest"]) 
         split = {"matmul": "n", "attention": "batch"}.get(kind, "all")
         if kind == "matmul" and batch.per_sample:
             split = "batch"
-    return OperationGroup.model_validate(
-        {
-            "name": name,
-            "kind": kind,
-            "segment": segment,
-            "phase": phase,
-            "dtype": dtype,
-            "count": count,
-            "flops": flops,
-            "bytes_moved": bytes_moved,
-            "output_bytes": output_bytes,
-            "m": m,
-            "n": n,
-            "k": k,
-            "batch": batch,
-            "tensor_split": split,
-        }
+    return OperationGroup(
+        name=name,
+        kind=kind,
+        segment=segment,
+        phase=phase,
+        dtype=dtype,
+        count=count,
+        flops=flops,
+        bytes_moved=bytes_moved,
+        output_bytes=output_bytes,
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
+        tensor_split=split,  # type: ignore[arg-type]
     )
 
 
@@ -305,9 +293,6 @@ def with_fused_loss(
         None if the two losses differ in operations that `full_loss` does not have.
     """
 
-    def exchange(a: LinearFit, b: LinearFit, c: LinearFit) -> LinearFit:
-        return LinearFit(fixed=a.fixed - b.fixed + c.fixed, per_sample=a.per_sample - b.per_sample + c.per_sample)
-
     rest: GroupCounts = Counter()
     known: dict[GroupKey, OperationGroup] = {}
     for variant, sign in ((full_loss, 1), (plain, -1), (plain_fused, 1)):
@@ -321,8 +306,8 @@ def with_fused_loss(
     peaks = tuple(
         PeakFit(
             part=p.part,
-            first=exchange(p.first, plain_peaks[p.part].first, fused_peaks[p.part].first),
-            later=exchange(p.later, plain_peaks[p.part].later, fused_peaks[p.part].later),
+            first=p.first - plain_peaks[p.part].first + fused_peaks[p.part].first,
+            later=p.later - plain_peaks[p.part].later + fused_peaks[p.part].later,
         )
         for p in full_loss.peaks
         if p.part in plain_peaks and p.part in fused_peaks
@@ -336,5 +321,5 @@ def with_fused_loss(
         kernels=full_loss.kernels - plain.kernels + plain_fused.kernels,
         peaks=peaks,
         block_saved_bytes=full_loss.block_saved_bytes,
-        rest_saved_bytes=exchange(full_loss.rest_saved_bytes, plain.rest_saved_bytes, plain_fused.rest_saved_bytes),
+        rest_saved_bytes=full_loss.rest_saved_bytes - plain.rest_saved_bytes + plain_fused.rest_saved_bytes,
     )

@@ -1,17 +1,20 @@
 """ModelProfile: what one micro-step of a model computes, moves and keeps, each as a straight line in the samples.
 
-Only records; loads no torch. `planner/trace/trace.py` makes profiles of real programs, and
-`planner/cost/analytical/transformer.py` makes them from a transformer's dimensions. The cost model reads nothing else
-about a model.
+And the variants: which of them a configuration is made of, and which a search has to trace. Loads no torch.
+`planner/trace/trace.py` makes profiles of real programs, and `planner/cost/analytical/transformer.py` makes them from a
+transformer's dimensions. The cost model reads nothing else about a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field
 
 from autoplan.record import Record
+from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +37,15 @@ class LinearFit(Record):
     def at(self, samples: Samples) -> Samples:
         """The quantity at a number of samples, or at each of several."""
         return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: LinearFit) -> LinearFit:
+        return LinearFit(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)
+
+    def __sub__(self, other: LinearFit) -> LinearFit:
+        return LinearFit(fixed=self.fixed - other.fixed, per_sample=self.per_sample - other.per_sample)
+
+    def __rmul__(self, factor: float) -> LinearFit:
+        return LinearFit(fixed=factor * self.fixed, per_sample=factor * self.per_sample)
 
 
 ZERO = LinearFit()
@@ -98,6 +110,53 @@ class VariantKey(Record):
         return f"{self.precision}/{self.attention}/{self.checkpointing}/{self.loss}/{form}{stored}"
 
 
+PLAIN = VariantKey()
+"""The plain fp32 variant: what the workload does without any technique. It alone decides whether the workload runs."""
+
+
+def variants_of(config: TrainingConfig) -> tuple[VariantKey, VariantKey]:
+    """The variant of the blocks that are not checkpointed, and that of the blocks that are; the same where all are one.
+
+    Args:
+        config: Any configuration; `every_k` mixes the variants `none` and `full`.
+    """
+    base = VariantKey(
+        precision="half" if config.precision in ("bf16", "fp16") else "fp32",
+        attention="sdpa" if config.attention in ATTENTION_BACKENDS else config.attention,
+        checkpointing="selective" if config.checkpointing == "selective" else "none",
+        loss=config.loss,
+        compiled=config.compile != "off",
+        parameters="own" if config.parameters == "own" else "bf16",
+    )
+    whole = config.checkpointing not in ("none", "selective")
+    return base, base.model_copy(update={"checkpointing": "full"}) if whole else base
+
+
+def variants_to_trace(configs: Iterable[TrainingConfig], *, has_blocks: bool = False) -> tuple[VariantKey, ...]:
+    """The eager variants that predictions of these configurations read, the plain one first, then the simplest ones.
+
+    A compiled variant is predicted from the eager ones with the same knobs, between no and selective checkpointing.
+    Memory that comes and goes in a micro-step is read from the variant without checkpointing.
+
+    Args:
+        configs: The candidates.
+        has_blocks: The model has repeated blocks, so that selective checkpointing applies.
+    """
+    keys = {PLAIN}
+    different = {(c.precision, c.attention, c.checkpointing, c.loss, c.compile, c.parameters): c for c in configs}
+    for config in different.values():
+        for key in variants_of(config):
+            keys.add(key.model_copy(update={"compiled": False}))
+            keys.add(key.model_copy(update={"compiled": False, "checkpointing": "none"}))
+            if key.compiled and has_blocks:
+                keys.add(key.model_copy(update={"compiled": False, "checkpointing": "selective"}))
+
+    def techniques(key: VariantKey) -> int:
+        return sum(getattr(key, name) != getattr(PLAIN, name) for name in VariantKey.model_fields)
+
+    return tuple(sorted(keys, key=lambda key: (techniques(key), key.text())))
+
+
 class VariantProfile(Record):
     """One micro-step under one variant, of the whole model on one rank."""
 
@@ -151,3 +210,21 @@ class ModelProfile(Record):
     timing_s: float = Field(default=0.0, description="what timing the operations was allowed; 0: none was timed")
     notes: tuple[str, ...] = ()
     seconds_spent: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRequest:
+    """What is traced, and for how long.
+
+    Attributes:
+        variants: The variants to trace; None: all that the model has. The plain one is always traced, and first.
+        time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
+            plain variant has no limit, nor has the first one besides it, unless this is 0.
+        timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
+        known: What was traced before: its operations are not timed again.
+    """
+
+    variants: tuple[VariantKey, ...] | None = None
+    time_limit_s: float | None = None
+    timing_budget_s: float = 0.0
+    known: ModelProfile | None = None

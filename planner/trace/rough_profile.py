@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autoplan.planner.trace.linear_fit import scale_fit
 from autoplan.planner.trace.model_profile import (
+    PLAIN,
     LinearFit,
     ModelProfile,
     OperationGroup,
@@ -17,7 +17,6 @@ from autoplan.planner.trace.model_profile import (
     VariantKey,
     VariantProfile,
 )
-from autoplan.planner.trace.variants import PLAIN
 from autoplan.strategies.analysis.facts import WorkloadFacts
 
 HALF_BYTES = 0.6
@@ -59,8 +58,8 @@ def rough_variant(key: VariantKey, traced: Mapping[str, VariantProfile], num_blo
     groups = [_in_format(group, key.precision, bytes_share) for group in nearest.groups]
     if key.checkpointing != "none" and nearest.key.checkpointing == "none":
         groups += [group.model_copy(update={"phase": "backward"}) for group in groups if _recomputes(group, key)]
-    in_blocks = scale_fit(nearest.block_saved_bytes, max(1, num_blocks))
-    freed = scale_fit(in_blocks, (1.0 - saved_share) * bytes_share)
+    in_blocks = max(1, num_blocks) * nearest.block_saved_bytes
+    freed = (1.0 - saved_share) * bytes_share * in_blocks
     return VariantProfile(
         key=key,
         groups=tuple(groups),
@@ -68,13 +67,13 @@ def rough_variant(key: VariantKey, traced: Mapping[str, VariantProfile], num_blo
         peaks=tuple(
             PeakFit(
                 part=peak.part,
-                first=_less(scale_fit(peak.first, bytes_share), freed),
-                later=_less(scale_fit(peak.later, bytes_share), freed),
+                first=_less(bytes_share * peak.first, freed),
+                later=_less(bytes_share * peak.later, freed),
             )
             for peak in nearest.peaks
         ),
-        block_saved_bytes=scale_fit(nearest.block_saved_bytes, bytes_share * saved_share),
-        rest_saved_bytes=scale_fit(nearest.rest_saved_bytes, bytes_share),
+        block_saved_bytes=bytes_share * saved_share * nearest.block_saved_bytes,
+        rest_saved_bytes=bytes_share * nearest.rest_saved_bytes,
     )
 
 
@@ -102,8 +101,8 @@ def _in_format(group: OperationGroup, precision: str, bytes_share: float) -> Ope
     return group.model_copy(
         update={
             "dtype": "bfloat16" if precision == "half" and matrix else group.dtype,
-            "bytes_moved": scale_fit(group.bytes_moved, bytes_share),
-            "output_bytes": scale_fit(group.output_bytes, bytes_share),
+            "bytes_moved": bytes_share * group.bytes_moved,
+            "output_bytes": bytes_share * group.output_bytes,
             "measured_s": None,
             "measured_more_s": None,
         }
@@ -156,17 +155,17 @@ def rough_profile(facts: WorkloadFacts, device: str, why: str) -> ModelProfile:
             OperationGroup.model_validate({"segment": "rest", "phase": phase, "dtype": "float32"} | operation)
             for operation in (product, passes)
         ]
-    kept = LinearFit(per_sample=saved.per_sample + logits.per_sample)
-    gradients = 4.0 * facts.trainable_parameters
+    kept = saved + logits
+    gradients = LinearFit(fixed=4.0 * facts.trainable_parameters)
     plain = VariantProfile(
         key=PLAIN,
         groups=tuple(groups),
         kernels=sum(group.count for group in groups),
         peaks=(
             PeakFit(part="forward", first=kept, later=kept),
-            PeakFit(part="backward", first=LinearFit(fixed=gradients, per_sample=kept.per_sample), later=kept),
+            PeakFit(part="backward", first=kept + gradients, later=kept),
         ),
-        block_saved_bytes=scale_fit(saved, 1 / blocks),
+        block_saved_bytes=(1 / blocks) * saved,
         rest_saved_bytes=logits,
     )
     return ModelProfile(

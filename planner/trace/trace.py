@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.files import read_regular, replace_file
-from autoplan.planner.trace.model_profile import PROFILE_VERSION, ModelProfile, VariantKey
+from autoplan.planner.trace.model_profile import PLAIN, PROFILE_VERSION, ModelProfile, TraceRequest, VariantKey
 from autoplan.planner.trace.rough_profile import rough_profile, with_rough_variants
-from autoplan.planner.trace.variants import PLAIN
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import (
     Cause,
@@ -139,9 +138,12 @@ def trace_profile(
         if not variants:
             return known
     ends_at = None if limits.left_s is None else time.monotonic() + limits.left_s
+    request = TraceRequest(
+        variants=variants, time_limit_s=limits.time_limit_s, timing_budget_s=limits.timing_budget_s, known=known
+    )
     report = run_again(
         zygote,
-        _task(spec, device, variants, limits, known),
+        _task(spec, device, request, limits),
         on_attempt=on_attempt,
         left_s=None if ends_at is None else lambda: ends_at - time.monotonic(),
     ).report
@@ -160,23 +162,18 @@ def trace_profile(
     if known is not None:
         return with_rough_variants(known.model_copy(update={"notes": (*known.notes, why)}), variants or ())
     if report.ended is Ended.RANK_FAILED and variants != (PLAIN,):  # the plain variant by itself may go well
-        plain = _read_report(zygote.run(_task(spec, device, (PLAIN,), replace(limits, timing_budget_s=0.0))), spec)
+        alone = replace(request, variants=(PLAIN,), timing_budget_s=0.0)
+        plain = _read_report(zygote.run(_task(spec, device, alone, limits)), spec)
         if plain is not None:
             plain = plain.model_copy(update={"notes": (*plain.notes, why)})
             return with_rough_variants(plain, variants or ())
     return with_rough_variants(rough_profile(facts, device, why), variants or ())
 
 
-def _task(
-    spec: WorkloadSpec,
-    device: str,
-    variants: tuple[VariantKey, ...] | None,
-    limits: TraceLimits,
-    known: ModelProfile | None = None,
-) -> Task:
+def _task(spec: WorkloadSpec, device: str, request: TraceRequest, limits: TraceLimits) -> Task:
     return Task(
         target="autoplan.planner.trace.trace:_trace_rank",
-        args=(spec, device, limits.timing_budget_s, limits.time_limit_s, variants, known),
+        args=(spec, device, request),
         deadlines_s={"*": limits.deadline_s, INPUT_PHASE: limits.input_deadline_s},
         memory_limit_bytes=limits.memory_limit_bytes,
     )
@@ -273,30 +270,14 @@ def _write_cache(path: Path, profile: ModelProfile) -> None:
         pass  # a cache that cannot be written costs a trace next time, nothing else
 
 
-def _trace_rank(
-    context: RankContext,
-    spec: WorkloadSpec,
-    device: str,
-    timing_budget_s: float,
-    time_limit_s: float | None,
-    variants: tuple[VariantKey, ...] | None,
-    known: ModelProfile | None,
-) -> None:
+def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, request: TraceRequest) -> None:
     def before_input(profile: ModelProfile) -> None:
         context.report(json.loads(profile.model_dump_json()))
         context.phase(INPUT_PHASE)
 
     context.phase("trace")
     try:
-        profile = trace_workload(
-            spec,
-            device,
-            timing_budget_s=timing_budget_s,
-            time_limit_s=time_limit_s,
-            variants=variants,
-            known=known,
-            before_input=before_input,
-        )
+        profile = trace_workload(spec, device, request, before_input=before_input)
     except AutoplanError as error:
         trouble = machine_trouble(error)
         if trouble is not None:
@@ -309,11 +290,8 @@ def _trace_rank(
 def trace_workload(
     spec: WorkloadSpec,
     device: str,
+    request: TraceRequest | None = None,
     *,
-    timing_budget_s: float = 0.0,
-    time_limit_s: float | None = None,
-    variants: tuple[VariantKey, ...] | None = None,
-    known: ModelProfile | None = None,
     before_input: Callable[[ModelProfile], None] | None = None,
 ) -> ModelProfile:
     """Traces a workload in this process and times its make_batch. Imports torch.
@@ -323,28 +301,18 @@ def trace_workload(
     Args:
         spec: What is trained.
         device: cpu or cuda.
-        timing_budget_s: Seconds for timing the recorded operations on the device; 0: none is timed.
-        time_limit_s: Seconds for tracing the variants; None: no limit.
-        variants: The variants that are needed; None: every variant that the model has.
-        known: What was traced before: its operations are not timed again.
+        request: What is traced; None: every variant, without a limit, and nothing is timed.
         before_input: Is given the profile before make_batch is timed.
 
     Raises:
         WorkloadError: the plain program does not run; the text begins with its own error.
     """
-    from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
+    from autoplan.planner.trace.build_profile import profile_workload
     from autoplan.planner.trace.input_benchmark import measure_input
-    from autoplan.planner.trace.linear_fit import timings_of
     from autoplan.strategies.workloads.sources import load_workload
 
     started = time.perf_counter()
     workload = load_workload(spec)
-    request = TraceRequest(
-        variants=variants,
-        time_limit_s=time_limit_s,
-        timing_budget_s=timing_budget_s,
-        timed={} if known is None else timings_of(known),
-    )
     profile = profile_workload(workload, device, identity=spec.identity, request=request)
     if before_input is not None:
         before_input(profile.model_copy(update={"seconds_spent": time.perf_counter() - started}))

@@ -20,11 +20,9 @@ from autoplan.planner.trace.linear_fit import (
     GroupKey,
     Split,
     VariantFits,
-    add_blocks,
     fit_variant,
     group_key,
     make_variant_profile,
-    scale_fit,
     split_by_block,
     split_by_depth,
     split_by_rest,
@@ -62,6 +60,7 @@ class VariantTracer:
         samples: The small and the large micro-batch; straight lines go through their figures.
         num_blocks: Blocks per stack, where truncated models may be used. None: every variant is traced as a whole.
         block_gradient_bytes: Of one block of each stack.
+        requests: How to time an operation of each group.
         timings: Measured seconds of groups of operations.
     """
 
@@ -76,7 +75,7 @@ class VariantTracer:
         self.block_gradient_bytes = 0.0
         self.timings: Mapping[GroupKey, OpTiming] = {}
         self._prime: int | None = None
-        self._requests: dict[GroupKey, TimingRequest] = {}
+        self.requests: dict[GroupKey, TimingRequest] = {}
         self._recordings: dict[tuple[str, int | None, int], Recording] = {}
         self._fits: dict[tuple[VariantKey, int | None], VariantFits] = {}
         self._splits: dict[VariantKey, Split] = {}
@@ -199,12 +198,12 @@ class VariantTracer:
         depth = self.num_blocks or 0
         if not self._is_truncated:
             whole = self._fit(key, None)
-            block_saved = scale_fit(whole.block_saved_bytes, 1 / max(depth, 1))
+            block_saved = (1 / max(depth, 1)) * whole.block_saved_bytes
             no_blocks: Split = (Counter(), whole.groups)
             return make_variant_profile(key, no_blocks, whole.peaks, block_saved, whole.saved_bytes, depth)
         shallow = self._fit(key, DEPTHS[0])
         split = self._split(key)
-        block_saved = scale_fit(shallow.block_saved_bytes, 1 / DEPTHS[0])
+        block_saved = (1 / DEPTHS[0]) * shallow.block_saved_bytes
         more_blocks = depth - DEPTHS[0]
         # Under autocast a checkpointed block keeps its cast weights up to the end of the forward, and no longer.
         kept_later = block_saved if key.checkpointing == "none" else LinearFit(per_sample=block_saved.per_sample)
@@ -212,7 +211,7 @@ class VariantTracer:
             part: self._deepen_peak(key, part, peak, block_saved if part == "forward" else kept_later, more_blocks)
             for part, peak in shallow.peaks.items()
         }
-        saved = add_blocks(shallow.saved_bytes, block_saved, more_blocks)
+        saved = shallow.saved_bytes + more_blocks * block_saved
         return make_variant_profile(key, split, peaks, block_saved, saved, depth)
 
     def _split(self, key: VariantKey) -> Split:
@@ -258,21 +257,17 @@ class VariantTracer:
         first, later = peak
         if part == "tail":
             gradients = more_blocks * self.block_gradient_bytes * (1.0 if key.parameters == "own" else 0.5)
-            return LinearFit(fixed=first.fixed + gradients, per_sample=first.per_sample), later
-        return add_blocks(first, kept_by_block, more_blocks), add_blocks(later, kept_by_block, more_blocks)
+            return first + LinearFit(fixed=gradients), later
+        return first + more_blocks * kept_by_block, later + more_blocks * kept_by_block
 
     def _fit(self, key: VariantKey, depth: int | None) -> VariantFits:
         """The fits of a variant at a depth; None: of the whole model."""
         if (key, depth) not in self._fits:
             small, large = (self.record(key, depth, which) for which in range(2))
-            self._fits[key, depth] = fit_variant(small, large, self.samples, self._requests)
+            self._fits[key, depth] = fit_variant(small, large, self.samples, self.requests)
         return self._fits[key, depth]
 
     # Times.
-
-    def timing_requests(self) -> dict[GroupKey, TimingRequest]:
-        """How to time an operation of each group."""
-        return self._requests
 
     def with_timing(self, group: OperationGroup) -> OperationGroup:
         """The group with its measured seconds, if it was timed."""

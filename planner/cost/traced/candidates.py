@@ -9,8 +9,7 @@ import numpy as np
 
 from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, config_columns
 from autoplan.planner.cost.offload import OFFLOADS
-from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.planner.trace.variants import variants_of
+from autoplan.planner.trace.model_profile import VariantKey, variants_of
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
 from autoplan.strategies.techniques.fp8_rules import RECIPES
 

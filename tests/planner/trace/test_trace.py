@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.memory import traced_memory
 from autoplan.planner.trace.build_profile import profile_workload
-from autoplan.planner.trace.model_profile import ModelProfile, VariantKey
+from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey
 from autoplan.planner.trace.trace import _read_cache, _write_cache, cache_path, trace_workload
 from autoplan.planner.trace.variant_tracer import VariantTracer
 from autoplan.strategies.config import TrainingConfig
@@ -187,7 +187,7 @@ def test_a_damaged_cache_is_no_profile(spec: WorkloadSpec, traced: ModelProfile,
 
 
 def test_operations_are_timed_when_there_is_time_for_it(spec: WorkloadSpec) -> None:
-    found = trace_workload(spec, "cpu", timing_budget_s=30.0)
+    found = trace_workload(spec, "cpu", TraceRequest(timing_budget_s=30.0))
     groups = found.variants[VariantKey().text()].groups
     timed = [group for group in groups if group.measured_s is not None]
     assert len(timed) > 0.8 * len(groups)

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
-from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
-from autoplan.planner.trace.model_profile import VariantKey
+from autoplan.planner.trace.build_profile import profile_workload
+from autoplan.planner.trace.model_profile import PLAIN, TraceRequest, VariantKey, variants_of, variants_to_trace
 from autoplan.planner.trace.rough_profile import rough_variant, with_rough_variants
-from autoplan.planner.trace.variants import PLAIN, variants_of, variants_to_trace
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.strategies.tiny import GPT2, language

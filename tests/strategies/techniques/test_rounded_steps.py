@@ -12,7 +12,8 @@ from autoplan.planner.cost.states import state_bytes
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.memory import PIECE_ELEMENTS as PREDICTED_PIECE
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths
-from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
+from autoplan.planner.trace.build_profile import profile_workload
+from autoplan.planner.trace.model_profile import TraceRequest
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques import rounded_steps

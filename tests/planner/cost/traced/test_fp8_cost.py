@@ -9,8 +9,8 @@ from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.cost.traced.step_time import cast_seconds, fp8_shares
-from autoplan.planner.trace.build_profile import TraceRequest, profile_workload
-from autoplan.planner.trace.model_profile import ModelProfile, VariantKey
+from autoplan.planner.trace.build_profile import profile_workload
+from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey
 from autoplan.probes import catalog
 from autoplan.probes.profile import HardwareProfile, OperationReading
 from autoplan.record import Reading
