@@ -208,7 +208,7 @@ def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet
     from autoplan.planner.search.run import run_search
 
     if options.recheck:
-        from autoplan.planner.verify.recheck import with_recheck
+        from autoplan.planner.verify.measure import with_recheck
 
         result = run(options.model_copy(update={"recheck": False}), observer=observer, quiet=quiet)
         say = observer.on_note if observer is not None else (lambda text: None) if quiet else _say_note

@@ -115,7 +115,7 @@ def _print(plan: Plan, knobs: list[dict[str, Any]], *, everything: bool) -> None
         failed = [trial for trial in plan.evidence if trial.outcome.value != "ok"]
         terminal.show_table(console, facts.trial_rows(failed, unit), title="Trials that did not run to their end")
         terminal.show_table(console, facts.alternatives(plan), title="Next best")
-        terminal.show_table(console, facts.left_out(plan), title="Ruled out, never tried")
-        terminal.say(console, "parity", facts.parity_line(plan))
+        terminal.show_table(console, facts.left_out_rows(plan.left_out), title="Ruled out, never tried")
+        terminal.say(console, "parity", facts.parity_words(plan.parity))
         for note in plan.notes:
             terminal.say(console, "note", note)

@@ -9,7 +9,7 @@ from autoplan.planner.plan import Plan
 from autoplan.planner.plan_record import Measurement
 from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
-from autoplan.report.pieces import ledger_end_s, minutes
+from autoplan.report.pieces import ledger_end_s, minutes, time_words
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -41,29 +41,16 @@ def seconds_with_interval(interval: Interval | None) -> str:
     return f"{format_seconds(interval.median)} ({format_seconds(interval.low)} to {format_seconds(interval.high)})"
 
 
-class Baseline(NamedTuple):
-    """What the plan is compared with."""
-
-    tokens_per_s: Interval | None
-    step_time_s: Interval | None
-    peak_memory_bytes: int | None
-    method: str | None
-
-
-def baseline(plan: Plan) -> Baseline:
+def baseline(plan: Plan) -> Measurement | Trial:
     """The plain run as it was measured beside the plan, where it was; else its one trial at the start.
 
     The speed-up is computed from the runs side by side, so the table shows those.
     """
-    if plan.claim is not None:  # the plan's own baseline has the figures of those runs
-        first = plan.baseline
-        return Baseline(first.tokens_per_s, first.step_time_s, first.peak_memory_bytes, first.method)
-    for alternative in plan.alternatives:
-        again = alternative.measurement
-        if alternative.config == plan.baseline.config and again is not None:
-            return Baseline(again.tokens_per_s, again.step_time_s, again.peak_memory_bytes, again.method)
-    first = plan.baseline
-    return Baseline(first.tokens_per_s, first.step_time_s, first.peak_memory_bytes, first.method)
+    if plan.claim is None:  # else the plan's own baseline has the figures of those runs
+        for alternative in plan.alternatives:
+            if alternative.config == plan.baseline.config and alternative.measurement is not None:
+                return alternative.measurement
+    return plan.baseline
 
 
 def baseline_mfu(plan: Plan) -> float | None:
@@ -184,11 +171,6 @@ def accumulation_reason(plan: Plan) -> str:
     )
 
 
-def left_out(plan: Plan) -> Rows:
-    """What the plan's search never tried."""
-    return left_out_rows(plan.left_out)
-
-
 def by_reason(families: Sequence[LeftOutFamily]) -> list[LeftOutFamily]:
     """The families with the values of one knob together where the same limit rules them out by as much."""
     together: dict[tuple[str, str, str], list[LeftOutFamily]] = {}
@@ -221,7 +203,8 @@ def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
         if said is None:
             rows.append((candidate.config.describe(), "unknown", "unknown", "", ""))
             continue
-        step = f"{format_seconds(said.step_time_s)} ({_range(said.step_time_low_s, said.step_time_high_s)})"
+        step = f"{format_seconds(said.step_time_s)} ({format_seconds(said.step_time_low_s)} to "
+        step += f"{format_seconds(said.step_time_high_s)})"
         memory = f"{format_bytes(said.peak_memory_bytes)} (up to {format_bytes(said.peak_memory_high_bytes)})"
         if said.host_memory_bytes:
             memory += f", and {format_bytes(said.host_memory_bytes)} on the host"
@@ -229,27 +212,18 @@ def candidate_rows(candidates: Sequence[Candidate]) -> Rows:
     return Rows(("configuration", "step time", "peak memory", "memory", "bound by"), rows)
 
 
-def _range(low: float, high: float) -> str:
-    return f"{format_seconds(low)} to {format_seconds(high)}"
-
-
 def alternatives(plan: Plan) -> Rows:
     """The next best."""
     rows: list[tuple[str, ...]] = [
         (
             alternative.config.describe(),
-            measured_rate(alternative.measurement),
+            with_interval(alternative.measurement and alternative.measurement.tokens_per_s),
             with_interval(alternative.speed_ratio),
             alternative.why,
         )
         for alternative in plan.alternatives
     ]
     return Rows(("next best", f"{plan.workload.unit}/s", "of the plan's speed", "why not"), rows)
-
-
-def measured_rate(measurement: Measurement | None) -> str:
-    """The rate of a measurement that may be missing."""
-    return "not measured" if measurement is None else with_interval(measurement.tokens_per_s)
 
 
 def trial_rows(trials: Sequence[Trial], unit: str) -> Rows:
@@ -337,9 +311,22 @@ def untried_words(plan: Plan) -> str | None:
     return None if plan.untried is None else plan.untried.describe("the plan's")
 
 
-def parity_line(plan: Plan) -> str:
-    """What the plan's parity check found."""
-    return parity_words(plan.parity)
+def about(plan: Plan) -> list[tuple[str, str]]:
+    """What was searched, and where the time went: topic and text of each line."""
+    objective, time = objective_words(plan), time_words(plan.ledger)
+    lines = [] if objective is None else [("objective", objective)]
+    lines += workload_notes(plan.workload)
+    return lines if time is None else [*lines, ("time", time)]
+
+
+def remarks(plan: Plan) -> list[tuple[str, str]]:
+    """What else there is to say of a plan: topic and text of each line."""
+    found, untried = loading_words(plan), untried_words(plan)
+    lines = [] if found is None else [("loader", found)]
+    lines += [] if untried is None else [("untried", untried)]
+    if plan.measurement.mfu_peak_source:
+        lines.append(("MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns"))
+    return [*lines, *(("note", note) for note in plan.notes)]
 
 
 def parity_words(parity: Parity) -> str:

@@ -6,7 +6,7 @@ from html import escape
 
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Outcome, Trial
-from autoplan.report import facts, pieces
+from autoplan.report import facts
 from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_rates, draw_tradeoff
 from autoplan.units import format_bytes, format_number, format_seconds
@@ -46,7 +46,7 @@ def render_page(plan: Plan) -> str:
         _drawing("Speed against memory", draw_tradeoff(plan), "Up is faster, left takes less memory."),
         _section("The best of both: no other is faster with less memory", pareto_rows(plan)),
         _section("Next best", facts.alternatives(plan)),
-        _section("Ruled out, never tried", facts.left_out(plan)),
+        _section("Ruled out, never tried", facts.left_out_rows(plan.left_out)),
         _section("Every trial", facts.trial_rows(plan.evidence, unit)),
         _section("Predicted and measured", _predictions(plan)),
         _apply(plan),
@@ -99,8 +99,7 @@ def _drawing(title: str, drawing: str, legend: str) -> str:
 
 
 def _parity(plan: Plan) -> str:
-    kind = "passed" if plan.parity.passed else "failed"
-    line = facts.parity_line(plan)
+    kind, line = "passed" if plan.parity.passed else "failed", facts.parity_words(plan.parity)
     return f'<h2>Does it still train the same thing?</h2>\n<p class="{kind}">Parity: {escape(line)}.</p>'
 
 
@@ -143,16 +142,6 @@ def _notes(plan: Plan) -> str:
         f"autoplan {environment.autoplan}, torch {environment.torch}, Python {environment.python}, "
         f"{environment.platform}" + (f", transformers {environment.transformers}" if environment.transformers else "")
     )
-    lines = [versions, *(f"{topic}: {text}" for topic, text in facts.workload_notes(plan.workload))]
-    objective = facts.objective_words(plan)
-    lines += [] if objective is None else [f"objective: {objective}"]
-    time = pieces.time_words(plan.ledger)
-    lines += [] if time is None else [f"time: {time}"]
-    loading = facts.loading_words(plan)
-    lines += [] if loading is None else [f"loader: {loading}"]
-    untried = facts.untried_words(plan)
-    lines += [] if untried is None else [f"untried: {untried}"]
-    if plan.measurement.mfu_peak_source:
-        lines.append(f"MFU is a share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns.")
-    items = "".join(f"<li>{escape(line)}</li>" for line in (*lines, *plan.notes))
+    lines = [versions, *(f"{topic}: {text}" for topic, text in (*facts.about(plan), *facts.remarks(plan)))]
+    items = "".join(f"<li>{escape(line.removeprefix('note: '))}</li>" for line in lines)
     return f"<h2>Notes</h2>\n<ul>{items}</ul>"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import LeftOutFamily, Trial
-from autoplan.report import facts, pieces
+from autoplan.report import facts
 from autoplan.text import printable
 
 if TYPE_CHECKING:
@@ -105,34 +105,20 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
             say(console, "go on", more)
     else:
         say(console, "speed-up", facts.headline(plan))
-    objective = facts.objective_words(plan)
-    if objective is not None:
-        say(console, "objective", objective)
     say(console, "workload", facts.workload_line(plan.workload))
-    for topic, text in facts.workload_notes(plan.workload):
-        say(console, topic, text)
     say(console, "hardware", facts.hardware_line(plan))
     say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
-    time = pieces.time_words(plan.ledger)
-    if time is not None:
-        say(console, "time", time)
+    for topic, text in facts.about(plan):
+        say(console, topic, text)
     console.print()
     show_table(console, facts.comparison(plan), title="Baseline against plan")
     show_table(console, facts.configuration(plan), title="The plan")
     show_table(console, facts.loading(plan), title="The loader, measured beside the step")
     show_table(console, facts.alternatives(plan), title="Next best")
     show_left_out(console, plan.left_out)
-    loading = facts.loading_words(plan)
-    if loading is not None:
-        say(console, "loader", loading)
-    untried = facts.untried_words(plan)
-    if untried is not None:
-        say(console, "untried", untried)
-    say(console, "parity", facts.parity_line(plan))
-    if plan.measurement.mfu_peak_source:
-        say(console, "MFU", f"share of the peak: {plan.measurement.mfu_peak_source}; the same peak for both columns")
-    for note in plan.notes:
-        say(console, "note", note)
+    say(console, "parity", facts.parity_words(plan.parity))
+    for topic, text in facts.remarks(plan):
+        say(console, topic, text)
 
 
 def say_unverified(console: Console, plan: Plan) -> None:

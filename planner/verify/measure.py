@@ -1,28 +1,40 @@
-"""Verifies a plan on this machine: its parity check and one trial, in ranks of their own, and what they say."""
+"""Verifies a plan on this machine: its parity check and one trial, in ranks of their own, and what they say.
+
+A search that has finished and is called again runs its plan once more (`with_recheck`): one short trial, and no parity
+check. What is trained is the same by its identity, so the verdict of the search stands; memory and speed are measured
+again.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoplan.errors import PlanError
 from autoplan.planner.apply.prepare import check_before_use
+from autoplan.planner.parity.compare import run_parity
 from autoplan.planner.plan import Plan
-from autoplan.planner.search.options import SearchOptions
+from autoplan.planner.records import Recheck
+from autoplan.planner.search.options import SearchOptions, SearchResult
 from autoplan.planner.search.target import limits
+from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.device_lock import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
+from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
 from autoplan.planner.trust import own_workload
 from autoplan.planner.verify.verdict import Verification, judge
+from autoplan.probes.run import pick_device, read_host_profile
+from autoplan.processes import Zygote, folder_prefix
 from autoplan.units import parse_duration_s
-
-if TYPE_CHECKING:
-    from autoplan.planner.records import Parity, Trial
 
 DEFAULT_BUDGET_S = 60.0
 PARITY_DEADLINE_S = 1200.0
+
+RECHECK_FACTOR, RECHECK_LEAST_S = 4.0, 60.0
+"""The trial of a recheck is ended after so many times the longest run of the plan's configuration, and these seconds at
+least."""
 
 
 def verify(
@@ -83,47 +95,117 @@ def verify_plan(
     plan: Plan, seconds: float, memory_limit: str | int | None = None, *, wait: bool = False
 ) -> Verification:
     """The parity check and one measured trial of a plan's configuration, and what they say of it."""
-    from autoplan.planner.parity.compare import run_parity
-    from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-    from autoplan.probes.run import pick_device, read_host_profile
-    from autoplan.processes import Zygote, folder_prefix
+    order = TrialOrder(
+        number=0,
+        purpose="finalist",
+        config=plan.config,
+        prediction=plan.prediction,
+        most_s=seconds,
+        deadline_s=seconds * 4 + PARITY_DEADLINE_S,
+    )
+    options = SearchOptions(spec=plan.workload, memory_limit=memory_limit, wait=wait)
+    return measure(plan, options, order, checks_parity=True)
 
+
+def measure(
+    plan: Plan,
+    options: SearchOptions,
+    order: TrialOrder,
+    *,
+    checks_parity: bool,
+    on_wait: Callable[[str], None] = lambda text: None,
+) -> Verification:
+    """One trial of a plan's configuration here, and the verdict.
+
+    Args:
+        plan: The plan.
+        options: What is trained, the memory limit, the seed, whether a device that is in use is waited for.
+        order: The trial.
+        checks_parity: Run the parity check too; else the plan's own verdict stands.
+        on_wait: Is told that the device is waited for.
+    """
     profile = read_host_profile()
     device = pick_device(profile, plan.device)
-    options = SearchOptions(spec=plan.workload, memory_limit=memory_limit)
     wanted = options.memory_limit_bytes(profile.device(device).memory_total_bytes.value)
     limit, host_limit = limits(profile, device, wanted, measured=plan.hardware)
-    parity: Parity
-    trial: Trial
+    parity = plan.parity
     with (
-        DeviceLock(device_names(profile, device, plan.config.world_size), wait=wait),
+        DeviceLock(device_names(profile, device, plan.config.world_size), wait=options.wait, on_wait=on_wait),
         tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder,
         Zygote() as zygote,
     ):
-        parity = run_parity(
-            zygote,
-            plan.workload,
-            plan.config,
-            device=device,
-            directory=Path(folder, "parity"),
-            deadline_s=PARITY_DEADLINE_S,
-            memory_limit_bytes=host_limit,
-        )
+        if checks_parity:
+            parity = run_parity(
+                zygote,
+                options.spec,
+                plan.config,
+                device=device,
+                directory=Path(folder, "parity"),
+                deadline_s=PARITY_DEADLINE_S,
+                memory_limit_bytes=host_limit,
+            )
         runner = TrialRunner(
             zygote,
-            plan.workload,
+            options.spec,
             device=device,
             memory_limit_bytes=limit,
             host_limit_bytes=host_limit,
             directory=Path(folder, "trials"),
-        )
-        order = TrialOrder(
-            number=0,
-            purpose="finalist",
-            config=plan.config,
-            prediction=plan.prediction,
-            most_s=seconds,
-            deadline_s=seconds * 4 + PARITY_DEADLINE_S,
+            seed=options.seed,
         )
         trial = runner.run(order)
     return judge(plan, parity, trial, find_differences(plan, profile), limit)
+
+
+def with_recheck(
+    options: SearchOptions, result: SearchResult, *, on_note: Callable[[str], None] = lambda text: None
+) -> SearchResult:
+    """The result of a search with what its plan does here and now; a result that is no answer of a record stays.
+
+    Args:
+        options: Of the search, with what is trained (objects too).
+        result: As the search gave it.
+        on_note: Is told that the device is waited for, and the verdict.
+    """
+    if not result.from_record or result.plan is None:
+        if result.plan is not None:
+            on_note("this search had not finished before, so its plan is new and was not checked again")
+        return result
+    order = make_order(result, result.plan)
+    found = measure(result.plan, options, order, checks_parity=False, on_wait=on_note)
+    again = Recheck(
+        verdict=found.verdict,
+        text=found.text,
+        speed_ratio=found.speed_ratio,
+        spread=found.spread,
+        causes=tuple(cause.text for cause in found.causes),
+        trial=found.trial,
+        exit_code=found.exit_code,
+    )
+    on_note(again.describe())
+    return result.model_copy(update={"recheck": again})
+
+
+def make_order(result: SearchResult, plan: Plan) -> TrialOrder:
+    """The trial that is run: timed as those of the search were.
+
+    The compile cache may be empty by now, so the deadline comes from all runs of the configuration: the first one
+    compiled. Where each of them found its kernels, nobody knows how long that takes, and the compiler has its own time.
+
+    Args:
+        result: Of the search, with the budget that it was given.
+        plan: What it found.
+    """
+    runs = [trial for trial in plan.evidence if trial.config == plan.config]
+    longest_s = max((trial.seconds_spent for trial in runs), default=0.0)
+    deadline_s = max(RECHECK_FACTOR * longest_s, RECHECK_LEAST_S)
+    if plan.config.compile != "off" and all(map(was_warm, runs)):
+        deadline_s += PHASE_DEADLINES_S["compile"]
+    return TrialOrder(
+        number=0,
+        purpose="finalist",
+        config=plan.config,
+        prediction=plan.prediction,
+        deadline_s=deadline_s,
+        method="whole_steps" if plan.measurement.method == "whole_steps" else "parts",
+    )

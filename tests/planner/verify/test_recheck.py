@@ -8,7 +8,7 @@ import pytest
 from autoplan import api
 from autoplan.planner.records import Interval, Recheck
 from autoplan.planner.search.options import SearchOptions, SearchResult
-from autoplan.planner.verify.recheck import make_order, with_recheck
+from autoplan.planner.verify.measure import make_order, with_recheck
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan, make_trial
 
