@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from autoplan.planner.parity.batches import small_config, small_workload
+from autoplan.planner.parity.batches import small_workload
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import (
     CHECK_STEPS,
@@ -21,19 +19,16 @@ from autoplan.planner.parity.records import (
     PassMeasure,
     dropout_accumulation,
 )
-from autoplan.planner.parity.reference import dropout_rates, noise_seed
+from autoplan.planner.parity.reference import Check, dropout_rates, learning_rates, noise_seed
 from autoplan.planner.parity.replay import replay
 from autoplan.planner.parity.rounded_products import product_distances
-from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.analysis.additivity import buffers_kept, keep_buffers
-from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import StepResult, TrainingRun
 from autoplan.strategies.techniques.loss_kernels import limit_chunk_rows
 from autoplan.strategies.techniques.mesh import data_position, rank_seed
 from autoplan.strategies.workloads.batch import Batch, batch_size, slice_batch
 from autoplan.strategies.workloads.randomness import seed_generators
-from autoplan.strategies.workloads.workload import Workload
 
 _SAME_AS_REFERENCE = (
     "global_batch",
@@ -41,7 +36,6 @@ _SAME_AS_REFERENCE = (
     "accumulation",
     "length",
     "sequence_length",
-    "own_sequence_length",
     "labels_masked",
     "has_labels",
     "max_grad_norm",
@@ -50,96 +44,135 @@ _SAME_AS_REFERENCE = (
 _MOST_SKIPPED_STEPS = 20  # the loss scale of fp16 begins at 2**16 and halves
 
 
-def run_candidate(
-    workload: Workload,
-    config: TrainingConfig,
-    reference: ParityMeasurement,
-    device: torch.device,
-    recorder: Recorder,
-    phase: Callable[[str], None],
-    limit: TimeLimit,
-    *,
-    own_shapes: bool = False,
-) -> ParityMeasurement:
+def run_candidate(check: Check, reference: ParityMeasurement) -> ParityMeasurement:
     """All parts of the candidate, as far as the reference has them.
 
     Args:
-        workload: What is trained, as the user gave it.
-        config: The candidate's, as it is.
+        check: What this rank is given.
         reference: What the reference saw.
-        device: This rank's.
-        recorder: Keeps what is seen.
-        phase: Is told what begins.
-        limit: What is not needed for a verdict is left out where it is late.
-        own_shapes: With its own micro-batch and sequence length, as the reference.
     """
-    config = small_config(workload, config, own_shapes=own_shapes)
-    measurement, seconds = _steps_and_own_length(workload, config, reference, device, recorder, phase, limit)
-    if not reference.dropout:
-        return measurement
-    phase("dropout")
-    dropout = _dropout(workload, config, reference, device, recorder, seconds, limit)
-    left_out = (*measurement.not_checked, *dropout.pop("not_checked", ()))
-    return measurement.model_copy(update={**dropout, "not_checked": left_out})
+    return _Candidate(check, reference).run()
+
+
+class _Candidate:
+    """The parts of the candidate, one after another."""
+
+    def __init__(self, check: Check, reference: ParityMeasurement) -> None:
+        self.check, self.reference = check, reference
+        self.workload, self.recorder = check.workload, check.recorder
+        self.config = check.small_config
+        self.seconds: list[float] = []  # that each step took
+
+    def run(self) -> ParityMeasurement:
+        measurement = self._steps_and_own_length()
+        if not self.reference.dropout:
+            return measurement
+        self.check.phase("dropout")
+        dropout = self._dropout()
+        left_out = (*measurement.not_checked, *dropout.pop("not_checked", ()))
+        return measurement.model_copy(update={**dropout, "not_checked": left_out})
+
+    def _has_time(self, samples: float) -> bool:
+        """Whether there is time for so many samples of the steps' length, in shapes that are compiled anew."""
+        expected_s = min(self.seconds) * samples / self.reference.global_batch
+        if self.config.compile != "off":
+            expected_s += self.seconds[0]
+        return self.check.limit.allows(expected_s)
+
+    def _steps_and_own_length(self) -> ParityMeasurement:
+        """The steps with dropout off, the replay of the optimizer, and one pass at the workload's own length."""
+        reference, recorder, config = self.reference, self.recorder, self.config
+        small = small_workload(
+            self.workload,
+            config,
+            length=reference.length,
+            masked=reference.labels_masked,
+            accumulation=reference.accumulation,
+        )
+        rows = None
+        if config.loss == "fused" and reference.own_length is None:  # else that pass is the one with several chunks
+            rows = _rows_for_chunks(config.micro_batch * reference.length)
+        watched = _WatchedRun(prepare(small, config, device=self.check.device, mesh=recorder.mesh), recorder)
+        run = watched.run
+        if reference.deterministic is False:
+            watched.seed_micro_steps()
+        recorder.watch_rounding(run.optimizer)
+        recorder.begin(run.model, keep=reference.own_length is not None)
+        self.check.phase("steps")
+        data_rank = data_position(run.mesh)[0]
+        with limit_chunk_rows(rows):
+            for index, step in enumerate(reference.steps):
+                watched.noise_seed = noise_seed(small, index) + data_rank * run.accumulation
+                batch = small.make_batch(small.global_batch, index)
+                self.seconds.append(watched.step(batch, step.gradient_factor))
+        measurement = ParityMeasurement(
+            steps=tuple(recorder.steps),
+            parameters=recorder.parameters(run.model),
+            changes=recorder.changes(),
+            buffers=recorder.buffer_changes(run.model),
+            data_rank=data_rank,
+            data_ranks=1 if config.batch_norm == "sync" else config.dp,  # synchronised statistics are one process's
+            schedule_steps=getattr(run.schedule, "last_epoch", None),
+            learning_rates=learning_rates(run.optimizer),
+            replay=replay(small, reference.parameters, recorder, self.check.device),
+            products=product_distances(run.model, config.fp8) if config.fp8 != "off" else {},
+            chunk_rows=rows,
+            micro_batch=config.micro_batch,
+            **{name: getattr(reference, name) for name in _SAME_AS_REFERENCE},
+        )
+        self.check.phase("own length")
+        recorder.restore()
+        update = self._own_length(watched)
+        recorder.release()
+        return measurement.model_copy(update=update)
+
+    def _own_length(self, watched: _WatchedRun) -> dict[str, Any]:
+        """One forward and backward at the workload's own length, from the same start as the reference's.
+
+        The fused loss takes its several chunks here.
+        """
+        wanted = self.reference.own_length
+        if wanted is None:
+            return {}
+        length = wanted.sequence_length or self.reference.length
+        fused = self.config.loss == "fused"
+        if not self._has_time(wanted.samples * length / self.reference.length):
+            left_out = f"a forward and backward at its own {length} tokens"
+            left_out += " and the fused loss in several chunks" if fused else ""
+            return {"not_checked": (f"{left_out}: there was no time",)}
+        rows = _rows_for_chunks(wanted.samples // self.config.dp * length) if fused else None
+        watched.noise_seed = noise_seed(self.workload, CHECK_STEPS) + data_position(watched.run.mesh)[0]
+        with limit_chunk_rows(rows):
+            measured = watched.measure_pass(OWN_LENGTH, self.workload.make_batch(wanted.samples, 0), length)
+        return {"own_length": measured, "chunk_rows": rows}
+
+    def _dropout(self) -> dict[str, Any]:
+        """A pass for each seed of the reference, and the first once more, on a run that is built with dropout on."""
+        first, passes = self.reference.dropout[0], len(self.reference.dropout)
+        samples, length = first.samples, first.sequence_length or min(self.reference.length, DROPOUT_SEQUENCE_LENGTH)
+        if not self._has_time(samples * (passes + 1)):
+            return {"not_checked": ("dropout: there was no time",)}
+        accumulation = dropout_accumulation(self.config)
+        small = small_workload(
+            self.workload, self.config, length=length, masked=False, accumulation=accumulation, dropout=True
+        )
+        run = prepare(small, self.config, device=self.check.device, mesh=self.recorder.mesh)
+        watched, batch = _WatchedRun(run, self.recorder), small.make_batch(samples, 0)
+        found = []
+        for number in (*range(passes), 0):  # the first seed twice
+            with buffers_kept(run.model):
+                seed = self.workload.seed + 1 + number
+                found.append(watched.measure_pass(f"{DROPOUT}{number}", batch, length, seed))
+        return {
+            "dropout": tuple(found[:-1]),
+            "dropout_repeated_loss": found[-1].loss,
+            "dropout_rates": dropout_rates(run.model),
+        }
 
 
 def _rows_for_chunks(rows: int) -> int:
     """Rows of logits at once, so few that the fused loss takes several chunks."""
     return max(1, rows // LEAST_CHUNKS)
-
-
-def _steps_and_own_length(
-    workload: Workload,
-    config: TrainingConfig,
-    reference: ParityMeasurement,
-    device: torch.device,
-    recorder: Recorder,
-    phase: Callable[[str], None],
-    limit: TimeLimit,
-) -> tuple[ParityMeasurement, list[float]]:
-    """The steps with dropout off, the replay of the optimizer, and one pass at the workload's own length."""
-    small = small_workload(
-        workload,
-        config,
-        length=reference.length,
-        masked=reference.labels_masked,
-        accumulation=reference.accumulation,
-    )
-    rows = None
-    if config.loss == "fused" and reference.own_length is None:  # else that pass is the one with several chunks
-        rows = _rows_for_chunks(config.micro_batch * reference.length)
-    watched = _WatchedRun(prepare(small, config, device=device, mesh=recorder.mesh), recorder)
-    run = watched.run
-    if reference.deterministic is False:
-        watched.seed_micro_steps()
-    recorder.watch_rounding(run.optimizer)
-    recorder.begin(run.model, keep=reference.own_length is not None)
-    phase("steps")
-    seconds = []
-    with limit_chunk_rows(rows):
-        for index, step in enumerate(reference.steps):
-            watched.noise_seed = noise_seed(small, index) + data_position(run.mesh)[0] * run.accumulation
-            seconds.append(watched.step(small.make_batch(small.global_batch, index), step.gradient_factor))
-    measurement = ParityMeasurement(
-        steps=tuple(recorder.steps),
-        parameters=recorder.parameters(run.model),
-        changes=recorder.changes(),
-        buffers=recorder.buffer_changes(run.model),
-        data_rank=data_position(run.mesh)[0],
-        data_ranks=1 if config.batch_norm == "sync" else config.dp,  # synchronised statistics are one process's
-        schedule_steps=getattr(run.schedule, "last_epoch", None),
-        learning_rates=tuple(float(group["lr"]) for group in run.optimizer.param_groups if group.get("lr") is not None),
-        replay=replay(small, reference.parameters, recorder, device),
-        products=product_distances(run.model, config.fp8) if config.fp8 != "off" else {},
-        chunk_rows=rows,
-        micro_batch=config.micro_batch,
-        **{name: getattr(reference, name) for name in _SAME_AS_REFERENCE},
-    )
-    phase("own length")
-    recorder.restore()
-    update = _own_length(watched, workload, reference, seconds, limit)
-    recorder.release()
-    return measurement.model_copy(update=update), seconds
 
 
 class _WatchedRun:
@@ -245,68 +278,3 @@ def _without_steps(run: TrainingRun) -> Iterator[None]:
         del run.optimizer.__dict__["step"]
         if before is not None:
             run.optimizer.__dict__["step"] = before
-
-
-def _own_length(
-    watched: _WatchedRun,
-    workload: Workload,
-    reference: ParityMeasurement,
-    seconds: list[float],
-    limit: TimeLimit,
-) -> dict[str, Any]:
-    """One forward and backward at the workload's own length, from the same start as the reference's.
-
-    The fused loss takes its several chunks here.
-    """
-    wanted, config = reference.own_length, watched.run.config
-    if wanted is None:
-        return {}
-    length = wanted.sequence_length or reference.length
-    expected_s = min(seconds) / reference.global_batch * wanted.samples * length / reference.length
-    if config.compile != "off":
-        expected_s += seconds[0]  # another length is compiled again
-    fused = config.loss == "fused"
-    if not limit.allows(expected_s):
-        left_out = f"a forward and backward at its own {length} tokens"
-        left_out += " and the fused loss in several chunks" if fused else ""
-        return {"not_checked": (f"{left_out}: there was no time",)}
-    rows = _rows_for_chunks(wanted.samples // config.dp * length) if fused else None
-    watched.noise_seed = noise_seed(workload, CHECK_STEPS) + data_position(watched.run.mesh)[0]
-    with limit_chunk_rows(rows):
-        measured = watched.measure_pass(OWN_LENGTH, workload.make_batch(wanted.samples, 0), length)
-    return {"own_length": measured, "chunk_rows": rows}
-
-
-def _dropout(
-    workload: Workload,
-    config: TrainingConfig,
-    reference: ParityMeasurement,
-    device: torch.device,
-    recorder: Recorder,
-    seconds: list[float],
-    limit: TimeLimit,
-) -> dict[str, Any]:
-    """One pass for each seed of the reference and the first once more, on a run that is built with dropout on."""
-    samples = reference.dropout[0].samples
-    length = reference.dropout[0].sequence_length or min(reference.length, DROPOUT_SEQUENCE_LENGTH)
-    expected_s = min(seconds) * samples * (len(reference.dropout) + 1) / reference.global_batch
-    if config.compile != "off":
-        expected_s += seconds[0]
-    if not limit.allows(expected_s):
-        return {"not_checked": ("dropout: there was no time",)}
-    accumulation = dropout_accumulation(config)
-    small = small_workload(workload, config, length=length, masked=False, accumulation=accumulation, dropout=True)
-    run = prepare(small, config, device=device, mesh=recorder.mesh)
-    watched = _WatchedRun(run, recorder)
-    batch = small.make_batch(samples, 0)
-    seeds = [workload.seed + 1 + number for number in range(len(reference.dropout))]
-    passes = []
-    for number, seed in (*enumerate(seeds), (0, seeds[0])):  # the first seed twice
-        with buffers_kept(run.model):
-            passes.append(watched.measure_pass(f"{DROPOUT}{number}", batch, length, seed))
-    again = passes.pop()
-    return {
-        "dropout": tuple(passes),
-        "dropout_repeated_loss": again.loss,
-        "dropout_rates": dropout_rates(run.model),
-    }

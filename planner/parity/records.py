@@ -165,7 +165,6 @@ class ParityMeasurement(Measure):
     accumulation: int
     length: int = Field(description="longer sequences were cut to it in the steps")
     sequence_length: int | None = Field(description="in the steps; None: samples are not sequences")
-    own_sequence_length: int | None = None
     labels_masked: bool = Field(description="labels of later samples are masked, so that micro-batches count unevenly")
     has_labels: bool = False
     max_grad_norm: float | None = None

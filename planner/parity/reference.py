@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoplan.planner.parity.batches import (
@@ -23,7 +25,6 @@ from autoplan.planner.parity.batches import (
     small_config,
     small_workload,
 )
-from autoplan.planner.parity.rank_buffers import RankBuffers
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
@@ -38,7 +39,6 @@ from autoplan.planner.parity.records import (
     dropout_accumulation,
 )
 from autoplan.planner.parity.rounded_products import RoundedProducts
-from autoplan.planner.parity.time_limit import TimeLimit
 from autoplan.strategies.analysis.additivity import buffers_kept, check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout, find_structure
 from autoplan.strategies.config import TrainingConfig
@@ -53,68 +53,88 @@ from autoplan.strategies.workloads.training_mode import enter_training_mode
 from autoplan.strategies.workloads.workload import Workload
 
 _CLIPPED_TO = 0.25  # of their norm, where gradients are scaled up so that clipping has something to do
+_SAFETY = 1.5  # a part is begun where this many times its expected time is left
 
 
-def run_reference(
-    workload: Workload,
-    config: TrainingConfig,
-    device: torch.device,
-    recorder: Recorder,
-    phase: Callable[[str], None],
-    limit: TimeLimit,
-    *,
-    own_shapes: bool = False,
-) -> ParityMeasurement:
-    """All parts of the reference.
+class TimeLimit:
+    """The time of one run of the check: parts that a verdict does not need are left out where it is short.
 
     Args:
+        time_s: Seconds from now; None: no limit.
+        mesh: The mesh of the run; all its ranks decide alike.
+    """
+
+    def __init__(self, time_s: float | None = None, mesh: Any = None) -> None:
+        self._end = None if time_s is None else time.monotonic() + time_s
+        self._mesh = mesh
+
+    def allows(self, expected_s: float) -> bool:
+        """Whether a part that takes so many seconds should be begun; on several ranks, whether all of them say so."""
+        allowed = self._end is None or time.monotonic() + _SAFETY * expected_s < self._end
+        if self._mesh is None:
+            return allowed
+        votes = torch.tensor(float(allowed), device=self._mesh.device_type)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+        return bool(votes.item())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What a rank is given for its run of the check.
+
+    Attributes:
         workload: What is trained, as the user gave it.
-        config: The candidate's; only its sizes are used.
-        device: Where.
+        config: The candidate's, as it is. Of it, the reference uses the sizes, and what the numbers are rounded to.
+        device: This rank's.
         recorder: Keeps what is seen.
         phase: Is told what begins.
         limit: What is not needed for a verdict is left out where it is late.
         own_shapes: With the candidate's own micro-batch and sequence length. The plain loop takes fewer samples at
             once: what a checkpointed or 16-bit candidate fits in may be too little for it.
     """
+
+    workload: Workload
+    config: TrainingConfig
+    device: torch.device
+    recorder: Recorder
+    phase: Callable[[str], None] = lambda name: None
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    own_shapes: bool = False
+
+    @property
+    def small_config(self) -> TrainingConfig:
+        """The config as it is checked."""
+        return small_config(self.workload, self.config, own_shapes=self.own_shapes)
+
+
+def run_reference(check: Check) -> ParityMeasurement:
+    """All parts of the reference."""
     set_matmul_tf32(False)
-    torch.manual_seed(workload.seed)
-    with torch.device(device):
-        model = workload.build_model()
-    enter_training_mode(model.to(device))
-    config = small_config(workload, config, own_shapes=own_shapes)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    reference = _Reference(workload, model, parameters, device, recorder)
-    reference.most_samples = CHECK_MICRO_BATCH if own_shapes else None
-    if config.parameters != "own":
-        reference.round_parameters(rounded_parameters(model))
-    if config.fp8 != "off":
-        reference.round_products(config)
-    reference.offload = config.offload
-    reference.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
-    masked = can_mask_labels(workload, model, device, config.micro_batch)
+    reference = _Reference(check)
+    workload, recorder, model, config = check.workload, check.recorder, reference.model, reference.config
+    masked = can_mask_labels(workload, model, check.device, config.micro_batch)
     recorder.begin(model)
 
-    size = sum(parameter.numel() for parameter in parameters)
-    length = check_length(workload, size, own_shapes=own_shapes)
-    length, dropout_length = reference.lengths_that_run(config, length)
+    size = sum(parameter.numel() for parameter in reference.parameters)
+    length, dropout_length = reference.lengths_that_run(check_length(workload, size, own_shapes=check.own_shapes))
 
-    phase("dropout")
-    dropout, rates = reference.dropout_passes(config, dropout_length)
+    check.phase("dropout")
+    dropout, rates = reference.dropout_passes(dropout_length)
     disable_dropout(model)
     recorder.restore()
 
-    small = small_workload(workload, config, length=length, masked=masked, accumulation=check_accumulation(config))
-    phase("additivity")
+    accumulation = check_accumulation(config)
+    small = small_workload(workload, config, length=length, masked=masked, accumulation=accumulation)
+    check.phase("additivity")
     with reference.plain_products():
-        additive, deterministic = check_additivity(small, model, device)
+        additive, deterministic = check_additivity(small, model, check.device)
     if not deterministic:  # noise in the loss: the same draws, in micro-batches of the same size
         reference.noisy_micro_batch = config.micro_batch
     recorder.restore()
-    phase("steps")
+    check.phase("steps")
     began = time.monotonic()
     if config.dp > 1 and config.batch_norm == "own" and workload.fixed_micro_batch is not None:
-        reference.rank_buffers = RankBuffers(model, config.dp, check_accumulation(config))
+        reference.rank_buffers = RankBuffers(model, config.dp, accumulation)
     schedule, optimizer = reference.steps(small)
     step_s = (time.monotonic() - began) / CHECK_STEPS
     measurement = ParityMeasurement(
@@ -124,52 +144,90 @@ def run_reference(
         buffers=recorder.buffer_changes(model),
         rank_buffers=reference.rank_buffer_changes(),
         schedule_steps=getattr(schedule, "last_epoch", None),
-        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None),
+        learning_rates=learning_rates(optimizer),
         dropout=dropout,
         dropout_rates=rates,
         global_batch=small.global_batch,
         micro_batch=config.micro_batch,
         fixed_micro_batch=workload.fixed_micro_batch,
-        accumulation=check_accumulation(config),
+        accumulation=accumulation,
         length=length,
         sequence_length=None if workload.sequence_length is None else length,
-        own_sequence_length=workload.sequence_length,
         labels_masked=masked,
         has_labels=labels_of(workload.make_batch(1, 0)) is not None,
         max_grad_norm=workload.max_grad_norm,
+        additive=additive,
+        deterministic=deterministic,
     )
     recorder.restore()
     reference.rank_buffers = None
-    phase("own length")
-    own, left_out = reference.own_length(config, length, step_s / small.global_batch, limit)
-    return measurement.model_copy(
-        update={"additive": additive, "deterministic": deterministic, "own_length": own, "not_checked": left_out}
-    )
+    check.phase("own length")
+    own, left_out = reference.own_length(length, step_s / small.global_batch)
+    return measurement.model_copy(update={"own_length": own, "not_checked": left_out})
+
+
+class RankBuffers:
+    """The buffers of each data-parallel rank, in the one process of the reference.
+
+    A rank keeps the running statistics of its own micro-batches. The reference runs the micro-batches of all ranks one
+    after another, each rank's with that rank's buffers in place.
+
+    Args:
+        model: Whose buffers they are.
+        ranks: Data-parallel ranks.
+        accumulation: Micro-batches of a step on one of them; the first ones are rank 0's.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int, accumulation: int) -> None:
+        self._buffers = list(model.buffers())
+        self._kept = [[buffer.detach().clone() for buffer in self._buffers] for _ in range(ranks)]
+        self._accumulation = accumulation
+        self._rank = 0
+
+    def before(self, micro_batch: int) -> None:
+        """Puts the buffers in place that see this micro-batch, counted within the step."""
+        self._switch(micro_batch // self._accumulation)
+
+    def each(self) -> Iterator[int]:
+        """Each rank, with its buffers in place; rank 0's are there afterwards."""
+        for rank in range(len(self._kept)):
+            self._switch(rank)
+            yield rank
+        self._switch(0)
+
+    def _switch(self, rank: int) -> None:
+        if rank == self._rank:
+            return
+        with torch.no_grad():
+            for buffer, kept, wanted in zip(self._buffers, self._kept[self._rank], self._kept[rank], strict=True):
+                kept.copy_(buffer)
+                buffer.copy_(wanted)
+        self._rank = rank
 
 
 class _Reference:
     """The plain loop over one model."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        model: nn.Module,
-        parameters: list[nn.Parameter],
-        device: torch.device,
-        recorder: Recorder,
-    ) -> None:
-        self.workload = workload
-        self.model = model
-        self.parameters = parameters
-        self.device = device
-        self.recorder = recorder
-        self.normalised_ranks = 1
-        self.most_samples: int | None = None  # at once; None: the whole batch
-        self.offload = "none"  # what the candidate moves, where nothing else fits: the plain numbers are the same
+    def __init__(self, check: Check) -> None:
+        self.check = check
+        self.workload, self.device, self.recorder = check.workload, check.device, check.recorder
+        self.config = config = check.small_config
+        torch.manual_seed(self.workload.seed)
+        with torch.device(self.device):
+            self.model = self.workload.build_model()
+        enter_training_mode(self.model.to(self.device))
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # at once; None: the whole batch
+        self.most_samples: int | None = CHECK_MICRO_BATCH if check.own_shapes else None
+        self.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
         self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
         self.rounded: list[nn.Parameter] = []  # those that the candidate keeps in bf16
         self.products: RoundedProducts | None = None  # those that the candidate makes in fp8
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
+        if config.parameters != "own":
+            self.round_parameters(rounded_parameters(self.model))
+        if config.fp8 != "off":
+            self.round_products(config)
 
     def backward(self, batch: Batch, micro_batch: int, seed: int | None = None) -> float:
         """Adds the gradient of the batch's mean loss to the parameters'; gives that loss.
@@ -193,7 +251,8 @@ class _Reference:
                 seed_generators(seed + number)
             if self.rank_buffers is not None:
                 self.rank_buffers.before(number)
-            with HostActivations() if self.offload == "activations" else contextlib.nullcontext():
+            # what the candidate moves, where nothing else fits: the plain numbers are the same
+            with HostActivations() if self.config.offload == "activations" else contextlib.nullcontext():
                 summed, items = self.workload.loss(self.model, move_batch(micro, self.device))
             summed.backward()
             total, count = total + float(summed.detach()), count + float(items)
@@ -244,7 +303,7 @@ class _Reference:
         scaled up.
         """
         optimizer = small.build_optimizer(self.parameters)
-        if self.offload == "optimizer":
+        if self.config.offload == "optimizer":
             keep_states_on_host(optimizer)
         schedule = small.build_schedule(optimizer) if small.build_schedule is not None else None
         limit, bound = small.max_grad_norm, False
@@ -272,41 +331,36 @@ class _Reference:
             exact = self.round_parameters(self.rounded)
         return schedule, optimizer
 
-    def own_length(
-        self, config: TrainingConfig, length: int, sample_s: float, limit: TimeLimit
-    ) -> tuple[PassMeasure | None, tuple[str, ...]]:
+    def own_length(self, length: int, sample_s: float) -> tuple[PassMeasure | None, tuple[str, ...]]:
         """One forward and backward at the workload's own length, or why there was none.
 
         Args:
-            config: The candidate's small config.
             length: Of the sequences in the steps.
             sample_s: Seconds that a sample of this length took in the steps.
-            limit: The time that is left.
         """
         whole = own_length(self.workload, length)
         if whole is None:
             return None, ()
-        if config.pp > 1:
+        if self.config.pp > 1:
             return None, (f"a forward at its own {whole} tokens: the stages of a pipeline are built for one length",)
-        samples = (self.workload.fixed_micro_batch or 1) * config.dp
-        if not limit.allows(sample_s * samples * whole / length):
+        samples = (self.workload.fixed_micro_batch or 1) * self.config.dp
+        if not self.check.limit.allows(sample_s * samples * whole / length):
             return None, (f"a forward and backward at its own {whole} tokens: there was no time",)
         batch = self.workload.make_batch(samples, 0)
         by_rank = self.noisy_micro_batch is not None or self.products is not None
-        micro_batch = samples // config.dp if by_rank else samples
+        micro_batch = samples // self.config.dp if by_rank else samples
         loss = self.backward(
             batch, self.workload.fixed_micro_batch or micro_batch, noise_seed(self.workload, CHECK_STEPS)
         )
         return self._measured(OWN_LENGTH, loss, samples, whole), ()
 
-    def lengths_that_run(self, config: TrainingConfig, length: int) -> tuple[int, int]:
+    def lengths_that_run(self, length: int) -> tuple[int, int]:
         """Tokens per sequence in the steps and with dropout on: the whole sequence for a model that takes no shorter.
 
         Args:
-            config: The candidate's small config.
             length: Wanted for the steps.
         """
-        whole = self.workload.make_batch(config.micro_batch, 0)
+        whole = self.workload.make_batch(self.config.micro_batch, 0)
         if self._runs(whole, min(length, DROPOUT_SEQUENCE_LENGTH)):
             return length, min(length, DROPOUT_SEQUENCE_LENGTH)
         if not self._runs(whole, length):
@@ -328,9 +382,9 @@ class _Reference:
         with buffers_kept(self.model):  # with a graph: a loss may differentiate the model by its input
             return float(self.workload.loss(self.model, move_batch(batch, self.device)).total.detach())
 
-    def dropout_passes(self, config: TrainingConfig, length: int) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
+    def dropout_passes(self, length: int) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
         """A forward and backward for each of a few seeds with dropout on; nothing where seeds make no difference."""
-        rates = dropout_rates(self.model)
+        rates, config = dropout_rates(self.model), self.config
         samples = config.micro_batch * config.dp * dropout_accumulation(config)
         batch = shorten(self.workload.make_batch(samples, 0), length)
         if not self._is_random(batch, config.micro_batch):
@@ -358,6 +412,11 @@ class _Reference:
             seed_generators(self.workload.seed + 1 + seed)
             losses.append(self._loss(micro))
         return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """By group."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None)
 
 
 def noise_seed(workload: Workload, index: int) -> int:

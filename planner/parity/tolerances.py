@@ -31,82 +31,34 @@ class Tolerance(Record):
     norm: float
     vector: float
     whole: float
-    floor: float
-    module_floor: float
-    scale: float
-    parameter_scale: float
     later: float
     loss: float
-    clipping: float
-    optimizer: float
+    floor: float = 1e-3
+    module_floor: float = 1e-1
+    scale: float = 5e-3
+    parameter_scale: float = 1e-2
+    clipping: float = 1e-3
+    optimizer: float = 2e-5
 
+
+_FLOAT16 = Tolerance(norm=1e-1, vector=2e-1, whole=5e-2, later=2e-2, loss=5e-3)  # tf32 has as many bits of a number
 
 TOLERANCES: dict[str, Tolerance] = {
     "fp32": Tolerance(
         norm=1e-3,
         vector=2e-3,
         whole=1e-4,
+        later=1e-3,
+        loss=1e-4,
         floor=1e-5,
         module_floor=1e-2,
         scale=5e-4,
         parameter_scale=1e-3,
-        later=1e-3,
-        loss=1e-4,
-        clipping=1e-3,
-        optimizer=2e-5,
     ),
-    "tf32": Tolerance(
-        norm=1e-1,
-        vector=2e-1,
-        whole=5e-2,
-        floor=1e-3,
-        module_floor=1e-1,
-        scale=5e-3,
-        parameter_scale=1e-2,
-        later=2e-2,
-        loss=5e-3,
-        clipping=1e-3,
-        optimizer=2e-5,
-    ),
-    "fp16": Tolerance(
-        norm=1e-1,
-        vector=2e-1,
-        whole=5e-2,
-        floor=1e-3,
-        module_floor=1e-1,
-        scale=5e-3,
-        parameter_scale=1e-2,
-        later=2e-2,
-        loss=5e-3,
-        clipping=1e-3,
-        optimizer=2e-5,
-    ),
-    "bf16": Tolerance(
-        norm=2e-1,
-        vector=3.5e-1,
-        whole=1.5e-1,
-        floor=1e-3,
-        module_floor=1e-1,
-        scale=5e-3,
-        parameter_scale=1e-2,
-        later=3e-2,
-        loss=1e-2,
-        clipping=1e-3,
-        optimizer=2e-5,
-    ),
-    "fp8": Tolerance(
-        norm=3e-1,
-        vector=6e-1,
-        whole=2.5e-1,
-        floor=1e-3,
-        module_floor=1e-1,
-        scale=5e-3,
-        parameter_scale=1e-2,
-        later=5e-2,
-        loss=1e-2,
-        clipping=1e-3,
-        optimizer=2e-5,
-    ),
+    "tf32": _FLOAT16,
+    "fp16": _FLOAT16,
+    "bf16": Tolerance(norm=2e-1, vector=3.5e-1, whole=1.5e-1, later=3e-2, loss=1e-2),
+    "fp8": Tolerance(norm=3e-1, vector=6e-1, whole=2.5e-1, later=5e-2, loss=1e-2),
 }
 
 SCALE_OF_RESIDUAL, PARAMETER_SCALE_OF_RESIDUAL = 0.6, 1.5

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import ParityMeasurement, ParityRequest
-from autoplan.planner.parity.reference import run_reference
-from autoplan.planner.parity.time_limit import TimeLimit
+from autoplan.planner.parity.reference import Check, TimeLimit, run_reference
 from autoplan.planner.trials.ranks import RENDEZVOUS_TIMEOUT_S, pick_device
 from autoplan.strategies.techniques.mesh import build_mesh
 from autoplan.strategies.workloads.randomness import with_seeded_batches
@@ -26,14 +25,16 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
     if context.world_size > 1:
         context.init_process_group("cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo", RENDEZVOUS_TIMEOUT_S)
         mesh = build_mesh(request.config, request.device)
-    limit = TimeLimit(request.time_s, mesh)
-    workload = with_seeded_batches(load_workload(request.spec))
     recorder = Recorder(mesh)
-    own, phase = request.own_shapes, context.phase
-    if request.reference is None:
-        measurement = run_reference(workload, request.config, device, recorder, phase, limit, own_shapes=own)
-    else:
-        found = request.reference
-        measurement = run_candidate(workload, request.config, found, device, recorder, phase, limit, own_shapes=own)
+    check = Check(
+        workload=with_seeded_batches(load_workload(request.spec)),
+        config=request.config,
+        device=device,
+        recorder=recorder,
+        phase=context.phase,
+        limit=TimeLimit(request.time_s, mesh),
+        own_shapes=request.own_shapes,
+    )
+    measurement = run_reference(check) if request.reference is None else run_candidate(check, request.reference)
     recorder.save_samples(context.directory / f"elements.{context.rank}.npz")
     return measurement

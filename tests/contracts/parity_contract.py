@@ -10,40 +10,28 @@ import torch
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
 from autoplan.planner.parity.recorder import Recorder
-from autoplan.planner.parity.reference import run_reference
-from autoplan.planner.parity.time_limit import TimeLimit
+from autoplan.planner.parity.reference import Check, run_reference
 from autoplan.planner.records import Parity
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
 
 
-def _ignore_phase(name: str) -> None:
-    pass
+def make_check(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Check:
+    """What a rank is given: here, on the CPU, without a limit of time."""
+    device = torch.device("cpu")
+    return Check(workload=workload, config=config, device=device, recorder=Recorder(), own_shapes=own_shapes)
 
 
 def reference(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Samples:
     """The plain run that a config is compared with."""
-    recorder = Recorder()
-    measurement = run_reference(
-        workload, config, torch.device("cpu"), recorder, _ignore_phase, TimeLimit(), own_shapes=own_shapes
-    )
-    return Samples(measurement, recorder.samples())
+    check = make_check(workload, config, own_shapes=own_shapes)
+    return Samples(run_reference(check), check.recorder.samples())
 
 
 def candidate(workload: Workload, config: TrainingConfig, plain: Samples, *, own_shapes: bool = False) -> Samples:
     """What prepare() makes of a config, beside a reference."""
-    recorder = Recorder()
-    measurement = run_candidate(
-        workload,
-        config,
-        plain.measurement,
-        torch.device("cpu"),
-        recorder,
-        _ignore_phase,
-        TimeLimit(),
-        own_shapes=own_shapes,
-    )
-    return Samples(measurement, recorder.samples())
+    check = make_check(workload, config, own_shapes=own_shapes)
+    return Samples(run_candidate(check, plain.measurement), check.recorder.samples())
 
 
 def check_parity(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Parity:

@@ -1,5 +1,6 @@
 """Parts of the parity check by themselves: masked labels, the replay, tolerances, near-zero gradients, time limits."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,14 +11,11 @@ from autoplan.planner.parity import compare as parity_run
 from autoplan.planner.parity.batches import mask_labels
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
-from autoplan.planner.parity.recorder import Recorder
-from autoplan.planner.parity.reference import run_reference
-from autoplan.planner.parity.time_limit import TimeLimit
+from autoplan.planner.parity.reference import TimeLimit, run_reference
 from autoplan.planner.parity.tolerances import tolerance_of
-from autoplan.planner.records import Parity
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum
-from tests.contracts.parity_contract import check_parity, reference
+from tests.contracts.parity_contract import candidate, check_parity, make_check, reference
 from tests.planner.parity import planted
 from tests.strategies.tiny import BERT, LLAMA, T5, classifier, language
 
@@ -110,13 +108,10 @@ def small_samples(monkeypatch):
 
 def method_of(workload, config=PLAIN):
     plain = reference(workload, config)
-    recorder = Recorder()
-    ours = run_candidate(
-        workload, config, plain.measurement, torch.device("cpu"), recorder, lambda name: None, TimeLimit()
-    )
-    parity = compare(plain, [Samples(ours, recorder.samples())], config)
+    ours = candidate(workload, config, plain)
+    parity = compare(plain, [ours], config)
     assert parity.passed, parity.failures
-    return ours.replay.method, parity
+    return ours.measurement.replay.method, parity
 
 
 def test_small_tensors_are_replayed_whole():
@@ -221,18 +216,16 @@ def test_steps_that_loss_scaling_skips_leave_running_statistics_alone(monkeypatc
     assert parity.passed, parity.failures
 
 
-# Time, and older records.
+# Time, and what is kept.
 
 
 def test_what_there_was_no_time_for_is_named():
     workload = language({**LLAMA, "attention_dropout": 0.1, "max_position_embeddings": 256}, length=192)
-    plain_recorder, recorder = Recorder(), Recorder()
-    device = torch.device("cpu")
-    ours = run_reference(workload, PLAIN, device, plain_recorder, lambda name: None, TimeLimit())
-    assert ours.own_length is not None and ours.dropout
-    plain = Samples(ours, plain_recorder.samples())
-    late = run_candidate(workload, PLAIN, ours, device, recorder, lambda name: None, TimeLimit(0.0))
-    parity = compare(plain, [Samples(late, recorder.samples())], PLAIN)
+    plain = reference(workload, PLAIN)
+    assert plain.measurement.own_length is not None and plain.measurement.dropout
+    check = dataclasses.replace(make_check(workload, PLAIN), limit=TimeLimit(0.0))
+    late = run_candidate(check, plain.measurement)
+    parity = compare(plain, [Samples(late, check.recorder.samples())], PLAIN)
     assert parity.passed, parity.failures
     assert parity.not_checked == (
         "a forward and backward at its own 192 tokens: there was no time",
@@ -241,28 +234,11 @@ def test_what_there_was_no_time_for_is_named():
     assert all(text in parity.note for text in parity.not_checked)
 
 
-def test_a_verdict_of_an_earlier_version_loads():
-    old = {
-        "passed": True,
-        "tolerance": 1e-3,
-        "worst_gradient_difference": 1e-7,
-        "worst_update_difference": 1e-7,
-        "worst_group": "transformer.wte",
-        "loss_difference": 0.0,
-        "global_batch": 4,
-        "sequence_length": 128,
-        "changes_numerics": False,
-        "note": "checked on 4 samples",
-    }
-    assert Parity.model_validate(old).checks == ()
-
-
 def test_a_torn_reference_is_made_again(tmp_path):
     """The planner may be killed, or the disk full, while a reference is written: then it counts as not there."""
-    recorder = Recorder()
-    workload = language(LLAMA)
-    measurement = run_reference(workload, PLAIN, torch.device("cpu"), recorder, lambda name: None, TimeLimit())
-    recorder.save_samples(tmp_path / "elements.0.npz")
+    check = make_check(language(LLAMA), PLAIN)
+    measurement = run_reference(check)
+    check.recorder.save_samples(tmp_path / "elements.0.npz")
     (tmp_path / "measurements.json").write_text(json.dumps([measurement.model_dump(mode="json")]))
     assert len(parity_run._load(tmp_path, 1)) == 1
     for name in ("elements.0.npz", "measurements.json"):

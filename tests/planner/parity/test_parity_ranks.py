@@ -7,7 +7,7 @@ import torch
 
 from autoplan.planner.parity import compare as parity
 from autoplan.planner.parity.compare import run_parity
-from autoplan.planner.parity.rank_buffers import RankBuffers
+from autoplan.planner.parity.reference import RankBuffers
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
