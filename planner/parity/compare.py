@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def run_parity(
         DidNotRunError: something outside ended the plain reference each time.
         CandidateDidNotRunError: the same of the candidate.
     """
-    launch = _Launch(
+    launch = Launch(
         zygote,
         deadline_at=time.monotonic() + deadline_s,
         memory_limit_bytes=memory_limit_bytes,
@@ -243,7 +244,7 @@ class CandidateDidNotRunError(DidNotRunError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
     """How the runs of one check are started: by whom, within which limits, and who is told of lost ones."""
 
     zygote: Zygote
@@ -252,11 +253,40 @@ class _Launch:
     on_attempt: Callable[[ProcessReport], None] | None
 
     def left_s(self) -> float:
+        """Seconds until the deadline."""
         return self.deadline_at - time.monotonic()
+
+    def run(
+        self, target: str, args: tuple[Any, ...], folder: Path, *, of_candidate: bool, deadline_s: float, ranks: int = 1
+    ) -> ProcessReport:
+        """One run, made again where something outside ended it.
+
+        Raises:
+            TaskFailedError: the deadline passed.
+            DidNotRunError: something outside ended it each time.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        task = Task(
+            target=target,
+            args=args,
+            ranks=ranks,
+            directory=folder,
+            deadlines_s={"*": deadline_s},
+            total_deadline_s=deadline_s,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+        runs = run_again(self.zygote, task, on_attempt=self.on_attempt, left_s=self.left_s)
+        if not runs.settled:
+            what, kind = ("configuration", CandidateDidNotRunError) if of_candidate else ("plain run", DidNotRunError)
+            ending = runs.report.describe()
+            raise kind(f"the parity check of the {what} did not run: something outside ended it: {ending}")
+        if runs.report.ended in (Ended.DEADLINE, Ended.CANCELLED):
+            runs.report.check()
+        return runs.report
 
 
 def _reference(
-    launch: _Launch, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, own_shapes: bool
+    launch: Launch, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, own_shapes: bool
 ) -> Samples | str:
     """The plain run, kept by what decides it; or why there is none.
 
@@ -285,31 +315,18 @@ def _reference(
 
 
 def _run(
-    launch: _Launch, request: ParityRequest, folder: Path, ranks: int, deadline_s: float
+    launch: Launch, request: ParityRequest, folder: Path, ranks: int, deadline_s: float
 ) -> tuple[ProcessReport, list[Samples]]:
-    folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("elements.*.npz"), folder / MEASUREMENTS):
         old.unlink(missing_ok=True)
-    task = Task(
-        target="autoplan.planner.parity.worker:run_parity_rank",
-        args=(request,),
+    report = launch.run(
+        "autoplan.planner.parity.worker:run_parity_rank",
+        (request,),
+        folder,
+        of_candidate=request.reference is not None,
+        deadline_s=deadline_s,
         ranks=ranks,
-        directory=folder,
-        deadlines_s={"*": deadline_s},
-        total_deadline_s=deadline_s,
-        memory_limit_bytes=launch.memory_limit_bytes,
     )
-    runs = run_again(launch.zygote, task, on_attempt=launch.on_attempt, left_s=launch.left_s)
-    report = runs.report
-    if not runs.settled:
-        what, kind = (
-            ("plain reference", DidNotRunError)
-            if request.reference is None
-            else ("configuration", CandidateDidNotRunError)
-        )
-        raise kind(f"the parity check of the {what} did not run: something outside ended it: {report.describe()}")
-    if report.ended in (Ended.DEADLINE, Ended.CANCELLED):
-        report.check()
     if report.ended is not Ended.FINISHED:
         return report, []
     # After all elements: they are whole.

@@ -73,17 +73,19 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
         tolerance: What passes.
         states: How the candidate keeps Adam's moments (optimizer_state).
     """
-    problems = _problems(reference, candidate)
     plain, ours = reference.measurement, candidate.measurement
+    rates = enumerate(zip(plain.learning_rates, ours.learning_rates, strict=False))
+    rates_apart = {f"group {number}": relative(one, other) for number, (one, other) in rates}
     first = Gradients(reference, candidate, step_part(0), tolerance)
     checks = [
         largest("start", START_TOLERANCE, distances_of(reference.part(START), candidate.part(START))),
         *first.checks("step 1", plain.steps[0].gradient_norms, ours.steps[0].gradient_norms),
-        *_later_steps(reference, candidate, tolerance),
-        largest("loss", tolerance.loss, _losses(plain.steps, ours.steps)),
+        largest("gradient scale, later steps", tolerance.later, _later_steps(reference, candidate, tolerance)),
+        # of the first step: later ones are taken with parameters that differ a little
+        make_check("loss", relative(plain.steps[0].loss, ours.steps[0].loss, 1e-12), tolerance.loss, "step 1"),
         *_clipping(ours, tolerance),
         largest("parameter groups", 1e-6, _groups(plain.steps, ours.steps)),
-        largest("learning rate after the last step", 1e-6, _rates_after(plain, ours)),
+        largest("learning rate after the last step", 1e-6, rates_apart),
         _optimizer(plain, ours, tolerance),
         *_rounding(ours, states),
         *([largest("products in fp8", PRODUCTS, ours.products)] if ours.products else []),
@@ -96,7 +98,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
         own = Gradients(reference, candidate, OWN_LENGTH, tolerance)
         checks += own.checks("own length", plain.own_length.gradient_norms, ours.own_length.gradient_norms)
     checks += _dropout(reference, candidate, tolerance)
-    return Judgement(checks=tuple(checks), problems=tuple(problems))
+    return Judgement(checks=tuple(checks), problems=tuple(_problems(reference, candidate)))
 
 
 def buffers_to_compare(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
@@ -159,21 +161,14 @@ def names_of(names: set[str]) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -> list[ParityCheck]:
-    """The whole gradient of the later steps: what is not cleared or remembered wrongly shows there."""
-    found: dict[str, float] = {}
-    for number in range(1, min(len(reference.measurement.steps), len(candidate.measurement.steps))):
-        gradients = Gradients(reference, candidate, step_part(number), tolerance)
-        found[f"scale, step {number + 1}"] = abs(gradients.scale() - 1)
-    return [largest("gradient scale, later steps", tolerance.later, found)]
+def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -> dict[str, float]:
+    """How far the scale of the whole gradient of later steps is off: what is not cleared, or remembered wrongly."""
+    steps = range(1, min(len(reference.measurement.steps), len(candidate.measurement.steps)))
+    gradients = {number: Gradients(reference, candidate, step_part(number), tolerance) for number in steps}
+    return {f"scale, step {number + 1}": abs(found.scale() - 1) for number, found in gradients.items()}
 
 
 # Steps.
-
-
-def _losses(plain: Sequence[StepMeasure], ours: Sequence[StepMeasure]) -> dict[str, float]:
-    """Of the first step: later ones are taken with parameters that differ a little."""
-    return {"step 1": relative(plain[0].loss, ours[0].loss, 1e-12)}
 
 
 def _clipping(ours: ParityMeasurement, tolerance: Tolerance) -> list[ParityCheck]:
@@ -221,11 +216,6 @@ def _option_difference(one: Any, other: Any) -> float:
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return max((relative(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
     return 0.0 if one == other else 1.0
-
-
-def _rates_after(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
-    pairs = enumerate(zip(plain.learning_rates, ours.learning_rates, strict=False))
-    return {f"group {number}": relative(one, other) for number, (one, other) in pairs}
 
 
 def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tolerance) -> ParityCheck:

@@ -7,16 +7,17 @@ other losses each time is not taken for one that a configuration changes.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import DidNotRunError
 from autoplan.files import replace_file
-from autoplan.planner.parity.compare import CandidateDidNotRunError
+from autoplan.planner.parity.compare import Launch, unfinished
+from autoplan.planner.parity.differences import make_check, relative
 from autoplan.planner.parity.tolerances import TOLERANCES
-from autoplan.planner.records import Parity, ParityCheck
-from autoplan.processes import Ended, ProcessReport, Task, Zygote, run_again
+from autoplan.planner.records import Parity
+from autoplan.processes import Ended, ProcessReport, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -58,27 +59,20 @@ def run_step_parity(
         TaskFailedError: the deadline passed; that says nothing about the configuration.
         DidNotRunError: something outside ended a run each time.
     """
+    launch = Launch(zygote, time.monotonic() + deadline_s, memory_limit_bytes, on_attempt)
     plain = TrainingConfig(micro_batch=config.micro_batch)
     found: list[list[float]] = []
     for name, run in (("plain", plain), ("again", plain), ("candidate", config)):
-        task = Task(
-            target="autoplan.planner.parity.step_losses:run_steps_rank",
-            args=(spec, run, device),
-            directory=directory / name,
-            deadlines_s={"*": deadline_s / 3},
-            total_deadline_s=deadline_s / 3,
-            memory_limit_bytes=memory_limit_bytes,
+        report = launch.run(
+            "autoplan.planner.parity.step_losses:run_steps_rank",
+            (spec, run, device),
+            directory / name,
+            of_candidate=name == "candidate",
+            deadline_s=deadline_s / 3,
         )
-        (directory / name).mkdir(parents=True, exist_ok=True)
-        outcome = run_again(zygote, task, on_attempt=on_attempt)
-        if not outcome.settled:
-            kind = CandidateDidNotRunError if name == "candidate" else DidNotRunError
-            raise kind(f"the losses of the steps: something outside ended it: {outcome.report.describe()}")
-        if outcome.report.ended in (Ended.DEADLINE, Ended.CANCELLED):
-            outcome.report.check()
-        if outcome.report.ended is not Ended.FINISHED:
-            return _verdict(config, [], f"the {name} run did not finish: {outcome.report.describe()}")
-        found.append([float(loss) for loss in list(outcome.report.results)[0]])
+        if report.ended is not Ended.FINISHED:
+            return unfinished(config, f"the {name} run did not finish: {report.describe()}")
+        found.append([float(loss) for loss in list(report.results)[0]])
     replace_file(directory / "losses.json", json.dumps(found), private=True)
     return compare_losses(config, *found)
 
@@ -100,11 +94,11 @@ def compare_losses(
         ("losses of two plain runs", again, own.loss, own.later),
         ("losses", candidate, tolerance.loss, tolerance.later),
     ):
-        apart = [_relative(one, other) for one, other in zip(losses, plain, strict=True)]
+        apart = [relative(other, one, 1e-12) for one, other in zip(losses, plain, strict=True)]
         over = [distance / (first if step == 0 else later) for step, distance in enumerate(apart)]
         worst = over.index(max(over))
         allowed = first if worst == 0 else later
-        checks.append(ParityCheck(name=name, difference=apart[worst], allowed=allowed, where=f"step {worst}"))
+        checks.append(make_check(name, apart[worst], allowed, f"step {worst}"))
         if over[worst] > 1.0:
             failures.append(
                 f"{name} differ by {apart[worst]:.2g} at step {worst} ({losses[worst]:.6g}, {plain[worst]:.6g}); up to "
@@ -114,15 +108,11 @@ def compare_losses(
                 failures[-1] += ". Seed everything in make_step, so that two runs can be compared"
     if len(set(plain)) == 1:
         failures.append(f"the loss is {plain[0]:.6g} at every step, so nothing could be compared")
-    return _verdict(config, checks, *failures)
-
-
-def _verdict(config: TrainingConfig, checks: Sequence[ParityCheck], *failures: str) -> Parity:
-    difference = checks[-1].difference if checks else 1.0
-    note = f"losses of {STEPS} steps differ by at most {difference:.2g}" if checks else "nothing was compared"
+    difference = checks[-1].difference
+    note = f"losses of {STEPS} steps differ by at most {difference:.2g}"
     return Parity(
         passed=not failures,
-        tolerance=TOLERANCES[config.precision].later,
+        tolerance=tolerance.later,
         worst_gradient_difference=difference,
         worst_update_difference=difference,
         worst_group="the losses: nothing else is known",
@@ -132,15 +122,9 @@ def _verdict(config: TrainingConfig, checks: Sequence[ParityCheck], *failures: s
         changes_numerics=config.precision != "fp32",
         note=". ".join([note, *failures, f"not checked: {NOT_CHECKED[0]}"]),
         checks=tuple(checks),
-        failures=failures,
+        failures=tuple(failures),
         not_checked=NOT_CHECKED,
-        finished=bool(checks),
     )
-
-
-def _relative(one: float, other: float) -> float:
-    found = abs(one - other) / max(abs(other), 1e-12)
-    return found if found == found else 1.0  # NaN is not the same
 
 
 def run_steps_rank(context: RankContext, spec: WorkloadSpec, config: TrainingConfig, device: str) -> list[float]:
