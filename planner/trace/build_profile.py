@@ -133,7 +133,6 @@ def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str])
     """Sets whether the tracer may use truncated models, and one run for both micro-batches."""
     depth = uniform_depth(structure)
     deep = depth is not None and depth > DEPTHS[1]
-    tracer.try_prime_batch(DEPTHS[0] if deep else None)
     if depth is not None and deep and not tracer.depth_fit_is_accurate(depth):
         notes.append("the blocks differ: every variant was traced at whole depth")
         depth = None

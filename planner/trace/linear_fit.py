@@ -68,35 +68,14 @@ def fit_line(small: float, large: float, samples: tuple[int, int]) -> LinearFit:
     return LinearFit(fixed=small - slope * samples[0], per_sample=slope)
 
 
-def subtract(a: GroupCounts, b: GroupCounts, times: int) -> GroupCounts:
-    """a - times x b; negative counts are kept, zeros are left out."""
-    out = Counter(a)
-    for group, count in b.items():
-        out[group] -= times * count
-    return Counter({group: count for group, count in out.items() if count})
-
-
-# Operations of the blocks, and of the rest.
-
-
 def split_by_depth(two_blocks: GroupCounts, three_blocks: GroupCounts) -> Split:
     """The split of a variant, from models with two and with three blocks per stack: one block is the difference."""
-    block = subtract(three_blocks, two_blocks, 1)
-    return block, subtract(two_blocks, block, 2)
-
-
-def split_by_block(whole: GroupCounts, block: GroupCounts, depth: int) -> Split | None:
-    """The split of a variant whose block is known; None if the whole does not contain `depth` such blocks."""
-    rest = subtract(whole, block, depth)
-    return (block, rest) if all(count >= 0 for count in rest.values()) else None
-
-
-def split_by_rest(whole: GroupCounts, rest: GroupCounts, depth: int) -> Split | None:
-    """The split of a variant whose rest is known; None if what remains is not `depth` equal blocks."""
-    in_blocks = subtract(whole, rest, 1)
-    if any(count < 0 or count % depth for count in in_blocks.values()):
-        return None
-    return Counter({group: count // depth for group, count in in_blocks.items()}), rest
+    block = Counter(three_blocks)
+    block.subtract(two_blocks)
+    rest = Counter(two_blocks)
+    for group, count in block.items():
+        rest[group] -= 2 * count
+    return block, rest
 
 
 # Fitting.
@@ -127,7 +106,7 @@ def fit_variant(
     for a, b in pairs:
         key = _fit_operation(a, b, samples)
         groups[key] += 1
-        if key not in requests and a.call is not None:
+        if key not in requests:
             requests[key] = TimingRequest(small_batch=a.call, large_batch=b.call, count=1, flops=a.flops)
     middle = small[start : len(small) - end], large[start : len(large) - end]
     groups.update(_fit_repeated_operations(*middle, samples, requests))
@@ -144,7 +123,7 @@ def fit_variant(
         groups=groups,
         peaks=peaks,
         saved_bytes=fit_line(*saved, samples),
-        block_saved_bytes=fit_line(sum(small_batch.block_saved_bytes), sum(large_batch.block_saved_bytes), samples),
+        block_saved_bytes=fit_line(small_batch.block_saved_bytes, large_batch.block_saved_bytes, samples),
     )
 
 
@@ -190,9 +169,8 @@ def _fit_repeated_operations(
         ]
         key = (*name, *((fit.fixed, fit.per_sample) for fit in fits))
         groups[key] += 1
-        call = a[0].call if a and key not in requests else None
-        if call is not None:
-            requests[key] = TimingRequest(small_batch=call, large_batch=None, count=len(a), flops=a[0].flops)
+        if a and key not in requests:
+            requests[key] = TimingRequest(small_batch=a[0].call, large_batch=None, count=len(a), flops=a[0].flops)
     return groups
 
 
@@ -276,50 +254,4 @@ def _make_group(key: GroupKey, count: float, segment: Literal["block", "rest"]) 
         k=k,
         batch=batch,
         tensor_split=split,  # type: ignore[arg-type]
-    )
-
-
-def with_fused_loss(
-    key: VariantKey, full_loss: VariantProfile, plain: VariantProfile, plain_fused: VariantProfile
-) -> VariantProfile | None:
-    """A variant with the fused loss, without recording it: full_loss - plain + plain_fused.
-
-    Args:
-        key: The variant.
-        full_loss: The same variant with the full loss.
-        plain, plain_fused: The variant without checkpointing and with the model's own attention, under either loss.
-
-    Returns:
-        None if the two losses differ in operations that `full_loss` does not have.
-    """
-
-    rest: GroupCounts = Counter()
-    known: dict[GroupKey, OperationGroup] = {}
-    for variant, sign in ((full_loss, 1), (plain, -1), (plain_fused, 1)):
-        for group in variant.groups:
-            if group.segment == "rest":
-                rest[group_key(group)] += sign * group.count  # type: ignore[assignment]
-                known[group_key(group)] = group
-    if any(count < 0 for count in rest.values()):
-        return None
-    plain_peaks, fused_peaks = ({p.part: p for p in variant.peaks} for variant in (plain, plain_fused))
-    peaks = tuple(
-        PeakFit(
-            part=p.part,
-            first=p.first - plain_peaks[p.part].first + fused_peaks[p.part].first,
-            later=p.later - plain_peaks[p.part].later + fused_peaks[p.part].later,
-        )
-        for p in full_loss.peaks
-        if p.part in plain_peaks and p.part in fused_peaks
-    )
-    return VariantProfile(
-        key=key,
-        groups=(
-            *(group for group in full_loss.groups if group.segment == "block"),
-            *(known[group].model_copy(update={"count": float(count)}) for group, count in rest.items() if count),
-        ),
-        kernels=full_loss.kernels - plain.kernels + plain_fused.kernels,
-        peaks=peaks,
-        block_saved_bytes=full_loss.block_saved_bytes,
-        rest_saved_bytes=full_loss.rest_saved_bytes - plain.rest_saved_bytes + plain_fused.rest_saved_bytes,
     )

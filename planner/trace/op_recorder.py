@@ -1,13 +1,10 @@
 """Records each operation of a running program: its sizes, FLOPs and bytes moved, and the bytes alive meanwhile.
 
-In: a program that runs inside the dispatch mode `OpRecorder`. Out: one `Recording` for each wanted micro-batch.
+In: a program that runs inside the dispatch mode `OpRecorder`. Out: a `Recording`.
 
 The dispatch mode sees autograd, autocast, checkpointing and recomputation. It works on fake tensors too: a storage is
 alive until its last reference goes, as in a real run. It does not see what no dispatch shows: workspaces inside one
 operation, the allocator's rounding, and the memory of the process itself.
-
-One run can give the recordings of several micro-batches (`MicroBatches`): the run takes a prime number of samples that
-divides no other size. A figure that the prime divides then grows with the samples; any other figure is fixed.
 """
 
 from __future__ import annotations
@@ -44,27 +41,6 @@ _DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """The micro-batch that runs, and the micro-batches whose figures are wanted, in samples.
-
-    With `wanted == (run,)` figures are used as they are. Otherwise `run` is a prime that divides only sizes that grow
-    with the samples: a figure that `run` divides is proportional to the samples, any other figure is fixed.
-    """
-
-    run: int
-    wanted: tuple[int, ...]
-
-    @property
-    def exact(self) -> bool:
-        """Whether the micro-batch that runs is the one that is wanted."""
-        return self.wanted == (self.run,)
-
-    def scale(self, figure: float, samples: int) -> float:
-        """A size, a count or FLOPs, brought from the micro-batch that runs to `samples`."""
-        return figure * samples / self.run if not self.exact and figure % self.run == 0 else figure
-
-
-@dataclass(frozen=True, slots=True)
 class TensorShape:
     """The shape, strides and type of a tensor, without its values."""
 
@@ -82,38 +58,9 @@ class OpCall:
     options: Any
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """An operator overload and its arguments as they ran, to be scaled to a wanted micro-batch of `samples`."""
-
-    function: Any
-    arguments: Any
-    options: Any
-    micro_batches: MicroBatches
-    samples: int
-
-    def scaled(self) -> OpCall:
-        """The same call at the wanted micro-batch."""
-        return OpCall(self.function, self._scale(self.arguments), self._scale(self.options))
-
-    def _scale(self, value: Any) -> Any:
-        if self.micro_batches.exact:
-            return value
-        if isinstance(value, TensorShape):
-            return TensorShape(self._scale(value.shape), self._scale(value.stride), value.dtype)
-        if isinstance(value, dict):
-            return {name: self._scale(part) for name, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            parts = [self._scale(part) for part in value]
-            return parts if isinstance(value, list) else tuple(parts)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return int(self.micro_batches.scale(value, self.samples))
-        return value
-
-
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """One operation as it ran. `sizes` are m, n, k, batch of a matrix product; zeros for other operations."""
+    """One operation as it ran, and how to run it again. `sizes` are m, n, k, batch of a matrix product; else zeros."""
 
     name: str
     kind: Kind
@@ -121,22 +68,9 @@ class Operation:
     dtype: str
     flops: float
     bytes_moved: float
-    output_bytes: float = 0.0
-    sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
-    recorded_call: RecordedCall | None = None
-
-    @property
-    def figures(self) -> tuple[Any, ...]:
-        """All fields but the call."""
-        return (
-            *(self.name, self.kind, self.phase, self.dtype),
-            *(self.flops, self.bytes_moved, self.output_bytes, self.sizes),
-        )
-
-    @property
-    def call(self) -> OpCall | None:
-        """How to run it again. It is made on request, because most operations are never run again."""
-        return self.recorded_call.scaled() if self.recorded_call is not None else None
+    output_bytes: float
+    sizes: tuple[int, int, int, int]
+    call: OpCall
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,27 +89,25 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     peaks: dict[str, tuple[float, float]] = field(default_factory=dict)
     saved_after_forward_bytes: float = 0.0
-    block_saved_bytes: list[float] = field(default_factory=list)
-
-    def same_as(self, other: Recording) -> bool:
-        """Whether both have the same operations on the same shapes, and the same bytes alive."""
-        mine, theirs = ((r.peaks, r.saved_after_forward_bytes, r.block_saved_bytes) for r in (self, other))
-        return mine == theirs and [(o.figures, o.call) for o in self.operations] == [
-            (o.figures, o.call) for o in other.operations
-        ]
+    block_saved_bytes: float = 0.0
 
 
 class OpRecorder(TorchDispatchMode):
-    """The dispatch mode that fills a Recording for each of the wanted micro-batches."""
+    """The dispatch mode that fills a Recording.
 
-    def __init__(self, micro_batches: MicroBatches) -> None:
+    Attributes:
+        recording: What was recorded so far.
+        live_bytes: Bytes alive now.
+        gradient_bytes: Those of them that are finished gradients.
+        part: Of the micro-step, which runs now.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.micro_batches = micro_batches
-        self.recordings = tuple(Recording() for _ in micro_batches.wanted)
-        self.part = "forward"
+        self.recording = Recording()
+        self.live_bytes = 0
         self.gradient_bytes = 0
-        self._fixed_bytes = 0
-        self._growing_bytes = 0  # at the micro-batch that runs
+        self.part = "forward"
         self._in_backward = False
         self._seen: dict[int, weakref.ref[Any]] = {}
 
@@ -184,12 +116,6 @@ class OpRecorder(TorchDispatchMode):
         return False  # guarding every dispatch against torch.compile costs a tenth of the trace; nothing compiles in it
 
     # Live bytes.
-
-    @property
-    def live_bytes(self) -> tuple[float, ...]:
-        """Bytes alive now, at each of the wanted micro-batches."""
-        growing = self._growing_bytes / self.micro_batches.run
-        return tuple(self._fixed_bytes + growing * samples for samples in self.micro_batches.wanted)
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts the storages of tensors as alive from now until they are freed, each storage once."""
@@ -202,28 +128,21 @@ class OpRecorder(TorchDispatchMode):
             if key in self._seen:
                 continue
             size = storage.nbytes()
-            grows = not self.micro_batches.exact and size % self.micro_batches.run == 0
-            self._seen[key] = weakref.ref(storage, self._on_freed(key, size, grows))
-            self._add_bytes(size, grows)
+            self._seen[key] = weakref.ref(storage, self._on_freed(key, size))
+            self.live_bytes += size
 
-    def _add_bytes(self, size: int, grows: bool) -> None:
-        if grows:
-            self._growing_bytes += size
-        else:
-            self._fixed_bytes += size
-
-    def _on_freed(self, key: int, size: int, grows: bool) -> Any:
+    def _on_freed(self, key: int, size: int) -> Any:
         def freed(_: Any) -> None:
             if self._seen.pop(key, None) is not None:
-                self._add_bytes(-size, grows)
+                self.live_bytes -= size
 
         return freed
 
     def update_peak(self) -> None:
         """Raises the peak of the current part to the bytes alive now, if these are more."""
-        for recording, now in zip(self.recordings, self.live_bytes, strict=True):
-            with_gradients, without = recording.peaks.get(self.part, (0.0, 0.0))
-            recording.peaks[self.part] = (max(with_gradients, now), max(without, now - self.gradient_bytes))
+        with_gradients, without = self.recording.peaks.get(self.part, (0.0, 0.0))
+        now = float(self.live_bytes)
+        self.recording.peaks[self.part] = (max(with_gradients, now), max(without, now - self.gradient_bytes))
 
     # Operations.
 
@@ -235,8 +154,7 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self._in_backward and in_backward():
             self._in_backward = True
-            for recording, now in zip(self.recordings, self.live_bytes, strict=True):
-                recording.saved_after_forward_bytes = now
+            self.recording.saved_after_forward_bytes = self.live_bytes
         out = func(*args, **kwargs)
         if func.is_view:
             return out
@@ -263,34 +181,25 @@ class OpRecorder(TorchDispatchMode):
         packet = func._overloadpacket
         flops = 0.0
         kind: Kind = "memory"
-        product = (0, 0, 0, 0)
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
             kind = _kind_of(name)
-            product = _product_sizes(name, args)
         elif _is_attention(name):
             kind = "attention"
             flops = _attention_flops(name, inputs)
-        dtype = "float32" if kind == "memory" or not inputs else str(inputs[0].dtype).removeprefix("torch.")
-        phase: Literal["forward", "backward"] = "backward" if self._in_backward else "forward"
-        arguments = _shapes(args), _shapes(kwargs)
-        output_sizes = [t.untyped_storage().nbytes() for t in allocated]
-        scale = self.micro_batches.scale
-        for recording, samples in zip(self.recordings, self.micro_batches.wanted, strict=True):
-            m, n, k, batch = (int(scale(size, samples)) for size in product)
-            recording.operations.append(
-                Operation(
-                    name=name,
-                    kind=kind,
-                    phase=phase,
-                    dtype=dtype,
-                    flops=scale(flops, samples),
-                    bytes_moved=float(sum(scale(size, samples) for size in sizes)),
-                    output_bytes=float(sum(scale(size, samples) for size in output_sizes)),
-                    sizes=(m, n, k, batch),
-                    recorded_call=RecordedCall(func, *arguments, self.micro_batches, samples),
-                )
+        self.recording.operations.append(
+            Operation(
+                name=name,
+                kind=kind,
+                phase="backward" if self._in_backward else "forward",
+                dtype="float32" if kind == "memory" or not inputs else str(inputs[0].dtype).removeprefix("torch."),
+                flops=flops,
+                bytes_moved=float(sum(sizes)),
+                output_bytes=float(sum(t.untyped_storage().nbytes() for t in allocated)),
+                sizes=_product_sizes(name, args),
+                call=OpCall(func, _shapes(args), _shapes(kwargs)),
             )
+        )
 
 
 @functools.cache

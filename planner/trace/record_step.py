@@ -1,6 +1,6 @@
 """Records one micro-step of one variant.
 
-In: a workload, a variant, a copy of its model. Out: a `Recording` for each wanted micro-batch. The run is built by
+In: a workload, a variant, a copy of its model. Out: a `Recording`. The run is built by
 `prepare()`, as in training; hooks on the blocks tell the recorder which part of the micro-step runs.
 """
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.planner.trace.op_recorder import MicroBatches, OpRecorder, Recording, in_backward
+from autoplan.planner.trace.op_recorder import OpRecorder, Recording, in_backward
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
@@ -61,8 +61,8 @@ def make_batch(workload: Workload, samples: int, mode: Any) -> Batch:
 
 
 def record_step(
-    workload: Workload, device: str, key: VariantKey, model: nn.Module, micro_batches: MicroBatches, mode: Any
-) -> tuple[Recording, ...]:
+    workload: Workload, device: str, key: VariantKey, model: nn.Module, samples: int, mode: Any
+) -> Recording:
     """Runs one micro-step of a variant and records it.
 
     Args:
@@ -70,11 +70,11 @@ def record_step(
         device: cpu or cuda.
         key: The variant.
         model: A copy of the workload's model. It is changed; its parameters are left without gradients and hooks.
-        micro_batches: The micro-batch that runs, and those that are wanted.
+        samples: The micro-batch.
         mode: FakeTensorMode, or a null context.
 
     Returns:
-        A recording for each wanted micro-batch. Its bytes do not count what was alive before the micro-step.
+        The recording. Its bytes do not count what was alive before the micro-step.
 
     Raises:
         ConfigError: the variant does not apply to the workload.
@@ -85,10 +85,10 @@ def record_step(
         model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
         stored = [(parameter, parameter.data) for parameter in model.parameters()]  # which copies of a model share
         run = prepare(workload, config_of(key, workload), device=device, model=model)
-        batch = make_batch(workload, micro_batches.run, mode)
-        recorder = OpRecorder(micro_batches)
+        batch = make_batch(workload, samples, mode)
+        recorder = OpRecorder()
         recorder.track([*model.parameters(), *model.buffers()])
-        bytes_before = recorder.live_bytes
+        before = recorder.live_bytes
         hooks = _count_gradients(recorder, run.parameters)
         _mark_parts(recorder, blocks)
         divisor = torch.tensor(1.0, device=device)
@@ -103,10 +103,10 @@ def record_step(
             for parameter, data in stored:
                 if parameter.dtype is not data.dtype:
                     parameter.data = data
-    for recording, before in zip(recorder.recordings, bytes_before, strict=True):
-        recording.peaks = {part: (a - before, b - before) for part, (a, b) in recording.peaks.items()}
-        recording.saved_after_forward_bytes -= before
-    return recorder.recordings
+    recording = recorder.recording
+    recording.peaks = {part: (a - before, b - before) for part, (a, b) in recording.peaks.items()}
+    recording.saved_after_forward_bytes -= before
+    return recording
 
 
 def _count_gradients(recorder: OpRecorder, parameters: list[nn.Parameter]) -> list[Any]:
@@ -128,7 +128,7 @@ def _mark_parts(recorder: OpRecorder, blocks: list[nn.Module]) -> None:
     if not blocks:
         return
     first, last = blocks[0], blocks[-1]
-    bytes_before: dict[int, tuple[float, ...]] = {}
+    bytes_before: dict[int, int] = {}
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if not in_backward():
@@ -137,9 +137,7 @@ def _mark_parts(recorder: OpRecorder, blocks: list[nn.Module]) -> None:
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():  # the recomputation of a checkpointed block
             return
-        per_recording = zip(recorder.recordings, recorder.live_bytes, bytes_before[id(module)], strict=True)
-        for recording, now, before in per_recording:
-            recording.block_saved_bytes.append(now - before)
+        recorder.recording.block_saved_bytes += recorder.live_bytes - bytes_before[id(module)]
         if module is last:
             recorder.part = "head"
             _on_gradient(output, lambda: _enter_part(recorder, "backward", {"forward", "head"}))

@@ -1,10 +1,7 @@
-"""Traces variants of a workload with as few recordings as possible.
+"""Traces the variants of a workload.
 
-In: a workload and a `VariantKey`. Out: a `VariantProfile`. Three methods save recordings:
-
-- one run at a prime micro-batch gives the recordings of both micro-batches (`try_prime_batch`);
-- models with two and three blocks per stack give the profile of the whole model (`depth_fit_is_accurate`);
-- a variant that shares its blocks or its rest with one that is known takes that part from it (`_split_by_known_part`).
+In: a workload and a `VariantKey`. Out: a `VariantProfile`. A variant is recorded at two micro-batches. Of a model of
+equal blocks, models with two and with three blocks per stack are recorded, and give the profile of the whole model.
 """
 
 from __future__ import annotations
@@ -13,9 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-
 from autoplan.planner.trace.linear_fit import (
     GroupKey,
     Split,
@@ -23,17 +17,14 @@ from autoplan.planner.trace.linear_fit import (
     fit_variant,
     group_key,
     make_variant_profile,
-    split_by_block,
     split_by_depth,
-    split_by_rest,
     total_bytes_moved,
     total_flops,
-    with_fused_loss,
 )
 from autoplan.planner.trace.model_profile import LinearFit, OperationGroup, VariantKey, VariantProfile
 from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
-from autoplan.planner.trace.op_recorder import MicroBatches, Recording
-from autoplan.planner.trace.record_step import make_batch, record_step
+from autoplan.planner.trace.op_recorder import Recording
+from autoplan.planner.trace.record_step import record_step
 from autoplan.planner.trace.truncated_models import TruncatedModels
 from autoplan.strategies.workloads.workload import Workload
 
@@ -42,10 +33,6 @@ DEPTHS = (2, 3)
 
 DEPTH_TOLERANCE = 0.01
 """The largest relative difference between the whole model and what the truncated models predict of it."""
-
-PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-"""Micro-batches for `try_prime_batch`: the first is used that divides no size of the model or batch, nor one next to
-it."""
 
 
 class VariantTracer:
@@ -74,71 +61,16 @@ class VariantTracer:
         self.num_blocks: int | None = None
         self.block_gradient_bytes = 0.0
         self.timings: Mapping[GroupKey, OpTiming] = {}
-        self._prime: int | None = None
         self.requests: dict[GroupKey, TimingRequest] = {}
-        self._recordings: dict[tuple[str, int | None, int], Recording] = {}
-        self._fits: dict[tuple[VariantKey, int | None], VariantFits] = {}
-        self._splits: dict[VariantKey, Split] = {}
-        self._profiles: dict[VariantKey, VariantProfile] = {}
-
-    # Recordings.
+        self._recordings: dict[tuple[VariantKey, int | None, int], Recording] = {}
 
     def record(self, key: VariantKey, depth: int | None, which: int) -> Recording:
         """One micro-step of a variant, at the small (which=0) or the large (which=1) micro-batch."""
-        name = key.text()
-        if (name, depth, which) not in self._recordings:
-            # With more samples the fused loss has more chunks, not larger ones: each micro-batch needs its own run.
-            if self._prime is not None and key.loss == "full":
-                both = self._run(key, depth, MicroBatches(self._prime, self.samples))
-                self._recordings |= {(name, depth, index): recording for index, recording in enumerate(both)}
-            else:
-                self._recordings[name, depth, which] = self._run_exactly(key, depth, self.samples[which])
-        return self._recordings[name, depth, which]
-
-    def _run(self, key: VariantKey, depth: int | None, micro_batches: MicroBatches) -> tuple[Recording, ...]:
-        return record_step(self.workload, self.device, key, self.models.copy(depth), micro_batches, self.mode)
-
-    def _run_exactly(self, key: VariantKey, depth: int | None, samples: int) -> Recording:
-        (recording,) = self._run(key, depth, MicroBatches(samples, (samples,)))
-        return recording
-
-    @property
-    def uses_prime_batch(self) -> bool:
-        """Whether one run gives the recordings of both micro-batches."""
-        return self._prime is not None
-
-    def try_prime_batch(self, depth: int | None) -> None:
-        """Uses one run for both micro-batches from now on, if that gives the right recording of the plain variant.
-
-        Args:
-            depth: Of the model on which it is tried.
-        """
-        if not isinstance(self.mode, FakeTensorMode) or self.workload.fixed_micro_batch is not None:
-            return
-        plain = VariantKey()
-        self._prime = next((prime for prime in PRIMES if not self._divides_a_size(prime)), None)
-        if self._prime is None:
-            return
-        try:
-            scaled: Recording | None = self.record(plain, depth, 1)
-            exact = self._run_exactly(plain, depth, self.samples[1])
-        except Exception:  # a prime micro-batch, or a truncated model, may be wrong for this program in any way
-            scaled, exact = None, Recording()
-        if scaled is None or not scaled.same_as(exact):
-            self._prime = None
-            self._recordings.clear()
-
-    def _divides_a_size(self, prime: int) -> bool:
-        """Whether a prime divides a size of the model or of a batch, or a size that is one smaller or larger.
-
-        The latter because models often make a sequence one token shorter or longer.
-        """
-        model = self.models.built()
-        batch = make_batch(self.workload, self.samples[0], self.mode)
-        sizes = [size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape]
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if hasattr(leaf, "shape")]
-        sizes += [size for leaf in leaves for size in leaf.shape]
-        return any((size + change) % prime == 0 for size in sizes for change in (-1, 0, 1) if size + change > 0)
+        if (key, depth, which) not in self._recordings:
+            model = self.models.copy(depth)
+            recording = record_step(self.workload, self.device, key, model, self.samples[which], self.mode)
+            self._recordings[key, depth, which] = recording
+        return self._recordings[key, depth, which]
 
     def depth_fit_is_accurate(self, depth: int) -> bool:
         """Whether the truncated models predict the figures of the whole model, for the plain variant.
@@ -159,25 +91,6 @@ class VariantTracer:
                 return False
         return True
 
-    # Profiles.
-
-    def profile_variant(self, key: VariantKey) -> VariantProfile:
-        """The profile of a variant. With the fused loss it is calculated from other variants where that is possible.
-
-        Raises:
-            ConfigError: the variant does not apply to the workload.
-        """
-        plain = VariantKey(precision=key.precision, parameters=key.parameters)
-        if key.loss == "fused" and (key.attention, key.checkpointing) != (plain.attention, plain.checkpointing):
-            full_loss = key.model_copy(update={"loss": "full"})
-            plain_fused = plain.model_copy(update={"loss": "fused"})
-            found = with_fused_loss(key, *(self.profile_variant(one) for one in (full_loss, plain, plain_fused)))
-            if found is not None:
-                return found
-        if key not in self._profiles:
-            self._profiles[key] = self._trace_variant(key)
-        return self._profiles[key]
-
     def same_with_own_attention(self, key: VariantKey) -> VariantKey | None:
         """The variant with the model's own attention, if that is the attention that `key` asks for; else None."""
         if key.attention == "own":
@@ -194,7 +107,12 @@ class VariantTracer:
     def _is_truncated(self) -> bool:
         return self.num_blocks is not None and self.num_blocks > DEPTHS[1]
 
-    def _trace_variant(self, key: VariantKey) -> VariantProfile:
+    def profile_variant(self, key: VariantKey) -> VariantProfile:
+        """The profile of a variant.
+
+        Raises:
+            ConfigError: the variant does not apply to the workload.
+        """
         depth = self.num_blocks or 0
         if not self._is_truncated:
             whole = self._fit(key, None)
@@ -202,7 +120,7 @@ class VariantTracer:
             no_blocks: Split = (Counter(), whole.groups)
             return make_variant_profile(key, no_blocks, whole.peaks, block_saved, whole.saved_bytes, depth)
         shallow = self._fit(key, DEPTHS[0])
-        split = self._split(key)
+        split = split_by_depth(shallow.groups, self._fit(key, DEPTHS[1]).groups)
         block_saved = (1 / DEPTHS[0]) * shallow.block_saved_bytes
         more_blocks = depth - DEPTHS[0]
         # Under autocast a checkpointed block keeps its cast weights up to the end of the forward, and no longer.
@@ -213,37 +131,6 @@ class VariantTracer:
         }
         saved = shallow.saved_bytes + more_blocks * block_saved
         return make_variant_profile(key, split, peaks, block_saved, saved, depth)
-
-    def _split(self, key: VariantKey) -> Split:
-        """The operations of one block and of the rest."""
-        if key not in self._splits:
-            self._splits[key] = self._split_by_known_part(key) or split_by_depth(
-                *(self._fit(key, depth).groups for depth in DEPTHS)
-            )
-        return self._splits[key]
-
-    def _split_by_known_part(self, key: VariantKey) -> Split | None:
-        """The split, if the variant shares its block or its rest with another one; saves the recording at depth three.
-
-        - The fused loss changes only the rest.
-        - Checkpointing changes only the blocks.
-        - Another attention mostly changes only the blocks; it may also change how masks are made, outside of them.
-
-        Returns:
-            None if the variant shares neither part, or the recording at depth two shows that it does not.
-        """
-        whole = self._fit(key, DEPTHS[0]).groups
-        plain = VariantKey(precision=key.precision, attention=key.attention, parameters=key.parameters)
-        if key.loss == "fused":
-            block, _ = self._split(plain)
-            return split_by_block(whole, block, DEPTHS[0])
-        if key != plain:
-            _, rest = self._split(plain)
-            return split_by_rest(whole, rest, DEPTHS[0])
-        if key.attention != "own":
-            _, rest = self._split(plain.model_copy(update={"attention": "own"}))
-            return split_by_rest(whole, rest, DEPTHS[0])
-        return None
 
     def _deepen_peak(
         self,
@@ -262,12 +149,8 @@ class VariantTracer:
 
     def _fit(self, key: VariantKey, depth: int | None) -> VariantFits:
         """The fits of a variant at a depth; None: of the whole model."""
-        if (key, depth) not in self._fits:
-            small, large = (self.record(key, depth, which) for which in range(2))
-            self._fits[key, depth] = fit_variant(small, large, self.samples, self.requests)
-        return self._fits[key, depth]
-
-    # Times.
+        small, large = (self.record(key, depth, which) for which in range(2))
+        return fit_variant(small, large, self.samples, self.requests)
 
     def with_timing(self, group: OperationGroup) -> OperationGroup:
         """The group with its measured seconds, if it was timed."""

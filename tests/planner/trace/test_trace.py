@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from autoplan.planner.cost.traced.candidates import from_configs
@@ -17,7 +16,6 @@ from autoplan.planner.cost.traced.memory import traced_memory
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.model_profile import ModelProfile, TraceRequest, VariantKey
 from autoplan.planner.trace.trace import _read_cache, _write_cache, cache_path, trace_workload
-from autoplan.planner.trace.variant_tracer import VariantTracer
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.workloads.batch import split_batch
@@ -99,32 +97,6 @@ def test_live_bytes_are_those_of_the_real_run(
     plain, full = (traced.variants[key.text()] for key in keys)
     predicted = float(traced_memory(plain, full, traced, candidates).live[0])
     assert predicted == pytest.approx(live_bytes(spec, config), rel=0.10)
-
-
-@pytest.mark.parametrize("knobs", [{}, {"precision": "half"}, {"attention": "eager"}, {"checkpointing": "full"}])
-def test_one_run_at_a_prime_micro_batch_gives_what_a_run_for_each_micro_batch_gives(
-    spec: WorkloadSpec, knobs: dict[str, str]
-) -> None:
-    key = VariantKey.model_validate(knobs)
-    one, two = (VariantTracer(load_workload(spec), "cpu", FakeTensorMode(allow_non_fake_inputs=True)) for _ in range(2))
-    one.try_prime_batch(2)
-    assert one.uses_prime_batch and not two.uses_prime_batch
-    assert all(one.record(key, 2, which).same_as(two.record(key, 2, which)) for which in range(2))
-
-
-def test_sizes_that_do_not_grow_with_the_samples_take_a_run_for_each_micro_batch() -> None:
-    plain, padded = tiny_workload(branch=False), tiny_workload(branch=False)
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> LossSum:
-        rows = F.pad(batch["x"], (0, 0, 0, -len(batch["x"]) % 8))  # to the next multiple of eight
-        logits = model(rows)[: len(batch["x"])]
-        return LossSum(F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"]))
-
-    padded.loss = loss
-    for workload, uses_prime_batch in ((plain, True), (padded, False)):
-        tracer = VariantTracer(workload, "cpu", FakeTensorMode(allow_non_fake_inputs=True))
-        tracer.try_prime_batch(None)
-        assert tracer.uses_prime_batch is uses_prime_batch
 
 
 class Tiny(nn.Module):

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig
 
 from autoplan.planner.trace.model_profile import VariantKey
-from autoplan.planner.trace.op_recorder import MicroBatches
 from autoplan.planner.trace.record_step import record_step
 from autoplan.planner.trace.truncated_models import TruncatedModels
 from autoplan.strategies.analysis.structure import language_models
@@ -39,7 +38,7 @@ def masks_seen(monkeypatch):
 def test_traced_attention_has_no_mask(fields, masks_seen):
     workload, mode = language(fields), FakeTensorMode(allow_non_fake_inputs=True)
     model = TruncatedModels(workload, "cpu", mode).copy()
-    record_step(workload, "cpu", VariantKey(), model, MicroBatches(2, (2,)), mode)
+    record_step(workload, "cpu", VariantKey(), model, 2, mode)
     assert masks_seen and set(masks_seen) == {(False, True)}
 
 
