@@ -54,7 +54,7 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     latency, slope = np.linalg.lstsq(rows, np.ones(len(samples)))[0] if len(samples) > 1 else (seconds[0], 0.0)
     if latency < 0:  # through the origin
         latency, slope = 0.0, rows[:, 1].sum() / np.square(rows[:, 1]).sum()
-    if slope <= 0:  # a constant, by the same weights
+    if slope * sizes.max() <= 1e-9 * seconds.max():  # a constant, by the same weights
         return float((1 / seconds).sum() / np.square(1 / seconds).sum()), math.inf
     return float(latency), float(1 / slope)
 

@@ -227,7 +227,7 @@ def probe_shapes(
     profile = read_host_profile()
     chosen = profile.device(pick_device(profile, device))
     alone = profile.model_copy(update={"devices": (chosen,)})
-    given = {"kind": kind, "dtype": dtype, "shapes": tuple(dict.fromkeys(shapes))}
+    given = {"shapes": tuple(dict.fromkeys(shapes)), "shapes_kind": kind, "shapes_dtype": dtype}
     with _own_or_given(zygote) as running:
         (measured,), _ = _measure(running, alone, chosen.type, budget_s, None, **given)
     return measured.operations

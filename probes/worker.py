@@ -33,8 +33,8 @@ class ProbeRequest(Record):
     cache_bytes: int | None = None
     brief: bool = Field(default=False, description="the first rates alone, in a second or two")
     shapes: tuple[tuple[int, int, int], ...] = Field(default=(), description="these matrix products alone: (m, n, k)")
-    kind: Literal["matmul", "linear_train"] = Field(default="matmul", description="of the products in `shapes`")
-    dtype: str = Field(default="float32", description="of the products in `shapes`")
+    shapes_kind: Literal["matmul", "linear_train"] = "matmul"
+    shapes_dtype: str = "float32"
 
 
 class Measured(Record):
@@ -203,8 +203,8 @@ def _given_series(device: Any, request: ProbeRequest) -> Series:
     """The products that somebody asked for, and nothing else."""
     from autoplan.probes.operations import linear_train_operations, matmul_operations
 
-    make = matmul_operations if request.kind == "matmul" else linear_train_operations
-    return [(1.0, lambda: list(make(device, (request.dtype,), request.shapes)))]
+    make = matmul_operations if request.shapes_kind == "matmul" else linear_train_operations
+    return [(1.0, lambda: list(make(device, (request.shapes_dtype,), request.shapes)))]
 
 
 def _brief_series(device: Any) -> Series:

@@ -217,7 +217,7 @@ def alternatives(plan: Plan) -> Rows:
     rows: list[tuple[str, ...]] = [
         (
             alternative.config.describe(),
-            with_interval(alternative.measurement and alternative.measurement.tokens_per_s),
+            with_interval(None if alternative.measurement is None else alternative.measurement.tokens_per_s),
             with_interval(alternative.speed_ratio),
             alternative.why,
         )
