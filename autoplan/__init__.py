@@ -29,8 +29,9 @@ _MEMBERS = {
     "autoplan.planner.search.options": ("SearchObserver", "SearchOptions", "SearchResult"),
     "autoplan.planner.search.run": ("run_search",),
     "autoplan.planner.search.sampler": ("AutoplanSampler",),
+    "autoplan.planner.store.optuna_study": ("load_study",),
     "autoplan.strategies.workloads.workload": ("LossSum", "OutputHead", "Workload"),
-    "autoplan.strategies.workloads.datasets": ("batches_from_dataset",),
+    "autoplan.strategies.workloads.samples": ("batches_from_dataset",),
     "autoplan.strategies.workloads.sources": ("make_spec", "spec_from_objects"),
     "autoplan.strategies.config": ("TrainingConfig",),
     "autoplan.strategies.run": ("TrainingRun",),
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from autoplan.planner.search.run import run_search
     from autoplan.planner.search.sampler import AutoplanSampler
     from autoplan.planner.space.bounds import Bound
+    from autoplan.planner.store.optuna_study import load_study
     from autoplan.planner.verify.measure import verify
     from autoplan.planner.verify.verdict import Verification
     from autoplan.planner.watch.lightning import LightningWatch
@@ -91,7 +93,7 @@ if TYPE_CHECKING:
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.datasets import batches_from_dataset
+    from autoplan.strategies.workloads.samples import batches_from_dataset
     from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
     from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
     from autoplan.trainings import from_loop, from_step, from_trainer

@@ -378,7 +378,7 @@ def open_session(
         budget_s=budget_s,
         model=model,
         sampler=sampler,
-        study=SearchStudy(None, spaces, (), sampler),
+        study=SearchStudy(spaces, sampler=sampler),
         plain_failed=not recorded.plain,
         **stands_in,
     )

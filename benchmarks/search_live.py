@@ -157,7 +157,7 @@ def by_tpe(live: Live, seed: int) -> Choice:
     model = ListedCandidates(context.candidates)
     spaces = make_distributions(choices_of(context.candidates))
     sampler = make_sampler("tpe", model, spaces, seed=seed)
-    study = SearchStudy(None, spaces, (), sampler)
+    study = SearchStudy(spaces, sampler=sampler)
     trials: list[Trial] = []
     with live.fresh_cache("tpe") as env, Zygote(preload=preload_for(context.spec), env=env) as zygote:
         runner = live.runner(zygote, f"tpe-{seed}")

@@ -12,7 +12,6 @@ import pytest
 from autoplan.errors import StoreError
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.store.journal import RecordFile, write_atomically
-from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.surroundings import read_environment
 from tests.recorded import make_plan
@@ -52,13 +51,6 @@ def test_no_temporary_name_is_followed_through_a_link(tmp_path: Path) -> None:
     assert left == {"victim", "plan.json", "out.json", "clock.json"}
 
 
-def test_a_link_in_place_of_the_study_is_not_written_through(tmp_path: Path) -> None:
-    victim = bait(tmp_path, "study.sqlite3")
-    SearchStudy(tmp_path / "study.sqlite3", {}, ())
-    assert victim.read_text() == "theirs"
-    assert not (tmp_path / "study.sqlite3").is_symlink()
-
-
 def test_what_the_user_asks_for_follows_the_umask(tmp_path: Path, umask: None) -> None:
     plan = make_plan().save(tmp_path / "plan.json")
     (exported,) = export_plan(make_plan(), "yaml", tmp_path / "plan.yaml").paths
@@ -81,12 +73,11 @@ def test_what_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
 def test_a_store_is_the_users_own(tmp_path: Path, umask: None) -> None:
     folder = tmp_path / "store" / IDENTITY
     with Store(folder, IDENTITY, summary={}):
-        SearchStudy(folder / "study.sqlite3", {}, ())
         make_plan().save(folder / "plan.json", private=True)
         for path in (tmp_path / "store", folder, folder / "trials"):
             assert mode(path) == 0o700, path
         files = [path for path in folder.rglob("*") if path.is_file()]
-        assert {path.name for path in files} >= {"record.jsonl", "owner.json", "lock", "study.sqlite3", "plan.json"}
+        assert {path.name for path in files} >= {"record.jsonl", "lock.owner", "lock", "plan.json"}
         assert {path.name: oct(mode(path)) for path in files if mode(path) != 0o600} == {}
 
 
@@ -99,12 +90,6 @@ def test_a_store_that_was_open_to_others_is_closed(tmp_path: Path, umask: None) 
     with Store(folder, IDENTITY, summary={}):
         assert mode(folder) == 0o700 and mode(folder / "record.jsonl") == 0o600
     assert mode(tmp_path) == 0o755  # the user's own folder
-
-
-def test_a_folder_that_holds_a_study_directly_keeps_its_permissions(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    with Store(tmp_path, IDENTITY, summary={}):
-        assert mode(tmp_path) == 0o755  # there may be files of the user in it
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -94,7 +94,7 @@ def run_script(
 def _runner(script: Path) -> list[str]:
     """What says at the end of a script that it never asked for the plan; nothing for one that needs none."""
     from autoplan.planner.export.base import MADE_BY
-    from autoplan.processes.folders import folder_prefix, sweep_folders
+    from autoplan.processes.owner import folder_prefix, sweep_folders
     from autoplan.processes.script import ASKED_VARIABLE, RUNNER
 
     os.environ.pop(ASKED_VARIABLE, None)

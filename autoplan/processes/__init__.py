@@ -7,28 +7,23 @@ In: a `Task`. Out: a `ProcessReport`. A `Zygote` is a process that has imported 
 the ranks of one task after another. `run` always returns a report, and leaves no process that the ranks started.
 
     task.py           Task: what goes in; Progress: how far it is
-    report.py         ProcessReport: what comes back, rank by rank; TaskFailedError
+    report.py         ProcessReport: what comes back, rank by rank; ZygoteError; StopTask, which ends a task
     limits.py         the limit that ended a task, in words
-    errors.py         ZygoteError; StopTask, with which a caller ends a task
     client.py         Zygote: the planner's side
     cause.py          what ended a task, and `run_again` for one that something outside ended
-    abandoned.py      kills what a planner and its zygote left behind, by a mark in the environment
     guard.py          the zygote's parent, for the case that planner and zygote are killed at once
     zygote.py         the zygote's own process: imports once, then forks
     supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
     rank.py           what a rank does before and after its target
     context.py        RankContext: the first argument of every target
-    build_report.py   the report, from what the supervisor saw and the ranks wrote
     files.py          the files of a task: heartbeats, results, output
-    folders.py        temporary folders that name their owner
     wire.py           messages between the planner and the zygote
     memory.py         the host memory of all descendants
-    owner.py          ProcessIdentity: a process that a reused pid cannot be taken for
+    owner.py          ProcessIdentity; folders and processes that name their owner, and what dead owners left
     launch.py         several ranks of a program with torch elastic, and nothing of it left behind
     linux.py          Linux calls that Python does not wrap, readings from /proc
 """
 
-from autoplan.processes.abandoned import sweep_abandoned
 from autoplan.processes.cause import (
     Cause,
     Runs,
@@ -40,11 +35,17 @@ from autoplan.processes.cause import (
 )
 from autoplan.processes.client import Zygote
 from autoplan.processes.context import RankContext
-from autoplan.processes.errors import StopTask, ZygoteError
-from autoplan.processes.folders import folder_prefix, sweep_folders
 from autoplan.processes.limits import LimitHit, is_out_of_memory, limit_hit
-from autoplan.processes.owner import ProcessIdentity, is_alive
-from autoplan.processes.report import Ended, ErrorReport, ProcessReport, RankReport, TaskFailedError
+from autoplan.processes.owner import ProcessIdentity, folder_prefix, is_alive, sweep_abandoned, sweep_folders
+from autoplan.processes.report import (
+    Ended,
+    ErrorReport,
+    ProcessReport,
+    RankReport,
+    StopTask,
+    TaskFailedError,
+    ZygoteError,
+)
 from autoplan.processes.task import Progress, Task
 
 __all__ = [

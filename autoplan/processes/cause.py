@@ -14,9 +14,8 @@ from enum import StrEnum
 
 from autoplan.processes.client import Zygote
 from autoplan.processes.compile_cache import CUT_OFF_TEXTS, remove_cut_off
-from autoplan.processes.errors import ZygoteError
 from autoplan.processes.limits import is_out_of_memory
-from autoplan.processes.report import Ended, ErrorReport, ProcessReport
+from autoplan.processes.report import Ended, ErrorReport, ProcessReport, ZygoteError
 from autoplan.processes.task import Progress, Task
 
 MAX_RETRIES = 2

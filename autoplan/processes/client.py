@@ -18,14 +18,17 @@ from types import TracebackType
 from typing import IO, Any
 
 from autoplan.processes import linux
-from autoplan.processes.abandoned import MARKER, kill_marked, sweep_abandoned
-from autoplan.processes.build_report import build_report
 from autoplan.processes.compile_cache import cache_variables
-from autoplan.processes.errors import StopTask, ZygoteError
 from autoplan.processes.files import clear_rank_files, cut_output, read_end
-from autoplan.processes.folders import folder_prefix, sweep_folders
-from autoplan.processes.owner import ProcessIdentity
-from autoplan.processes.report import Ended, ProcessReport
+from autoplan.processes.owner import (
+    MARKER,
+    ProcessIdentity,
+    folder_prefix,
+    kill_marked,
+    sweep_abandoned,
+    sweep_folders,
+)
+from autoplan.processes.report import Ended, ProcessReport, StopTask, ZygoteError, build_report
 from autoplan.processes.task import Progress, Task
 from autoplan.processes.wire import FrameReader, send_frame
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import platformdirs
 
 from autoplan.files import make_private_folder, refuse_foreign
-from autoplan.processes.folders import folder_prefix
+from autoplan.processes.owner import folder_prefix
 from autoplan.processes.report import ErrorReport
 
 CUT_OFF_TEXTS = ("file too short", "invalid ELF header", "cannot read file data")

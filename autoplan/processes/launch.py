@@ -27,8 +27,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from autoplan.processes import linux
-from autoplan.processes.folders import folder_prefix, sweep_folders
 from autoplan.processes.guard import fork_guarded
+from autoplan.processes.owner import folder_prefix, sweep_folders
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MONITOR_S = 0.1

@@ -1,13 +1,30 @@
-"""Who owns something on disk: a process named so that a reused pid or a reboot cannot be taken for it."""
+"""Who owns a process or a temporary folder, and what owners that are gone left behind.
+
+A process is named so that a reused pid or a reboot cannot be taken for it. A temporary folder has its owner in its
+name, a process that a zygote started has it in its environment: so that what a killed planner left can be told from
+what is in use.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import signal
+import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
-from autoplan.processes.linux import start_ticks
+from autoplan.processes import linux
 from autoplan.record import Record
+
+_NAME = re.compile(r"autoplan-[a-z]+-(?P<place>[0-9a-f]{8}-\d+)-(?P<pid>\d+)-(?P<start>\d+)-\w+")
+
+MARKER = "AUTOPLAN_ZYGOTE"
+"""The environment variable that a zygote and all its descendants carry."""
+
+_SWEEP_S = 10.0
 
 
 class ProcessIdentity(Record):
@@ -24,7 +41,7 @@ class ProcessIdentity(Record):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """The identity of a living process; None if there is none with this pid."""
-        ticks = start_ticks(pid)
+        ticks = linux.start_ticks(pid)
         return None if ticks is None else cls(boot_id=boot_id(), pid=pid, start_time=ticks)
 
     @classmethod
@@ -48,3 +65,90 @@ def is_alive(identity: ProcessIdentity) -> bool:
 def boot_id() -> str:
     """The kernel's random id of this boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# Temporary folders.
+
+
+def folder_prefix(kind: str) -> str:
+    """The beginning of a temporary folder's name, for tempfile: what it is for, this machine and this process.
+
+    Args:
+        kind: What the folder is for, in small letters: "task".
+    """
+    owner = ProcessIdentity.current()
+    return f"autoplan-{kind}-{_place()}-{owner.pid}-{owner.start_time}-"
+
+
+def sweep_folders() -> int:
+    """Removes the temporary folders of this user's processes that ended without removing them.
+
+    Left alone is what another boot, machine or container made: whether its owner lives cannot be known from here.
+
+    Returns:
+        How many folders were removed.
+    """
+    removed = 0
+    for folder in Path(tempfile.gettempdir()).glob("autoplan-*"):
+        name = _NAME.fullmatch(folder.name)
+        if name is None or name["place"] != _place():
+            continue
+        owner = ProcessIdentity(boot_id=boot_id(), pid=int(name["pid"]), start_time=int(name["start"]))
+        if is_alive(owner) or not _is_own_folder(folder):
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        removed += 1
+    return removed
+
+
+def _place() -> str:
+    """This boot of this machine, and this pid namespace."""
+    digits = re.sub(r"\D", "", linux.pid_namespace(os.getpid()) or "") or "0"
+    return f"{boot_id()[:8]}-{digits}"
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Whether it is a folder of this user's, not a link to one."""
+    try:
+        return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+# Processes.
+
+
+def sweep_abandoned() -> int:
+    """Kills what a dead planner left behind: only processes that carry a zygote's mark in their environment.
+
+    Needed only where planner and zygote were killed at the same moment; otherwise the one that lives does it.
+
+    Returns:
+        How many processes were killed.
+    """
+    marks = linux.environments(MARKER)
+    # The pid in a mark is valid in its own pid namespace only: processes of containers are left alone.
+    own_namespace = linux.pid_namespace(os.getpid())
+    killed = 0
+    for marker in {mark for pid, mark in marks.items() if linux.pid_namespace(pid) == own_namespace}:
+        parts = marker.split(":")
+        if len(parts) == 4 and parts[1].isdigit() and parts[2].isdigit():
+            owner = ProcessIdentity(boot_id=parts[0], pid=int(parts[1]), start_time=int(parts[2]))
+            killed += 0 if is_alive(owner) else kill_marked(marker)
+    return killed
+
+
+def kill_marked(marker: str) -> int:
+    """SIGKILL to every process with a zygote's mark, until a look finds none; bounded."""
+    killed: set[int] = set()
+    give_up_at = time.monotonic() + _SWEEP_S
+    while time.monotonic() < give_up_at:
+        marks = linux.environments(MARKER)
+        found = {pid for pid, value in marks.items() if value == marker} - {os.getpid()}
+        if not found:
+            break
+        for pid in found:
+            if linux.signal_quietly(pid, signal.SIGKILL):
+                killed.add(pid)
+        time.sleep(0.01)
+    return len(killed)

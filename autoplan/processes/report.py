@@ -1,15 +1,21 @@
-"""What comes back from a task: how it ended (`ProcessReport`), rank by rank, and the error for one that had to finish.
+"""What comes back from a task: how it ended (`ProcessReport`), rank by rank; and what is raised instead.
 
-`TaskFailedError` is here and not in errors.py, since it carries a report and `ProcessReport.check` raises it.
+`build_report` puts a report together from what the supervisor saw and what the ranks wrote. A rank that fails is no
+error here: the report says so. `TaskFailedError` is for callers that need the result of a task.
 """
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, DeviceError
+from autoplan.processes.files import rank_file, read_json, read_tail
+from autoplan.processes.task import FIRST_PHASE, Task
 from autoplan.record import Record
+from autoplan.text import printable
 
 
 class Ended(StrEnum):
@@ -162,3 +168,105 @@ class TaskFailedError(AutoplanError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (TaskFailedError, (self.report,))
+
+
+class ZygoteError(DeviceError):
+    """The helper process that starts the ranks could not be started or used.
+
+    `transient`: the machine had no process or memory to give, or the helper was killed; another try may do.
+    """
+
+    code = "zygote"
+
+    def __init__(self, message: str, *, hint: str | None = None, transient: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.transient = transient
+
+
+class StopTask(Exception):
+    """Raised by a caller's `on_progress` to end the task: `Zygote.run` then returns a report, `CANCELLED`."""
+
+
+# From what the supervisor saw, and what the ranks wrote.
+
+
+def build_report(task: Task, directory: Path, requested_at: float, ended: dict[str, Any]) -> ProcessReport:
+    """The report of a task.
+
+    Args:
+        task: As it was requested.
+        directory: Where the ranks wrote.
+        requested_at: CLOCK_MONOTONIC at the request.
+        ended: The supervisor's last message; from a lost zygote only `ended` and `swept`.
+    """
+    now = time.monotonic()
+    seen = ended.get("ranks") or [{} for _ in range(task.ranks)]
+    seen += [{} for _ in range(task.ranks - len(seen))]
+    beats = [read_json(rank_file(directory, rank, "heartbeat.json")) or {} for rank in range(task.ranks)]
+    failed_rank, failed_ranks = ended.get("failed_rank"), ended.get("failed_ranks", [])
+    ranks = tuple(
+        _rank_report(directory, rank, seen[rank], beats[rank], failed=rank in failed_ranks, since=requested_at)
+        for rank in range(task.ranks)
+    )
+    lead = failed_rank or 0
+    starts = [beat["started_at"] for beat in beats if beat.get("started_at") is not None]
+    return ProcessReport(
+        ended=Ended(ended["ended"]),
+        phase=ranks[lead].phase,
+        phase_deadline_s=ended.get("phase_deadline_s"),
+        failed_rank=failed_rank,
+        ranks=ranks,
+        seconds=now - requested_at,
+        startup_s=max(starts) - requested_at if len(starts) == task.ranks else None,
+        peak_memory_bytes=ended.get("peak_memory_bytes", 0),
+        memory_limit_bytes=task.memory_limit_bytes,
+        data_limit_bytes=ended.get("data_limit_bytes"),
+        kernel_oom_kills=ended.get("kernel_oom_kills", 0),
+        swept=ended.get("swept", 0),
+        left_behind=ended.get("left_behind", 0),
+        phase_seconds=_phase_seconds(beats[lead], seen[lead].get("ended_at") or now),
+        trouble=ended.get("trouble", ""),
+    )
+
+
+def _rank_report(
+    directory: Path, rank: int, seen: dict[str, Any], beat: dict[str, Any], *, failed: bool, since: float
+) -> RankReport:
+    written = read_json(rank_file(directory, rank, "result.json"))
+    failure = read_json(rank_file(directory, rank, "error.json"))
+    failed_at = failure["at"] if failure else seen["ended_at"] if failed else None
+    return RankReport(
+        rank=rank,
+        pid=seen.get("pid", beat.get("pid")),
+        exit_code=seen.get("exit_code"),
+        signal=seen.get("signal"),
+        phase=beat["phases"][-1][0] if beat else FIRST_PHASE,
+        facts=beat.get("facts", {}),
+        result=written["result"] if written else None,
+        error=None if failure is None else ErrorReport.model_validate(_printable(failure["error"])),
+        stderr_tail=printable(_without_modules(read_tail(rank_file(directory, rank, "stderr")))),
+        stdout_tail=printable(read_tail(rank_file(directory, rank, "stdout"))),
+        started=beat.get("started_at") is not None,
+        failed_after_s=None if failed_at is None else failed_at - since,
+    )
+
+
+def _without_modules(text: str) -> str:
+    """Without the list of C extensions that faulthandler writes below a stack: it says nothing of the fault."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("Extension modules: "))
+
+
+def _printable(error: dict[str, Any]) -> dict[str, Any]:
+    """The exception that a rank wrote, as a screen may show it."""
+    shown = {key: printable(error[key]) for key in ("type_name", "message", "traceback")}
+    return shown | {"type_names": tuple(map(printable, error["type_names"]))}
+
+
+def _phase_seconds(beat: dict[str, Any], ended_at: float) -> dict[str, float]:
+    """Seconds in each phase; one that was entered more than once counts as the sum."""
+    phases = beat.get("phases", [])
+    ends = [at for _, at in phases[1:]] + [ended_at]
+    seconds: dict[str, float] = {}
+    for (name, since), until in zip(phases, ends, strict=True) if phases else ():
+        seconds[name] = seconds.get(name, 0.0) + until - since
+    return seconds

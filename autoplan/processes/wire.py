@@ -1,4 +1,8 @@
-"""Frames between the planner and its zygote: a JSON header and raw bytes, both with their length in front."""
+"""Frames between the planner and its zygote: a JSON header and raw bytes, both with their length in front.
+
+Not `multiprocessing.connection`: its reader loses its place where Ctrl-C interrupts it, and the end of a task is still
+to be read then; and its writer waits for a planner that does not read.
+"""
 
 from __future__ import annotations
 

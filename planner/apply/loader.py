@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from autoplan.planner.plan_record import PlanRecord
     from autoplan.strategies.run import TrainingRun
+    from autoplan.strategies.workloads.loading.source import LoaderSource
 
 
 def make_plan_loader(
@@ -40,7 +41,7 @@ def make_plan_loader(
     if shuffle is not None:
         source = dataclasses.replace(source, shuffled=shuffle, sampler=None)
     rank, ranks = _position(plan, run)
-    _check_split(source.sampler, rank, ranks)
+    _check_split(source, rank, ranks)
     return make_loader(
         source,
         setting_of(plan) or LoaderSetting(workers=0, pin_memory=plan.device == "cuda"),
@@ -52,18 +53,17 @@ def make_plan_loader(
     )
 
 
-def _check_split(sampler: Any, rank: int, ranks: int) -> None:
+def _check_split(source: LoaderSource, rank: int, ranks: int) -> None:
     """Raises PlanError where a sampler that is split over processes has other samples than the plan wants here.
 
     The ranks of a model that is split share their samples: a sampler that knows all ranks gives each of them others.
     """
-    processes = int(getattr(sampler, "num_replicas", 1) or 1)
-    own = getattr(sampler, "rank", rank)
-    if processes == 1 or (processes, own) == (ranks, rank):
+    own = getattr(source.sampler, "rank", rank)
+    if source.split_over == 1 or (source.split_over, own) == (ranks, rank):
         return
     raise PlanError(
-        f"the sampler ({type(sampler).__name__}) gives part {own} of {processes} of the samples, and the plan has "
-        f"part {rank} of {ranks} here",
+        f"the sampler ({type(source.sampler).__name__}) gives part {own} of {source.split_over} of the samples, "
+        f"and the plan has part {rank} of {ranks} here",
         hint="Give the dataset, or a DataLoader whose sampler is not split: plan.loader takes this rank's part itself.",
     )
 

@@ -153,7 +153,7 @@ def _refuse_other_interval(plan: PlanRecord, schedule: Any) -> None:
 
 
 def _refuse_split_loader(dataloader: Any) -> None:
-    from autoplan.strategies.workloads.loading.samplers import split_over
+    from autoplan.strategies.workloads.loading.order import split_over
     from autoplan.strategies.workloads.trainers.loader import check_loader
 
     split = None if dataloader is None else split_over(check_loader(dataloader))

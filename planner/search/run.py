@@ -33,11 +33,10 @@ from autoplan.planner.search.state import read_state
 from autoplan.planner.search.target import Target, find_target
 from autoplan.planner.search.work import do
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.device_lock import DeviceLock, device_names
-from autoplan.planner.store.folders import study_folder
 from autoplan.planner.store.journal import check_out
+from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
-from autoplan.planner.store.store import Store, study_identity
+from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.planner.trust import remember_code
 from autoplan.processes import Zygote
@@ -258,11 +257,9 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
         notes=[] if taken_over.text is None else [taken_over.text],
         model=model,
         sampler=sampler,
-        study=SearchStudy(store.folder / "study.sqlite3", distributions, store.trials, sampler),
+        study=SearchStudy(distributions, store.trials, sampler),
         runner=runner,
     )
-    for note in session.study.notes:
-        session.note(note)
     for trial in store.trials:
         if not trial.is_repeat:
             model.observe(trial)

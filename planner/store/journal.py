@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import StoreError, UsageError
-from autoplan.files import PRIVATE_FILE, refuse_special, replace_file
+from autoplan.files import PRIVATE_FILE, read_regular, refuse_special, replace_file
 
+RECORD = "record.jsonl"
 ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
 
 
@@ -41,7 +42,12 @@ class RecordFile:
             os.fchmod(self._fd, PRIVATE_FILE)  # one that was copied here may be readable to others
             if not existed:
                 sync_directory(path.parent)
-            self.documents, self._end = _read_whole_lines(path, self._fd)
+            with os.fdopen(self._fd, "rb", closefd=False) as file:
+                content = file.read()
+            self.documents, self._end = _parse_lines(path, content)
+            if self._end < len(content):  # a torn tail
+                os.ftruncate(self._fd, self._end)
+                os.fsync(self._fd)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -77,11 +83,18 @@ class RecordFile:
             self._fd = -1
 
 
-def _read_whole_lines(path: Path, fd: int) -> tuple[list[dict[str, Any]], int]:
-    """The documents of all whole lines and where the last of them ends; cuts off a torn tail."""
-    content = b""
-    while chunk := os.read(fd, 1 << 20):
-        content += chunk
+def read_documents(path: Path) -> list[dict[str, Any]]:
+    """The documents of all whole lines of a record that another process may be adding to; changes nothing.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        StoreError: a line before the last is damaged.
+    """
+    return _parse_lines(path, read_regular(path))[0]
+
+
+def _parse_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The documents of all whole lines, and where the last of them ends."""
     documents: list[dict[str, Any]] = []
     end = 0
     while (newline := content.find(b"\n", end)) >= 0:
@@ -96,9 +109,6 @@ def _read_whole_lines(path: Path, fd: int) -> tuple[list[dict[str, Any]], int]:
             break
         documents.append(document)
         end = newline + 1
-    if end < len(content):
-        os.ftruncate(fd, end)
-        os.fsync(fd)
     return documents, end
 
 

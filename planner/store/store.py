@@ -1,12 +1,11 @@
 """The store of one study: its folder, its owner, its record, and what an earlier run of the same search left.
 
-A store has many studies, one folder each, named by the study's identity (planner/store/folders.py).
+A store has many studies, one folder each, named by the study's identity; `--fresh` renames one to IDENTITY.old-DATE.
 
 FOLDER/record.jsonl   the record: study, budget, trials, attempts, what was compiled ahead, parity checks, the end;
-                      append-only, the truth
-       study.sqlite3  the Optuna study, the samplers' memory; made again from the record if it is damaged
+                      append-only, and the only copy
        clock.json     seconds spent, between two lines of the record
-       lock           the lock;  owner.json: the process that holds it
+       lock           the lock;  lock.owner: the process that holds it
        trials/0007/   output of the trial's processes
        parity/        the reference of the parity check
        hardware.json  the hardware profile that every run of the search uses
@@ -20,6 +19,7 @@ import datetime
 import errno
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,18 +28,27 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.files import PRIVATE_FILE, is_special, make_private_folder, read_regular, refuse_foreign
+from autoplan.files import is_special, make_private_folder, read_regular, refuse_foreign
 from autoplan.planner.records import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.folders import OWN_FILES, RECORD, SQLITE_FILES, move_aside
-from autoplan.planner.store.journal import RecordFile, store_error, write_atomically
-from autoplan.processes import ProcessIdentity, is_alive
+from autoplan.planner.store.journal import RECORD, RecordFile, store_error, write_atomically
+from autoplan.planner.store.locks import OwnedLock
+from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 RECORD_SCHEMA = 1
 CLOCK_PERIOD_S = 2.0
 LONGEST_CLOCK_BYTES = 4096
+
+KINDS: Mapping[str, type[Record]] = {
+    "trial": Trial,
+    "attempt": Attempt,
+    "compiled_ahead": CompiledAhead,
+    "work": WorkLine,
+    "claim": ClaimRounds,
+}
+"""What lines of the record hold, one each; parity checks have their configuration beside them."""
 
 # What a file of the store may say, which anybody could have edited: a time of a search (ten years are none), its end.
 SECONDS = TypeAdapter(Annotated[float, Field(ge=0.0, le=10 * 365 * 86_400, allow_inf_nan=False)])
@@ -79,6 +88,15 @@ def study_identity(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def study_folder(store: Path | None, identity: str) -> Path:
+    """The folder of a study in a store, which may be given itself; None: the store in the user's state folder."""
+    if store is None:
+        import platformdirs
+
+        store = Path(platformdirs.user_state_dir("autoplan")) / "studies"
+    return store if store.name == identity else store / identity
+
+
 class Store:
     """The open store of one study; a context manager. One process owns it at a time.
 
@@ -89,7 +107,7 @@ class Store:
         fresh: Move what is there of this study aside and begin anew.
         wait: Wait while another search owns it.
 
-    `renamed_to` is where an earlier record was moved; None: it was not. `folder` is where the study is now.
+    `renamed_to` is where an earlier record was moved; None: it was not.
 
     Raises:
         StoreBusyError: another search owns it, and `wait` is False.
@@ -101,27 +119,23 @@ class Store:
     ) -> None:
         self.folder = folder
         self.identity = identity
-        self._trials: list[Trial] = []
-        self._attempts: list[Attempt] = []
-        self._compiled: list[CompiledAhead] = []
+        self._found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         self._parities: dict[TrainingConfig, Parity] = {}
-        self._ledger: list[WorkLine] = []
-        self._claims: list[ClaimRounds] = []
         self._budget_s: float | None = None
         self._finished: dict[str, Any] | None = None
         self._finished_budget_s = 0.0  # what it finished with: only more opens it again
         self._plan_found: dict[str, Any] | None = None  # the last end with a plan, also where the search goes on
         self._spent_before_s = 0.0
         self._clock_written = 0.0
-        self._lock = _take(folder, identity, wait=wait)
+        self._lock = _take(folder, wait=wait)
         self._run_began = time.monotonic()
         try:
             self.renamed_to: Path | None = None
             if fresh and (folder / RECORD).exists():
-                self.folder, self.renamed_to = move_aside(folder, identity)
+                self.renamed_to = _move_aside(folder)
                 self._lock.release()
-                self._lock = _take(self.folder, identity)
-            self._record = RecordFile(self.folder / RECORD)
+                self._lock = _take(folder)
+            self._record = RecordFile(folder / RECORD)
             self._load(summary)
         except BaseException:
             self._lock.release()
@@ -140,7 +154,6 @@ class Store:
         except StoreError:
             pass  # a full disk: what is in the record counts
         self._record.close()
-        (self.folder / "owner.json").unlink(missing_ok=True)
         self._lock.release()
 
     # What is known.
@@ -153,34 +166,34 @@ class Store:
     @property
     def trials(self) -> tuple[Trial, ...]:
         """All finished trials, in order; those of earlier runs are marked as resumed."""
-        return tuple(self._trials)
+        return tuple(self._found["trial"])
 
     @property
     def next_number(self) -> int:
         """The number of the next trial; one that did not run keeps its number."""
-        numbers = [trial.number for trial in self._trials]
-        numbers += [attempt.number for attempt in self._attempts if attempt.number is not None]
+        numbers = [trial.number for trial in self.trials]
+        numbers += [attempt.number for attempt in self.attempts if attempt.number is not None]
         return 1 + max(numbers, default=-1)
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
         """The runs that something outside ended, in order."""
-        return tuple(self._attempts)
+        return tuple(self._found["attempt"])
 
     @property
     def compiled_ahead(self) -> tuple[CompiledAhead, ...]:
         """What was compiled side by side before its trials, in order."""
-        return tuple(self._compiled)
+        return tuple(self._found["compiled_ahead"])
 
     @property
     def ledger(self) -> tuple[WorkLine, ...]:
         """The pieces of work that were done, in order: where the time went."""
-        return tuple(self._ledger)
+        return tuple(self._found["work"])
 
     @property
     def claims(self) -> tuple[ClaimRounds, ...]:
         """The claims that were begun, in order."""
-        return tuple(self._claims)
+        return tuple(self._found["claim"])
 
     def parity_of(self, config: TrainingConfig) -> Parity | None:
         """The parity verdict of a configuration, if it was checked."""
@@ -210,28 +223,23 @@ class Store:
 
     def add_trial(self, trial: Trial) -> None:
         """Puts a finished trial on disk."""
-        self._append({"kind": "trial", "trial": trial.model_dump(mode="json", exclude={"resumed"})})
-        self._trials.append(trial)
+        self._add("trial", trial)
 
     def add_attempt(self, attempt: Attempt) -> None:
         """Puts a run that does not count on disk."""
-        self._append({"kind": "attempt", "attempt": attempt.model_dump(mode="json")})
-        self._attempts.append(attempt)
+        self._add("attempt", attempt)
 
     def add_compiled_ahead(self, compiled: CompiledAhead) -> None:
         """Puts on disk what was compiled ahead."""
-        self._append({"kind": "compiled_ahead", "compiled_ahead": compiled.model_dump(mode="json")})
-        self._compiled.append(compiled)
+        self._add("compiled_ahead", compiled)
 
     def add_work(self, line: WorkLine) -> None:
         """Puts a line of the ledger on disk."""
-        self._append({"kind": "work", "work": line.model_dump(mode="json")})
-        self._ledger.append(line)
+        self._add("work", line)
 
     def add_claim(self, claim: ClaimRounds) -> None:
         """Puts on disk how many rounds a claim has, before the first."""
-        self._append({"kind": "claim", "claim": claim.model_dump(mode="json")})
-        self._claims.append(claim)
+        self._add("claim", claim)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
         """Puts a parity verdict on disk."""
@@ -279,6 +287,10 @@ class Store:
             end = self._plan_found | {"ended_by": end.get("ended_by", "time")}
         self._finished, self._finished_budget_s = end, budget_s
 
+    def _add(self, kind: str, record: Record) -> None:
+        self._append({"kind": kind, kind: record.model_dump(mode="json", exclude={"resumed"})})
+        self._found[kind].append(record)
+
     def _append(self, document: dict[str, Any]) -> None:
         self._record.append(document | {"spent_s": round(self.spent_s, 3)})
 
@@ -288,7 +300,7 @@ class Store:
             head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": self.identity, "summary": dict(summary)}
             self._record.append(head | {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
             return
-        self._check_head(documents[0], summary)
+        self._check_head(documents[0])
         for number, document in enumerate(documents[1:], start=2):
             try:
                 self._load_one(document)
@@ -304,61 +316,35 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # never written, torn, or no time that a search can take: the record's own figure counts
 
-    def _check_head(self, head: dict[str, Any], summary: Mapping[str, Any]) -> None:
+    def _check_head(self, head: dict[str, Any]) -> None:
         if head.get("kind") != "study" or head.get("schema") != RECORD_SCHEMA:
-            raise StoreError(
-                f"{self._record.path} is not a record of this version of autoplan",
-                hint="Give another folder with --store DIR, or start over with --fresh.",
-            )
-        if head.get("identity") != self.identity:
-            raise StoreError(
-                f"{self.folder} holds another search: {_differences(head.get('summary'), summary)}",
-                hint="A search resumes only with the same workload, machine and options. Give another folder with "
-                "--store DIR, or start over here with --fresh (the old folder is kept under another name).",
-            )
+            why = "is not a record of this version of autoplan"
+        elif head.get("identity") != self.identity:
+            why = "is the record of another search: another workload, machine or options"
+        else:
+            return
+        raise StoreError(
+            f"{self._record.path} {why}",
+            hint="Give another folder with --store DIR, or start over here with --fresh (the old folder is kept under "
+            "another name).",
+        )
 
     def _load_one(self, document: dict[str, Any]) -> None:
         self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(document.get("spent_s", 0.0)))
         match document["kind"]:
             case "trial":
-                self._trials.append(Trial.model_validate(document["trial"] | {"resumed": True}))
+                self._found["trial"].append(Trial.model_validate(document["trial"] | {"resumed": True}))
             case "parity":
                 parity = Parity.model_validate(document["parity"])
                 self._parities[TrainingConfig.model_validate(document["config"])] = parity
-            case "attempt":
-                self._attempts.append(Attempt.model_validate(document["attempt"]))
-            case "compiled_ahead":
-                self._compiled.append(CompiledAhead.model_validate(document["compiled_ahead"]))
-            case "work":
-                self._ledger.append(WorkLine.model_validate(document["work"]))
-            case "claim":
-                self._claims.append(ClaimRounds.model_validate(document["claim"]))
+            case "attempt" | "compiled_ahead" | "work" | "claim" as kind:
+                self._found[kind].append(KINDS[kind].model_validate(document[kind]))
             case "budget":
                 self._take_budget(SECONDS.validate_python(document["budget_s"]))
             case "finished":
                 end = {key: value for key, value in document.items() if key not in ("kind", "spent_s", "budget_s")}
                 STATUS.validate_python(end["status"])
                 self._take_end(END.validate_python(end), SECONDS.validate_python(document["budget_s"]))
-
-
-DIGESTS = {
-    "workload_digest": "what is trained (code, configuration, data or weights) is not the same",
-    "hardware_digest": "the machine is not the same (devices, memory, driver or version of torch)",
-}
-
-
-def _differences(there: object, here: Mapping[str, Any]) -> str:
-    """What a search that is on disk was asked for, where that differs from this one; in words."""
-    if not isinstance(there, dict):
-        return "what it was asked for is not known"
-    known = [key for key in (*there, *(key for key in here if key not in there)) if key not in DIGESTS]
-    said = [
-        f"{key.replace('_', ' ')} {_value(there.get(key))} there, {_value(here.get(key))} here"
-        for key in known
-        if there.get(key) != here.get(key)
-    ]
-    said += [text for key, text in DIGESTS.items() if key in there and key in here and there[key] != here[key]]
-    return "; ".join(said) or "its workload, machine or version is not the same, and its record does not say which"
 
 
 def _reason(error: Exception) -> str:
@@ -371,42 +357,40 @@ def _reason(error: Exception) -> str:
     return f"{'.'.join(map(str, first['loc'])) or 'a value'}: {first['msg']}, and it is {str(first['input'])[:80]!r}"
 
 
-def _value(value: object) -> str:
-    return "not given" if value in (None, {}, "") else str(value)
-
-
-def _take(folder: Path, identity: str, *, wait: bool = False) -> Any:
+def _take(folder: Path, *, wait: bool = False) -> OwnedLock:
     """Makes the folder, for the user alone, and takes its lock."""
-    import filelock
-
+    lock = OwnedLock(folder / "lock")
     try:
-        if folder.name == identity and folder.parent.exists():
+        if folder.parent.exists():
             refuse_foreign(folder.parent, root_ok=True)  # who owns the store can put another study into it
-        make_private_folder(folder, close=folder.name == identity)  # in any other, there may be files of the user
+        make_private_folder(folder)
         make_private_folder(folder / "trials")
-        for name in (*OWN_FILES, *SQLITE_FILES):
-            if is_special(folder / name):
-                raise OSError(errno.EINVAL, f"{name} in it is a pipe or a device", str(folder))
-        lock = filelock.FileLock(folder / "lock", timeout=-1 if wait else 0, mode=PRIVATE_FILE)
-        lock.acquire()
-    except filelock.Timeout:
-        raise StoreBusyError(
-            f"the store {folder} is in use by another search, {_owner(folder)}",
-            hint="Wait for it with --wait, end it, or give this search a folder of its own with --store DIR.",
-        ) from None
+        for path in folder.iterdir():
+            if is_special(path):
+                raise OSError(errno.EINVAL, f"{path.name} in it is a pipe or a device", str(folder))
+        if lock.acquire(wait=wait):
+            return lock
     except OSError as error:
         raise store_error(folder, error) from error
-    try:
-        write_atomically(folder / "owner.json", ProcessIdentity.current().model_dump_json())
-    except BaseException:
-        lock.release()
-        raise
-    return lock
+    raise StoreBusyError(
+        f"the store {folder} is in use by another search, {lock.owner}",
+        hint="Wait for it with --wait, end it, or give this search a folder of its own with --store DIR.",
+    )
 
 
-def _owner(folder: Path) -> str:
+def _move_aside(folder: Path) -> Path:
+    """Renames a study's folder, with all that is in it, and returns where it is.
+
+    Raises:
+        StoreError: it cannot be renamed.
+    """
+    stamp = f"{folder.name}.old-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}"
+    aside, number = folder.with_name(stamp), 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"{stamp}-{number}")
     try:
-        identity = ProcessIdentity.model_validate_json(read_regular(folder / "owner.json", limit_bytes=4096))
-    except (OSError, ValidationError):
-        return "process unknown"
-    return f"process {identity.pid}" + ("" if is_alive(identity) else " (not on this machine)")
+        os.rename(folder, aside)
+    except OSError as error:
+        raise store_error(folder, error) from error
+    return aside

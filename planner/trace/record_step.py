@@ -19,8 +19,7 @@ from autoplan.planner.trace.op_recorder import OpRecorder, Recording, in_backwar
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.workloads.batch import Batch
-from autoplan.strategies.workloads.containers import know_containers
+from autoplan.strategies.workloads.batch import Batch, know_containers
 from autoplan.strategies.workloads.workload import Workload
 
 

@@ -7,29 +7,41 @@ loader's workers share the cores, as they will in the training.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
+from torch.utils.data import default_collate
 
 from autoplan.errors import AutoplanError, WorkloadError
 from autoplan.planner.loading import LoaderTrial
-from autoplan.planner.trials.loader_batches import LoaderBatches, LoadingError, Place, is_of_loader, last_line
 from autoplan.planner.trials.ranks import RankSync, join_ranks, pick_device
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.techniques.mesh import data_position
 from autoplan.strategies.workloads.loading.settings import LoaderSetting, LoaderSpec
+from autoplan.strategies.workloads.loading.source import LoaderSource, make_loader, make_order, open_source, samples_of
+from autoplan.strategies.workloads.loading.wrapped import (
+    Failure,
+    NamedCollate,
+    NamedSamples,
+    NamedStream,
+    Shapes,
+    describe_shapes,
+    kinds_of,
+    shapes_of,
+)
+from autoplan.strategies.workloads.samples import SampleBatch
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.loading.named import NamedBatch
-    from autoplan.strategies.workloads.loading.source import LoaderSource
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32)
 LEAST_MOST_WORKERS = 4
@@ -45,11 +57,7 @@ GAIN = 0.02
 """A setting is better only if it gets through more samples by this share: step times are not known more accurately."""
 
 SETTING_SHARE = 1 / 7
-"""Of the time, for one setting."""
-
-WORKERS_UNTIL, AHEAD_UNTIL = 0.8, 1.25
-"""Shares of the time, after which no further number of workers is begun, and no setting that goes further ahead: there
-are two of these at most, and the measurement may take twice its time."""
+"""Of the time, for one setting; none is begun after the whole time, so that all take less than twice of it."""
 
 UNITS_PER_SETTING = 8
 LEAST_UNITS = 3
@@ -78,10 +86,13 @@ class LoadingAnswer(Record):
     notes: tuple[str, ...] = ()
 
 
+class LoadingError(Exception):
+    """The dataset, its collate_fn or a worker failed; the text says on which sample."""
+
+
 def run_loading(context: RankContext, request: LoadingRequest) -> LoadingAnswer:
     """Measures the settings, the fewest workers first; what is known by then is reported after each."""
     from autoplan.strategies.prepare import prepare
-    from autoplan.strategies.workloads.loading.source import open_source
     from autoplan.strategies.workloads.sources import load_workload
 
     context.phase("init")
@@ -94,12 +105,11 @@ def run_loading(context: RankContext, request: LoadingRequest) -> LoadingAnswer:
     context.phase("loader")
     source = open_source(request.loader)
     context.phase("measure")
-    measurement = LoaderMeasurement(context=context, request=request, run=run, ranks=ranks, source=source)
-    measurement.measure()
+    measurement = LoaderMeasurement(request=request, run=run, ranks=ranks, source=source)
+    for answer in measurement.answers():
+        context.report(answer)
     context.phase("done")
-    answer = measurement.answer()
-    context.report(answer)
-    return answer
+    return measurement.answer()
 
 
 @dataclass(kw_only=True)
@@ -109,9 +119,9 @@ class LoaderMeasurement:
     Attributes:
         unit_samples: Samples of this rank that are loaded and trained together: a step's, or those of some
             micro-steps where a step takes too long.
+        own_unit_s: Seconds of a unit whose batch is at hand.
     """
 
-    context: RankContext
     request: LoadingRequest
     run: TrainingRun
     ranks: RankSync
@@ -123,7 +133,7 @@ class LoaderMeasurement:
     _batches: Literal["dataset", "make_batch"] = "dataset"
     _own_batch: Any = None
     _micro_steps_done: int = 0
-    _first_shapes: Any = None
+    _first_shapes: Shapes | None = None
 
     def answer(self) -> LoadingAnswer:
         """What is known by now."""
@@ -132,58 +142,45 @@ class LoaderMeasurement:
             own_samples_per_s=own, batches=self._batches, tried=tuple(self.tried), notes=tuple(self.notes)
         )
 
-    def measure(self) -> None:
-        """Measures settings until the step waits no more, or none is left, or the time is over."""
-        began = time.monotonic()
+    def answers(self) -> Iterator[LoadingAnswer]:
+        """Measures settings until the step waits no more, none is left, or the time is over; an answer after each."""
+        until = time.monotonic() + self.request.time_s
         self._choose_unit()
         self._measure_own()
-        time_s = self.request.time_s
-        if self._try_all(self._worker_settings(), until=began + WORKERS_UNTIL * time_s):
-            self._try_all(self._further_settings(), until=began + AHEAD_UNTIL * time_s)
-
-    def _try_all(self, settings: Iterator[LoaderSetting], *, until: float) -> bool:
-        """Measures settings one after another, none after a moment; returns False once the step waits no more."""
-        for setting in settings:
+        for setting in self.settings():
             if self.ranks.any(time.monotonic() > until):
                 self.notes.append(f"the time was over before {setting.describe()} could be measured")
-                break
-            trial = self._measure_setting(setting)
-            self.tried.append(trial)
-            self.context.report(self.answer())
-            if trial.waiting_share is not None and trial.waiting_share < NO_WAIT:
-                return False
-        return True
+                return
+            self.tried.append(self._measure_setting(setting))
+            yield self.answer()
+            waiting = self.tried[-1].waiting_share
+            if waiting is not None and waiting < NO_WAIT:
+                return
 
-    # The settings.
+    def settings(self) -> Iterator[LoaderSetting]:
+        """What is measured next, by what `tried` has so far.
 
-    def _worker_settings(self) -> Iterator[LoaderSetting]:
-        """Fewest workers first, on CUDA in pinned memory; none after two in a row that gain nothing."""
+        The fewest workers first, on CUDA in pinned memory; none after two in a row that gain nothing. Then the best
+        number of them further ahead, and the best by then without pinned memory.
+        """
+        pin_memory = self.run.device.type == "cuda"
         most = max(LEAST_MOST_WORKERS, self.request.cores // max(1, self.ranks.world_size))
         worse = 0
         for workers in WORKERS:
             if worse >= 2 or (workers > most and not self._helped_much()):
-                return
-            before = self._best()
-            prefetch = 2 if workers else None
-            yield LoaderSetting(workers=workers, prefetch_factor=prefetch, pin_memory=self.run.device.type == "cuda")
-            worse = 0 if self._best() is not before else worse + 1
-
-    def _further_settings(self) -> Iterator[LoaderSetting]:
-        """The best number of workers, further ahead; the best by then without pinned memory."""
-        best = self._best()
-        if best is not None and best.setting.workers:
-            yield best.setting.model_copy(update={"prefetch_factor": 4})
-        best = self._best()
-        if best is not None and best.setting.pin_memory:
-            yield best.setting.model_copy(update={"pin_memory": False})
+                break
+            before = best_trial(self.tried)
+            yield LoaderSetting(workers=workers, prefetch_factor=2 if workers else None, pin_memory=pin_memory)
+            worse = 0 if best_trial(self.tried) is not before else worse + 1
+        for further, worth_it in (({"prefetch_factor": 4}, "workers"), ({"pin_memory": False}, "pin_memory")):
+            best = best_trial(self.tried)
+            if best is not None and getattr(best.setting, worth_it):
+                yield best.setting.model_copy(update=further)
 
     def _helped_much(self) -> bool:
         """Whether the last setting got through many more samples than the one before."""
         rates = [trial.samples_per_s or 0.0 for trial in self.tried[-2:]]
         return len(rates) == 2 and rates[1] >= HELPS_MUCH * rates[0] > 0
-
-    def _best(self) -> LoaderTrial | None:
-        return best_trial(self.tried)
 
     # What the step runs on.
 
@@ -199,17 +196,27 @@ class LoaderMeasurement:
 
     def _measure_own(self) -> None:
         """The unit alone: its batch is at hand."""
-        self._train(self._own_batch)  # compiles, and makes the optimizer's state
-        self._synchronize()
-        limit_s, count, began = self.request.time_s / 6, 0, time.perf_counter()
-        while count < UNITS_PER_SETTING:
-            self._train(self._own_batch)
-            count += 1
-            is_late = self.ranks.any(time.perf_counter() - began > limit_s)  # all ranks end at the same count
-            if is_late and count >= LEAST_UNITS:
+        own = itertools.repeat(self._own_batch)
+        self._run_units(own, most=1)  # compiles, and makes the optimizer's state
+        count, seconds = self._run_units(
+            own, most=UNITS_PER_SETTING, limit_s=self.request.time_s / 6, least=LEAST_UNITS
+        )
+        self.own_unit_s = self.ranks.largest([seconds / count])[0]
+
+    def _run_units(
+        self, batches: Iterator[Any], *, most: int, limit_s: float = math.inf, least: int = 0
+    ) -> tuple[int, float]:
+        """Runs units, on all ranks as many; returns how many, and the seconds that they took together."""
+        began, count = time.perf_counter(), 0
+        while count < most:
+            if self.ranks.any(time.perf_counter() - began > limit_s) and count >= least:
                 break
-        self._synchronize()
-        self.own_unit_s = self.ranks.largest([(time.perf_counter() - began) / count])[0]
+            batch = next(batches)
+            self._train(batch if self._batches == "dataset" else self._own_batch)
+            count += 1
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+        return count, time.perf_counter() - began
 
     def _train(self, batch: Any) -> None:
         """The unit's micro-steps, and the optimizer's step where the step is whole by then."""
@@ -230,48 +237,22 @@ class LoaderMeasurement:
                 run.optimizer_step(total, count, divisor)
                 self._micro_steps_done = 0
 
-    def _pick_batches(self, batch: Any) -> None:
-        """Whether the step can run on the dataset's batches: they are made as make_batch's are."""
-        from autoplan.strategies.workloads.loading.named import describe_shapes, kinds_of, shapes_of
-        from autoplan.strategies.workloads.samples import SampleBatch
-
-        own = self._own_batch
-        same = kinds_of(own) == kinds_of(batch) and not isinstance(own, SampleBatch)
-        if same and shapes_of(own) != shapes_of(batch) and self.run.config.compile != "off":
-            same = False  # each other shape would be compiled anew
-        if not same:
-            self._batches = "make_batch"
-            self.notes.append(
-                f"the loader's batches ({describe_shapes(shapes_of(batch))}) are not made as make_batch's are "
-                f"({describe_shapes(shapes_of(own))}): the step ran on those of make_batch, beside the loader"
-            )
-
     # One setting.
 
     def _measure_setting(self, setting: LoaderSetting) -> LoaderTrial:
-        problem: str | None = None
-        figures: dict[str, Any] = {}
         try:
-            figures = self._time_setting(setting)
+            return self._time_setting(setting)
         except LoadingError as error:
             problem = str(error)
         except AutoplanError as error:
             problem = error.flag_message
-        except Exception as error:
-            if not is_of_loader(error):
-                raise
-            problem = last_line(error)
-        if problem is None:
-            return LoaderTrial(setting=setting, **figures)
         text = " ".join(problem.split())[:500]
         if self.ranks.world_size > 1:  # the other ranks wait for this one
             raise WorkloadError(text)
         return LoaderTrial(setting=setting, samples_per_s=None, problem=text)
 
-    def _time_setting(self, setting: LoaderSetting) -> dict[str, Any]:
-        from autoplan.strategies.techniques.mesh import data_position
-        from autoplan.strategies.workloads.loading.source import make_loader
-
+    def _time_setting(self, setting: LoaderSetting) -> LoaderTrial:
+        """The first batch, the batches that were made ahead of it, then the units that count."""
         rank, ranks = data_position(self.run.mesh)
         loader = make_loader(
             self.source,
@@ -283,78 +264,115 @@ class LoaderMeasurement:
             named=True,
             timeout_s=max(30.0, 2 * self.request.time_s),
         )
-        batches = LoaderBatches(loader, on_batch=self._look_at, samples=self.unit_samples)
-        try:
-            began = time.perf_counter()
-            first = batches.next()
-            first_s = time.perf_counter() - began
-            if self._first_shapes is None:
-                self._pick_batches(first)
-            self._remember_shapes(first)
-            return self._time_units(setting, batches, first) | {"first_batch_s": self.ranks.largest([first_s])[0]}
-        finally:
-            batches.close()
-
-    def _time_units(self, setting: LoaderSetting, batches: LoaderBatches, first: Any) -> dict[str, Any]:
-        """Warm-up until the batches that were made ahead are used up, then the units that count."""
+        batches = LoaderBatches(loader, samples=self.unit_samples)
         share_s = SETTING_SHARE * self.request.time_s
         ahead = setting.workers * (setting.prefetch_factor or 0)
-        self._consume(first)
-        self._run_units(batches, most=ahead, limit_s=WARM_SHARE * share_s)
-        batches.waited_s = 0.0
-        count, seconds = self._run_units(batches, most=200, limit_s=share_s, least=LEAST_UNITS)
-        seconds, waited = self.ranks.largest([seconds, batches.waited_s])
-        waiting = waited / seconds
+        try:
+            first = next(batches)
+            first_s = batches.waited_s
+            self._look_at(first)
+            looked_at = (batch for batch in batches if self._look_at(batch))
+            self._run_units(itertools.chain([first], looked_at), most=1 + ahead, limit_s=WARM_SHARE * share_s, least=1)
+            batches.waited_s = 0.0
+            count, seconds = self._run_units(looked_at, most=200, limit_s=share_s, least=LEAST_UNITS)
+        finally:
+            batches.close()
+        first_s, seconds, waited_s = self.ranks.largest([first_s, seconds, batches.waited_s])
+        waiting = waited_s / seconds
         if self.run.device.type == "cuda" and self.own_unit_s is not None:
             waiting = max(0.0, 1 - count * self.own_unit_s / seconds)  # the host may wait while the GPU works
         rate = count * self.unit_samples * self.run.config.dp / seconds
-        return {"samples_per_s": rate, "waiting_share": min(1.0, waiting), "steps": count}
-
-    def _run_units(self, batches: LoaderBatches, *, most: int, limit_s: float, least: int = 0) -> tuple[int, float]:
-        """Runs units; returns how many, and the seconds that they took together."""
-        began, count = time.perf_counter(), 0
-        while count < most:
-            if count >= least and self.ranks.any(time.perf_counter() - began > limit_s):
-                break
-            self._consume(batches.next())
-            count += 1
-        self._synchronize()
-        return count, time.perf_counter() - began
-
-    def _consume(self, batch: Any) -> None:
-        self._train(batch if self._batches == "dataset" else self._own_batch)
-
-    # What the dataset gives.
-
-    def _remember_shapes(self, batch: Any) -> None:
-        from autoplan.strategies.workloads.loading.named import shapes_of
-
-        if self._first_shapes is None:
-            self._first_shapes = shapes_of(batch)
-
-    def _look_at(self, named: NamedBatch, place: Place) -> None:
-        """Says once that batches change their shape, and which does, with its samples."""
-        from autoplan.strategies.workloads.loading.named import describe_samples, describe_shapes, shapes_of
-
-        if self._first_shapes is None or any("change shape" in note for note in self.notes):
-            return
-        shapes = shapes_of(named.batch)
-        if shapes == self._first_shapes:
-            return
-        self.notes.append(
-            f"the loader's batches change shape: {place.describe()} ({describe_samples(named.indices)}) has "
-            f"{describe_shapes(shapes)}, batch 0 {describe_shapes(self._first_shapes)}; "
-            "steps take as long as their batches are large"
+        return LoaderTrial(
+            setting=setting,
+            samples_per_s=rate,
+            waiting_share=min(1.0, waiting),
+            first_batch_s=first_s,
+            steps=count,
         )
-        if self._batches == "dataset" and self.run.config.compile != "off":
-            self._batches = "make_batch"
 
-    def _synchronize(self) -> None:
-        if self.run.device.type == "cuda":
-            torch.cuda.synchronize(self.run.device)
+    def _look_at(self, batch: Any) -> Literal[True]:
+        """Whether the step can run on the dataset's batches: they are made as make_batch's are; always True.
+
+        A compiled plan takes no batches of other shapes, each of which would be compiled anew.
+        """
+        shapes, own = shapes_of(batch), self._own_batch
+        compiled = self.run.config.compile != "off"
+        if self._first_shapes is None:
+            self._first_shapes = shapes
+            alike = kinds_of(own) == kinds_of(batch) and not isinstance(own, SampleBatch)
+            if not alike or (compiled and shapes_of(own) != shapes):
+                self._batches = "make_batch"
+                self.notes.append(
+                    f"the loader's batches ({describe_shapes(shapes)}) are not made as make_batch's are "
+                    f"({describe_shapes(shapes_of(own))}): the step ran on those of make_batch, beside the loader"
+                )
+        elif shapes != self._first_shapes and not any("change shape" in note for note in self.notes):
+            self.notes.append(
+                f"the loader's batches change shape: one has {describe_shapes(shapes)}, the first one "
+                f"{describe_shapes(self._first_shapes)}; steps take as long as their batches are large"
+            )
+            if compiled:
+                self._batches = "make_batch"
+        return True
 
 
-def best_trial(tried: list[LoaderTrial] | tuple[LoaderTrial, ...]) -> LoaderTrial | None:
+class LoaderBatches(Iterator[Any]):
+    """The batches of a loader, epoch after epoch, and the seconds that were spent waiting for them.
+
+    Args:
+        loader: Made with `named=True`.
+        samples: Of a batch.
+
+    Going over it raises LoadingError where a batch could not be made, and says on which sample; or where an epoch has
+    no whole batch.
+    """
+
+    def __init__(self, loader: Any, *, samples: int) -> None:
+        self.loader, self.samples = loader, samples
+        self.waited_s = 0.0
+        self._iterator: Any = None
+        self._of_epoch = 0
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:
+            batch = self._next()
+        except LoadingError:
+            raise
+        except Exception as error:  # of the DataLoader, or of a worker: with the worker's whole traceback
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            text = lines[-1].strip() if lines else "no text"
+            kind = type(error).__name__
+            raise LoadingError(text if text.startswith(kind) else f"{kind}: {text}") from error
+        self.waited_s += time.perf_counter() - began
+        if isinstance(batch, Failure):
+            raise LoadingError(batch.text)
+        self._of_epoch += 1
+        return batch
+
+    def _next(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        batch = next(self._iterator, None)
+        if batch is None:
+            if not self._of_epoch:
+                raise LoadingError(f"the dataset ends before it has given one whole batch of {self.samples} samples")
+            self._iterator, self._of_epoch = iter(self.loader), 0
+            batch = next(self._iterator, None)
+            if batch is None:
+                raise LoadingError("the dataset gives nothing when it is gone over again: it is used up")
+        return batch
+
+    def close(self) -> None:
+        """Ends the workers."""
+        shutdown = getattr(self._iterator, "_shutdown_workers", None)
+        self._iterator = None
+        self.loader._iterator = None  # where workers stay between epochs
+        if shutdown is not None:
+            shutdown()
+
+
+def best_trial(tried: Sequence[LoaderTrial]) -> LoaderTrial | None:
     """The setting with the most samples a second; of those within GAIN of each other the first, which is simplest."""
     best: LoaderTrial | None = None
     for trial in tried:
@@ -379,12 +397,46 @@ def check_loading(context: RankContext, loader: LoaderSpec, samples: int) -> tup
     Returns:
         What is wrong, with the index of the sample, and what to do; None: nothing.
     """
-    from autoplan.strategies.workloads.loading.first_look import first_and_last
-    from autoplan.strategies.workloads.loading.source import open_source
-
     context.phase("loader")
     try:
         failure = first_and_last(open_source(loader), samples)
     except AutoplanError as error:
         return error.flag_message, error.flag_hint
     return None if failure is None else (failure.text, "Repair the dataset, or search without --loader.")
+
+
+def first_and_last(source: LoaderSource, samples: int) -> Failure | None:
+    """What is wrong with the first samples of a dataset, with a batch of them, or with its last sample.
+
+    Where the order is that of a sampler of the user's own, the last sample is that of its first step.
+
+    Args:
+        source: The dataset.
+        samples: Of a global batch, which the dataset, or the sampler, should have at least.
+
+    Raises:
+        WorkloadError: fewer samples than that, by the sampler; or nothing says how many there are.
+    """
+    indices: Sequence[Any]
+    if source.streams:
+        named = list(itertools.islice(NamedStream(source.dataset), samples))
+        found = samples if any(isinstance(sample, Failure) for _, sample in named) else len(named)
+    else:
+        if source.sampler is None:
+            indices = range(samples_of(source))
+            found = len(indices)
+        else:
+            step = max(samples // source.split_over, 1)  # a sampler that is split gives one rank's share
+            indices = list(itertools.islice(make_order(source, batch_size=step), step))
+            found = samples
+        dataset = NamedSamples(source.dataset)
+        places = (-1, 0, min(1, len(indices) - 1)) if found >= samples else ()
+        named = [dataset[indices[place]] for place in places]
+        if named and not isinstance(named[0][1], Failure):
+            named = named[1:]  # a last sample may well be shorter
+    if found < samples:
+        return Failure(
+            f"the dataset ends after {found} samples, and a step takes {samples}: no whole batch can be made"
+        )
+    batch = NamedCollate(source.collate_fn or default_collate)(named)
+    return batch if isinstance(batch, Failure) else None

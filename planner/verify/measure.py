@@ -20,7 +20,7 @@ from autoplan.planner.records import Recheck
 from autoplan.planner.search.options import SearchOptions, SearchResult
 from autoplan.planner.search.target import limits
 from autoplan.planner.search.trial_cost import was_warm
-from autoplan.planner.store.device_lock import DeviceLock, device_names
+from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.surroundings import find_differences
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
 from autoplan.planner.trust import own_workload

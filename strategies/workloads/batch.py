@@ -7,14 +7,15 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.containers import know_containers
 from autoplan.strategies.workloads.samples import SAMPLES, SampleBatch
 
 Batch = Any
@@ -104,3 +105,48 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
         return leaf.to(device, non_blocking=True)
 
     return pytree.tree_map(move, batch)
+
+
+# Containers.
+
+
+def know_containers(batch: Any) -> None:
+    """Registers the classes of the mappings and dataclasses in a batch with pytree, each once per process.
+
+    A mapping whose class cannot be made from a dict stays a leaf.
+    """
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, type):
+            continue
+        with contextlib.suppress(Exception):  # such a leaf is passed on as it is
+            if isinstance(leaf, Mapping):
+                if list(_make_mapping(*_parts_of_mapping(leaf))) != list(leaf):
+                    continue
+                pytree.register_pytree_node(type(leaf), _parts_of_mapping, _make_mapping)
+                know_containers(leaf)
+            elif dataclasses.is_dataclass(leaf):
+                pytree.register_pytree_node(type(leaf), _parts_of_dataclass, _make_dataclass)
+                know_containers(leaf)
+
+
+def _parts_of_mapping(value: Mapping[Any, Any]) -> tuple[list[Any], Any]:
+    return list(value.values()), (type(value), tuple(value))
+
+
+def _make_mapping(parts: Iterable[Any], context: Any) -> Any:
+    kind, keys = context
+    items = dict(zip(keys, parts, strict=True))
+    return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)  # type: ignore[operator]
+
+
+def _parts_of_dataclass(value: Any) -> tuple[list[Any], Any]:
+    names = tuple(field.name for field in dataclasses.fields(value))
+    return [getattr(value, name) for name in names], (type(value), names)
+
+
+def _make_dataclass(parts: Iterable[Any], context: Any) -> Any:
+    kind, names = context
+    made = object.__new__(kind)  # frozen or not, and whatever its __init__ takes
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made

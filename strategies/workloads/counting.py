@@ -64,12 +64,16 @@ def count_items(workload: Workload, counted: Counted, batch: Batch) -> int:
     if counted.by == "function":
         assert workload.tokens is not None, "only a workload with the function is counted by it"
         return int(workload.tokens(batch))
+    return _count(counted, batch, workload.sequence_length)
+
+
+def _count(counted: Counted, batch: Batch, sequence_length: int | None) -> int:
     if counted.by == "fields":
         return sum(_count_field(batch, name) for name in counted.fields if name in batch)
     if counted.by == "tensor":
         leaves = pytree.tree_leaves(batch)
         return _positions(leaves[counted.tensor]) if len(leaves) > counted.tensor else 0
-    return batch_size(batch) * (workload.sequence_length or 1 if counted.by == "length" else 1)
+    return batch_size(batch) * (sequence_length or 1 if counted.by == "length" else 1)
 
 
 def count_positions(workload: Workload, counted: Counted, batch: Batch) -> int:
@@ -91,19 +95,17 @@ def count_on_host(spec: WorkloadSpec, batch: Batch) -> tuple[float, float] | Non
     if counted is None or counted.by == "function":
         return None
     if counted.by in ("samples", "length"):
-        samples = float(batch_size(batch))
-        return samples * (spec.sequence_length or 1 if counted.by == "length" else 1), samples
-    leaves = pytree.tree_leaves(batch)
+        return float(_count(counted, batch, spec.sequence_length)), float(batch_size(batch))
     if counted.by == "tensor":
-        found = float(_positions(leaves[counted.tensor])) if len(leaves) > counted.tensor else 0.0
+        found = float(_count(counted, batch, None))
         return (found, found) if found else None
     if not isinstance(batch, Mapping):
         return None
     positions = float(sum(_positions(batch[name]) for name in counted.fields if name in batch))
     if not positions:
         return None
-    if all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor)):
-        return float(sum(_count_field(batch, name) for name in counted.fields if name in batch)), positions
+    if all(leaf.device.type == "cpu" for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)):
+        return float(_count(counted, batch, None)), positions
     sizes = spec.batch_sizes
     return positions * (sizes.items.mean / sizes.positions.mean if sizes is not None else 1.0), positions
 

@@ -82,7 +82,7 @@ def language_model_workload(
         count=functools.partial(count_labels, shifted=task == "causal"),
         head=CausalHead() if task == "causal" else None,
         load_weights=None if weights is None else functools.partial(_load_weights, weights, task),
-        fixed_micro_batch=_optional_int(options.get("fixed_micro_batch")),
+        fixed_micro_batch=None if options.get("fixed_micro_batch") is None else int(options["fixed_micro_batch"]),
         seed=seed,
     )
 
@@ -184,10 +184,6 @@ def _tokens(
     kinds = vocabulary if padding is None else vocabulary - 1
     tokens = (uniform.pow(3) * kinds).long().clamp_(max=kinds - 1)
     return tokens if padding is None else tokens + (tokens >= padding)
-
-
-def _optional_int(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 # The losses, also for a model that the user hands to plan.prepare().

@@ -81,22 +81,13 @@ def spec_from_objects(
                 f"a whole workload was given, and {', '.join(given)} too, which would be dropped",
                 hint="Put them into the workload: dataclasses.replace(workload, max_grad_norm=1.0).",
             )
-        workload = _with_changes(workload, global_batch=global_batch, sequence_length=sequence_length, name=name)
-    return _spec_of(workload, defaults_used=said)
-
-
-def _with_changes(workload: Any, **changes: Any) -> Workload:
-    """The workload with the changes that are given (not None)."""
-    if not isinstance(workload, Workload):
-        raise WorkloadError(
-            f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
-            hint="Or give the parts: model=, make_batch=, loss=, optimizer=.",
-        )
-    return dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
-
-
-def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadSpec:
-    """The spec that carries a workload."""
+        if not isinstance(workload, Workload):
+            raise WorkloadError(
+                f"the workload is {type(workload).__name__}; it is an autoplan.Workload, or a text like 'gpt2'",
+                hint="Or give the parts: model=, make_batch=, loss=, optimizer=.",
+            )
+        changes: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
+        workload = dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
     digests, unhashed = digests_of(workload)
     identity = hash_identity(digests)
     return WorkloadSpec(
@@ -118,7 +109,7 @@ def _spec_of(workload: Workload, *, defaults_used: tuple[str, ...]) -> WorkloadS
         unhashed=unhashed,
         notes=workload.notes,
         taken_from=workload.taken_from,
-        defaults_used=defaults_used,
+        defaults_used=said,
     )
 
 
@@ -186,8 +177,12 @@ def workload_from_objects(
     Raises:
         WorkloadError: a part is missing, or of the wrong kind.
     """
-    _check_parts(model=model, make_batch=make_batch, optimizer=optimizer)
-    assert model is not None and make_batch is not None and optimizer is not None
+    if not (model and make_batch and optimizer):
+        parts = {"model": model, "make_batch": make_batch, "optimizer": optimizer}
+        raise WorkloadError(
+            f"the workload lacks {', '.join(part for part, value in parts.items() if not value)}",
+            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
+        )
     instance = model if isinstance(model, nn.Module) else None
     causal = loss is None
     if instance is not None and causal and not hasattr(instance, "get_output_embeddings"):
@@ -211,15 +206,6 @@ def workload_from_objects(
         fixed_micro_batch=fixed_micro_batch,
         seed=seed,
     )
-
-
-def _check_parts(**parts: object) -> None:
-    missing = [part for part, value in parts.items() if not value]
-    if missing:
-        raise WorkloadError(
-            f"the workload lacks {', '.join(missing)}",
-            hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
-        )
 
 
 def _optimizer_maker(

@@ -2,16 +2,20 @@
 
 In: samples and a collator. Out: a dict of tensors. Slicing one takes samples, not rows: a micro-batch is padded to its
 own longest sample, pairs stay together (a preference collator makes two rows of a sample), and packed samples are
-packed anew. Once moved to a device it is a plain dict.
+packed anew. Once moved to a device it is a plain dict. `batches_from_dataset` makes batches of a user's own dataset.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from autoplan.errors import WorkloadError
 
 SAMPLES = "num_samples_of_batch"
 """The field with the number of samples, in batches whose rows are not the samples."""
@@ -111,6 +115,58 @@ def sample_size(sample: Any) -> int:
         size = leaf.numel() if isinstance(leaf, torch.Tensor) else getattr(leaf, "size", None)
         total += size if isinstance(size, int) else len(leaf) if isinstance(leaf, str | bytes) else 1
     return total
+
+
+class SizedDataset(Protocol):
+    """The methods that a dataset needs."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def batches_from_dataset(
+    dataset: SizedDataset,
+    collate: Callable[[list[Any]], Any] | None = None,
+    *,
+    longest_of: int = 4096,
+) -> Callable[[int, int], Any]:
+    """A make_batch function over a dataset, whose batch 0 is the worst that training meets.
+
+    Batch 0 has the largest samples among those looked at, so a configuration that fits there fits in training too. The
+    other batches go on in the dataset's order, so their sizes are those of training without bucketing.
+
+    Args:
+        dataset: Has `len()` and `[]`.
+        collate: Makes a batch of a list of samples; None: torch's default_collate.
+        longest_of: How many samples are compared to find the largest; they are spread evenly over the dataset.
+
+    Returns:
+        `make_batch(num_samples, index)`.
+
+    Raises:
+        WorkloadError: the dataset is empty.
+    """
+    if len(dataset) == 0:
+        raise WorkloadError("the dataset is empty", hint="Give a dataset with at least one sample.")
+    order = order_by_size(dataset, longest_of)
+    return functools.partial(_make_batch, dataset, collate or default_collate, order)
+
+
+def order_by_size(dataset: SizedDataset, longest_of: int) -> list[int]:
+    """Indices of the samples looked at, largest first; samples of equal size stay in the dataset's order."""
+    stride = max(1, -(-len(dataset) // longest_of))
+    looked_at = range(0, len(dataset), stride)
+    return sorted(looked_at, key=lambda index: -sample_size(dataset[index]))
+
+
+def _make_batch(
+    dataset: SizedDataset, collate: Callable[[list[Any]], Any], order: list[int], num_samples: int, index: int
+) -> Any:
+    in_turn = order if index == 0 else sorted(order)
+    start = index * num_samples
+    samples = [dataset[in_turn[(start + offset) % len(in_turn)]] for offset in range(num_samples)]
+    return collate(samples)
 
 
 def _parts_of(batch: dict[str, Any]) -> tuple[list[Any], Any]:

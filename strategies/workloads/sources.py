@@ -181,7 +181,7 @@ def load_workload(spec: WorkloadSpec) -> Workload:
     if spec.kind in ("object", "function"):
         from autoplan.strategies.workloads.user_errors import with_checked_batches
 
-        return with_checked_batches(_load_object(spec) if spec.kind == "object" else _load_function(spec))
+        return with_checked_batches(_of_users(spec))
     from autoplan.strategies.workloads.language_model import language_model_workload
 
     weights = None
@@ -299,13 +299,25 @@ def _function_spec(
     )
 
 
-def _load_function(spec: WorkloadSpec) -> Workload:
-    with command_line(spec.reference, spec.arguments):
-        return _call_function(spec)
+def _of_users(spec: WorkloadSpec) -> Workload:
+    """The workload of objects or of a function, as the spec asks for it."""
+    import dataclasses
+
+    from autoplan.strategies.workloads.objects import unpack
+
+    if spec.kind == "object":
+        workload = unpack(spec)
+    else:
+        with command_line(spec.reference, spec.arguments):
+            workload = _call_function(spec)
+    changes: dict[str, Any] = {} if "global_batch" in spec.open_fields else {"global_batch": spec.global_batch}
+    fixed = spec.options.get("fixed_micro_batch")
+    if fixed is not None:
+        changes["fixed_micro_batch"] = int(fixed)
+    return dataclasses.replace(workload, **changes)
 
 
 def _call_function(spec: WorkloadSpec) -> Workload:
-    import dataclasses
     import inspect
 
     from autoplan.strategies.workloads.workload import Workload
@@ -325,7 +337,9 @@ def _call_function(spec: WorkloadSpec) -> Workload:
         )
     try:
         workload = function(**{key: value for key, value in given.items() if key in taken})
-        workload = _taken_over(workload) or workload
+        # A training as it stands (a Trainer). The package of the readers stands above this one: it is loaded by name.
+        readers: Any = importlib.import_module("autoplan.strategies.workloads.trainers")
+        workload = readers.read_in_rank(workload) or workload
     except WorkloadError:
         raise
     except Exception as error:
@@ -343,32 +357,4 @@ def _call_function(spec: WorkloadSpec) -> Workload:
             f"{spec.reference} makes sequences of {workload.sequence_length}, and {spec.sequence_length} was asked for",
             hint="Leave out --seq-len, or give the function a parameter sequence_length.",
         )
-    changes: dict[str, Any] = {}
-    if "global_batch" not in spec.open_fields:
-        changes["global_batch"] = spec.global_batch
-    fixed = spec.options.get("fixed_micro_batch")
-    if fixed is not None:
-        changes["fixed_micro_batch"] = int(fixed)
-    return dataclasses.replace(workload, **changes)
-
-
-def _taken_over(returned: Any) -> Workload | None:
-    """The workload of a training as it stands that a function returned (a Trainer); None: it is none.
-
-    The package of the readers stands above this one and is loaded by its name, as READERS in it names each of them.
-    """
-    readers: Any = importlib.import_module("autoplan.strategies.workloads.trainers")
-    taken: Workload | None = readers.read_in_rank(returned)
-    return taken
-
-
-def _load_object(spec: WorkloadSpec) -> Workload:
-    import dataclasses
-
-    from autoplan.strategies.workloads.objects import unpack
-
-    changes: dict[str, Any] = {"global_batch": spec.global_batch}
-    fixed = spec.options.get("fixed_micro_batch")
-    if fixed is not None:
-        changes["fixed_micro_batch"] = int(fixed)
-    return dataclasses.replace(unpack(spec), **changes)
+    return workload

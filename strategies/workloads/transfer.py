@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
-from autoplan.strategies.workloads.containers import know_containers
+from autoplan.strategies.workloads.batch import Batch, know_containers, move_batch, split_batch
 
 MOVED_AT_ONCE_BYTES = 64 << 20
 """A larger batch is not held on the device as a whole: tokens are never that large, images are."""

@@ -10,7 +10,7 @@ from autoplan.errors import ConfigError, WorkloadError
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.state import place_steps
-from autoplan.strategies.workloads.datasets import batches_from_dataset
+from autoplan.strategies.workloads.samples import batches_from_dataset
 from autoplan.strategies.workloads.workload import LossSum
 from tests.strategies.tiny import GPT2, classifier, language, sgd
 

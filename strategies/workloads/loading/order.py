@@ -1,20 +1,24 @@
 """The order in which a training takes the samples of a dataset: shuffled by a seed, split over ranks, resumable.
 
-`SampleOrder` is a plain order, `OwnOrder` that of a sampler of the user's own, `StreamFrom` that of a stream.
+Below it: what a DataLoader has of an order. torchdata's StatefulDataLoader does not take the place of `SampleOrder`:
+its state is of as many workers as saved it (0, 1 or 4 in place of 2 raise AssertionError in torchdata 0.11), and of as
+many ranks. What is needed here is one order that is split over any number of ranks and known from the number of steps.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.loading.samplers import generators_of
 from autoplan.strategies.workloads.randomness import RandomNumbers
+
+AT_ONCE = 1 << 16
+"""Numbers of samples that are made Python's at a time."""
 
 
 class SampleOrder(Sampler[int]):
@@ -23,11 +27,13 @@ class SampleOrder(Sampler[int]):
     A pass that is left before its end (a `break`) is over too: the next one is of the next epoch.
 
     Position k of the global order belongs to rank k % ranks. So an optimizer step has the same samples on any number of
-    ranks.
+    ranks. What a sampler of the user's own draws comes from the seed and the epoch, so that all ranks, which are seeded
+    apart, share one order; the process's own random numbers stay as they are.
 
     Args:
-        samples: Of the dataset.
-        shuffle: Each epoch in an order of its own, drawn from the seed and the epoch; else as the dataset has them.
+        samples: Of the dataset; or a sampler of the user's own, which gives their numbers.
+        shuffle: Each epoch in an order of its own, drawn from the seed and the epoch; else as the dataset has them. A
+            sampler has an order of its own.
         seed: Any whole number.
         rank, ranks: Which share of the samples, of how many.
         start: Samples, of all ranks together, that the training has seen: steps x global batch. The order goes on from
@@ -36,12 +42,13 @@ class SampleOrder(Sampler[int]):
             is dropped.
 
     Raises:
-        WorkloadError: fewer samples than one global batch, or a rank that there is not.
+        WorkloadError: fewer samples than one global batch (of a sampler, when it is gone over), or a rank that there
+            is not.
     """
 
     def __init__(
         self,
-        samples: int,
+        samples: Any,
         *,
         shuffle: bool = True,
         seed: int = 0,
@@ -50,39 +57,47 @@ class SampleOrder(Sampler[int]):
         start: int = 0,
         multiple_of: int = 1,
     ) -> None:
-        _check_place(rank, ranks, start)
-        whole = max(multiple_of, 1) if multiple_of % ranks == 0 else multiple_of * ranks
-        self.per_epoch = samples - samples % whole
-        if self.per_epoch < whole:
-            raise WorkloadError(
-                f"the dataset has {samples} samples, and a step takes {whole}: no whole batch can be made",
-                hint="Give a larger dataset, or a smaller global batch.",
-            )
-        self.samples, self.shuffle, self.seed = samples, shuffle, seed
-        self.rank, self.ranks, self.start = rank, ranks, start
-        self._begun: int | None = None  # where the last pass began
+        check_place(rank, ranks, start)
+        self.samples, self.shuffle, self.rank, self.ranks = samples, shuffle, rank, ranks
+        self.whole = max(multiple_of, 1) if multiple_of % ranks == 0 else multiple_of * ranks
+        if isinstance(samples, int) and samples < self.whole:
+            raise _too_few(f"the dataset has {samples}", self.whole, "a larger dataset")
+        self._place = (0, 0)  # the epoch of the next pass, and how many of its samples were seen
+        self._begun: tuple[int, int] | None = None  # where the last pass began
+        self.load_state_dict({"seed": seed, "start": start})
 
     @property
     def epoch(self) -> int:
         """The epoch that the next pass is of, from 0."""
-        return self.start // self.per_epoch
+        return self._place[0]
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples of a whole epoch, of all ranks together.
+
+        Raises:
+            TypeError, NotImplementedError: the sampler does not say how many it gives.
+        """
+        samples = self.samples if isinstance(self.samples, int) else len(self.samples)
+        return samples - samples % self.whole
 
     def __len__(self) -> int:
         """Samples of this rank in the rest of the epoch."""
-        return (self.per_epoch - self.start % self.per_epoch) // self.ranks
+        return (self.per_epoch - self._place[1]) // self.ranks
 
     def __iter__(self) -> Iterator[int]:
-        if self._begun == self.start:  # that pass was left before its end
-            self.start = (self.epoch + 1) * self.per_epoch
-        self._begun = self.start
-        epoch, offset = divmod(self.start, self.per_epoch)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(_epoch_seed(self.seed, epoch))
-            order = torch.randperm(self.samples, generator=generator)[offset + self.rank : self.per_epoch : self.ranks]
-            yield from order.tolist()
-        else:
-            yield from range(offset + self.rank, self.per_epoch, self.ranks)
-        self.start = (epoch + 1) * self.per_epoch
+        if self._begun == self._place:  # that pass was left before its end
+            self._place = self.epoch + 1, 0
+        order = self._rest_of_plain() if isinstance(self.samples, int) else self._rest_of_sampler()
+        self._begun = self._place
+        while len(step := list(itertools.islice(order, self.whole))) == self.whole:
+            yield from step[self.rank :: self.ranks]
+        self._place = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler of the user's own, where it has such a method."""
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Where the order is: the seed, and the samples of whole epochs before this one or before `start`.
@@ -90,93 +105,48 @@ class SampleOrder(Sampler[int]):
         A loader's workers are ahead of the training, so the position within an epoch is the training's own to know: set
         `start` to steps x global batch.
         """
-        return {"seed": self.seed, "start": self.start}
+        epoch, offset = self._place
+        return {"seed": self.seed, "start": offset + (epoch and epoch * self.per_epoch)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on from a state: its `start` may have been set to steps x global batch."""
-        self.seed, self.start, self._begun = int(state["seed"]), int(state["start"]), None
+        self.seed, start = int(state["seed"]), int(state["start"])
+        try:
+            per_epoch = self.per_epoch if start else 0
+        except (TypeError, NotImplementedError):  # epochs are gone over one by one
+            per_epoch = 0
+        self._place = divmod(start, per_epoch) if per_epoch else (0, start)
+        self._begun = None
 
+    def _rest_of_plain(self) -> Iterator[int]:
+        epoch, offset = self._place
+        if not self.shuffle:
+            return iter(range(offset, self.per_epoch))
+        generator = torch.Generator().manual_seed(_epoch_seed(self.seed, epoch))
+        order = torch.randperm(self.samples, generator=generator)[offset : self.per_epoch]
+        return itertools.chain.from_iterable(part.tolist() for part in order.split(AT_ONCE))
 
-class OwnOrder(Sampler[int]):
-    """The samples of one rank in the order of a sampler of the user's own, an epoch each time it is gone over.
-
-    A pass that is left before its end is over too.
-
-    Position k of the order belongs to rank k % ranks. What the sampler draws comes from the seed and the epoch, so that
-    all ranks, which are seeded apart, share one order. The process's own random numbers stay as they are.
-
-    Args:
-        sampler: Gives the numbers of samples.
-        seed: Any whole number.
-        rank, ranks: Which share of the samples, of how many.
-        start: See SampleOrder.
-        multiple_of: Samples of a step, over all ranks. The rest of an epoch is dropped.
-
-    Attributes:
-        epoch: The epoch that the next pass is of, from 0.
-
-    Raises:
-        WorkloadError: there is no such rank, or, when it is gone over, the sampler gives less than one step takes.
-    """
-
-    def __init__(
-        self, sampler: Any, *, seed: int = 0, rank: int = 0, ranks: int = 1, start: int = 0, multiple_of: int = 1
-    ) -> None:
-        _check_place(rank, ranks, start)
-        self.sampler, self.seed, self.rank, self.ranks = sampler, seed, rank, ranks
-        self.whole = max(multiple_of, 1) if multiple_of % ranks == 0 else multiple_of * ranks
-        self.epoch, self._offset = 0, start
-        self._begun: tuple[int, int] | None = None  # where the last pass began
-        if start:
-            try:
-                per_epoch = len(self)
-            except (TypeError, NotImplementedError):  # it has no length: epochs are gone over one by one
-                per_epoch = 0
-            if per_epoch:
-                self.epoch, self._offset = divmod(start, per_epoch * ranks)
-
-    def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
-        samples = len(self.sampler)
-        return int(samples - samples % self.whole) // self.ranks
-
-    def __iter__(self) -> Iterator[int]:
-        if self._begun == (self.epoch, self._offset):  # that pass was left before its end
-            self.epoch, self._offset = self.epoch + 1, 0
-        order = self._after_start()
-        self._begun = self.epoch, self._offset
-        while len(step := list(itertools.islice(order, self.whole))) == self.whole:
-            yield from step[self.rank :: self.ranks]
-        self.epoch, self._offset = self.epoch + 1, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler, where it has such a method."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-    def _after_start(self) -> Iterator[int]:
-        """The rest of the epoch to which the start leads; it has a step at least."""
+    def _rest_of_sampler(self) -> Iterator[int]:
+        """The rest of the epoch to which the place leads; it has a step at least."""
         while True:
+            epoch, offset = self._place
             order = self._drawn()
-            passed = sum(1 for _ in itertools.islice(order, self._offset))
+            passed = sum(1 for _ in itertools.islice(order, offset))
             step = list(itertools.islice(order, self.whole))
             if len(step) == self.whole:
                 return itertools.chain(step, order)
             samples = passed + len(step)
             if samples < self.whole:
-                raise WorkloadError(
-                    f"the sampler {type(self.sampler).__name__} gives {samples} samples, and a step takes "
-                    f"{self.whole}: no whole batch can be made",
-                    hint="Give a sampler of more samples, or a smaller global batch.",
-                )
-            over = passed == self._offset
-            self.epoch, self._offset = self.epoch + 1, 0 if over else self._offset - (samples - samples % self.whole)
+                gives = f"the sampler {type(self.samples).__name__} gives {samples}"
+                raise _too_few(gives, self.whole, "a sampler of more samples")
+            over = passed == offset
+            self._place = epoch + 1, 0 if over else offset - (samples - samples % self.whole)
 
     def _drawn(self) -> Iterator[int]:
         """The whole order of an epoch. A step at a time, so that a sampler without an end can be used."""
-        numbers = RandomNumbers(_epoch_seed(self.seed, self.epoch), generators_of(self.sampler))
+        numbers = RandomNumbers(_epoch_seed(self.seed, self.epoch), generators_of(self.samples))
         with numbers:
-            order = iter(self.sampler)
+            order = iter(self.samples)
         while True:
             with numbers:
                 drawn = list(itertools.islice(order, self.whole))
@@ -185,56 +155,15 @@ class OwnOrder(Sampler[int]):
             yield from drawn
 
 
-class StreamFrom(IterableDataset[Any]):
-    """A stream without the batches that a training has seen. The next pass has all of it.
-
-    Batches come from the workers in turn, and a worker leaves out those that it gave itself. So each sample is seen
-    once with the same number of workers and, after a first pass, where they have equally many batches. The turns begin
-    with the first worker again.
-
-    Args:
-        stream: The dataset, the same for reading and setting attributes (a worker_init_fn does that).
-        start: Samples, of all ranks together, that the training has seen.
-        batch_size: Samples of a batch of a rank.
-        ranks: How many there are.
-    """
-
-    def __init__(self, stream: Any, *, start: int, batch_size: int, ranks: int = 1) -> None:
-        _check_place(0, ranks, start)
-        vars(self).update(_stream=stream, _batches=start // (batch_size * ranks), _batch_size=batch_size)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        size = self._batch_size
-        left = (self._batches + workers - 1 - worker) // workers * size
-        vars(self)["_batches"] = 0
-        samples, first = iter(self._stream), []
-        while left:
-            passed = sum(1 for _ in itertools.islice(samples, left))
-            left -= passed - passed % size  # the last, smaller batch of a pass is dropped
-            first = list(itertools.islice(samples, size))
-            if len(first) == size:
-                break
-            samples, first = iter(self._stream), []
-            if passed < size:
-                break
-        yield from first
-        yield from samples
-
-    def __len__(self) -> int:
-        return len(self._stream)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_stream" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._stream, name, value)
+def _too_few(who: str, whole: int, more: str) -> WorkloadError:
+    return WorkloadError(
+        f"{who} samples, and a step takes {whole}: no whole batch can be made",
+        hint=f"Give {more}, or a smaller global batch.",
+    )
 
 
-def _check_place(rank: int, ranks: int, start: int) -> None:
+def check_place(rank: int, ranks: int, start: int) -> None:
+    """Raises WorkloadError for a rank that there is not, or a start below zero."""
     if not 0 <= rank < ranks:
         raise WorkloadError(f"rank {rank} of {ranks} ranks: there is no such rank", hint="Ranks count from 0.")
     if start < 0:
@@ -243,3 +172,71 @@ def _check_place(rank: int, ranks: int, start: int) -> None:
 
 def _epoch_seed(seed: int, epoch: int) -> int:
     return (seed * 1_000_003 + epoch) % 2**63
+
+
+# What a DataLoader has of an order.
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """What gives the samples one by one; not `loader.sampler` where the loader was made with a batch sampler."""
+    own = cast(Any, loader.batch_sampler)
+    own = own.batch_sampler if is_shard(own) else own
+    return own.sampler if type(own) is BatchSampler else _Flat(own)
+
+
+class _Flat(Sampler[int]):
+    """The samples of a batch sampler of the user's own, one by one."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self.batches:
+            yield from batch
+
+    def __len__(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+
+def is_shard(batch_sampler: Any) -> bool:
+    """Whether accelerate split the batches over processes."""
+    return type(batch_sampler).__name__ == "BatchSamplerShard" and hasattr(batch_sampler, "batch_sampler")
+
+
+def split_over(loader: DataLoader[Any]) -> tuple[str, int] | None:
+    """What splits the samples of a loader over processes already, and over how many; None: nothing."""
+    for holder, name in ((sampler_of(loader), "num_replicas"), (loader.batch_sampler, "num_processes")):
+        processes = getattr(holder, name, 1)
+        if isinstance(processes, int) and processes > 1:
+            return type(holder).__name__, processes
+    return None
+
+
+def is_plain_order(sampler: Any, dataset: Any) -> bool:
+    """Whether a sampler is torch's own that gives each sample of the dataset once, shuffled or not."""
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        return False
+    if sampler.data_source is not dataset and not hasattr(dataset, "__len__"):
+        return False  # the sampler alone knows the indices
+    try:
+        lengths = {len(dataset), len(sampler.data_source), len(sampler)}
+    except TypeError:  # no length: what needs it says so
+        return True
+    return len(lengths) == 1 and not getattr(sampler, "replacement", False)
+
+
+def generators_of(sampler: Any) -> list[torch.Generator]:
+    """The generators of torch that a sampler, or a sampler in it, has."""
+    found: dict[int, torch.Generator] = {}
+    looked_at, left = set(), [sampler]
+    while left:
+        holder = left.pop()
+        if id(holder) in looked_at:
+            continue
+        looked_at.add(id(holder))
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif isinstance(value, Sampler) or name in ("sampler", "batches"):
+                left.append(value)
+    return list(found.values())

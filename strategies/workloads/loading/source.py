@@ -25,7 +25,7 @@ from autoplan.strategies.workloads.loading.settings import LoaderSetting, Loader
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from autoplan.strategies.workloads.loading.order import OwnOrder, SampleOrder
+    from autoplan.strategies.workloads.loading.order import SampleOrder
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 
@@ -60,6 +60,11 @@ class LoaderSource:
         from torch.utils.data import IterableDataset
 
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+    @property
+    def split_over(self) -> int:
+        """The processes that the sampler splits the samples over by itself; 1: it does not."""
+        return int(getattr(self.sampler, "num_replicas", 1) or 1)
 
 
 # For another process.
@@ -111,9 +116,13 @@ def spec_of_object(value: Any) -> LoaderSpec:
     Raises:
         WorkloadError: it is none of them, or cannot be pickled.
     """
+    import functools
+    import inspect
+
     from autoplan.strategies.workloads.objects import pack_objects
 
-    if _is_function(value):
+    is_function = inspect.isroutine(value) or isinstance(value, functools.partial)
+    if is_function:
         packed, name = value, str(getattr(value, "__qualname__", type(value).__name__))
     else:
         packed = source_of(value)
@@ -123,7 +132,7 @@ def spec_of_object(value: Any) -> LoaderSpec:
         "__getitem__ of a worker."
     )
     describer = Describer(local_sources, stamps=True)
-    described = describer.describe(packed if _is_function(packed) else vars(packed))
+    described = describer.describe(packed if is_function else vars(packed))
     identity = digest([name, described])
     payload = pack_objects(packed, f"loader-{identity}", what=f"the dataset {name} and its collate_fn", hint=hint)
     return LoaderSpec(kind="object", reference=name, payload=payload, identity=identity)
@@ -137,7 +146,7 @@ def source_of(value: Any) -> LoaderSource:
     """
     from torch.utils.data import DataLoader, RandomSampler
 
-    from autoplan.strategies.workloads.loading.samplers import is_plain_order, sampler_of
+    from autoplan.strategies.workloads.loading.order import is_plain_order, sampler_of
 
     value = getattr(value, "base_dataloader", value)  # what accelerator.prepare makes of a DataLoader
     if not isinstance(value, DataLoader):
@@ -164,13 +173,6 @@ def source_of(value: Any) -> LoaderSource:
     if is_plain_order(sampler, value.dataset):
         return LoaderSource(**common, shuffled=type(sampler) is RandomSampler)
     return LoaderSource(**common, sampler=sampler)
-
-
-def _is_function(value: Any) -> bool:
-    import functools
-    import inspect
-
-    return inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
 # In a rank.
@@ -236,7 +238,7 @@ def make_loader(
         rank, ranks: Which share of the samples; a stream splits itself.
         seed: Of the order, also of what the user's own sampler draws.
         start: Samples of all ranks that were seen before. A stream is gone over up to there.
-        named: Failures come as a batch that says the index (`named.py`).
+        named: Failures come as a batch that says the index (`wrapped.py`).
         timeout_s: A batch that takes a worker longer is an error; 0: never.
 
     Raises:
@@ -244,19 +246,16 @@ def make_loader(
     """
     from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-    from autoplan.strategies.workloads.loading.named import NamedCollate, NamedSamples, NamedStream, Stream
-    from autoplan.strategies.workloads.loading.order import StreamFrom
+    from autoplan.strategies.workloads.loading.wrapped import NamedCollate, NamedSamples, NamedStream, Stream
 
     dataset, collate, order = source.dataset, source.collate_fn or default_collate, None
     if not source.streams:
         order = make_order(source, batch_size=batch_size, rank=rank, ranks=ranks, seed=seed, start=start)
-    elif start:
-        dataset = StreamFrom(dataset, start=start, batch_size=batch_size, ranks=ranks)
+    elif start or not isinstance(dataset, IterableDataset):  # torch takes any other iterable for a map-style dataset
+        dataset = Stream(dataset, start=start, batch_size=batch_size, ranks=ranks)
     if named:
         dataset = NamedStream(dataset) if source.streams else NamedSamples(dataset)
         collate = NamedCollate(collate)
-    elif source.streams and not isinstance(dataset, IterableDataset):
-        dataset = Stream(dataset)
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -272,28 +271,25 @@ def make_loader(
 
 def make_order(
     source: LoaderSource, *, batch_size: int, rank: int = 0, ranks: int = 1, seed: int = 0, start: int = 0
-) -> SampleOrder | OwnOrder:
+) -> SampleOrder:
     """The samples of one rank, as `make_loader` takes them from a dataset that does not stream.
 
     Raises:
         WorkloadError: the dataset has fewer samples than one step takes, or does not say how many it has.
     """
-    from autoplan.strategies.workloads.loading.order import OwnOrder, SampleOrder
+    from autoplan.strategies.workloads.loading.order import SampleOrder
 
-    step = batch_size * ranks
-    if source.sampler is None:
-        return SampleOrder(
-            samples_of(source),
-            shuffle=source.shuffled,
-            seed=seed,
-            rank=rank,
-            ranks=ranks,
-            start=start,
-            multiple_of=step,
-        )
-    if int(getattr(source.sampler, "num_replicas", 1) or 1) > 1:  # it is split over the ranks by itself
-        return OwnOrder(source.sampler, seed=seed, start=start // ranks, multiple_of=batch_size)
-    return OwnOrder(source.sampler, seed=seed, rank=rank, ranks=ranks, start=start, multiple_of=step)
+    if source.split_over > 1:  # by itself
+        return SampleOrder(source.sampler, seed=seed, start=start // ranks, multiple_of=batch_size)
+    return SampleOrder(
+        samples_of(source) if source.sampler is None else source.sampler,
+        shuffle=source.shuffled,
+        seed=seed,
+        rank=rank,
+        ranks=ranks,
+        start=start,
+        multiple_of=batch_size * ranks,
+    )
 
 
 def samples_of(source: LoaderSource) -> int:

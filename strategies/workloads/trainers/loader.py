@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import batch_size
-from autoplan.strategies.workloads.loading.samplers import is_shard, sampler_of, split_over
+from autoplan.strategies.workloads.loading.order import is_shard, sampler_of, split_over
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.samples import MicroCollate

@@ -20,8 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
-from autoplan.strategies.workloads.containers import know_containers
+from autoplan.strategies.workloads.batch import Batch, batch_size, know_containers, move_batch, slice_batch
 from autoplan.strategies.workloads.padding import padding_share
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.user_errors import user_error

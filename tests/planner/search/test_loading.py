@@ -17,12 +17,10 @@ from autoplan.planner.loading import LoaderTrial
 from autoplan.planner.plan import Plan
 from autoplan.planner.search import inspection
 from autoplan.planner.search.inspection import check_loader
-from autoplan.planner.trials.loader_batches import LoaderBatches
 from autoplan.planner.trials.loading import LoaderMeasurement, LoadingAnswer, LoadingRequest, best_trial
 from autoplan.processes import Ended, ProcessReport, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.loading.settings import LoaderSetting
-from autoplan.strategies.workloads.loading.source import make_loader, source_of, spec_of_object
+from autoplan.strategies.workloads.loading.source import spec_of_object
 from autoplan.strategies.workloads.objects import spec_from_objects
 
 WIDTH = 16
@@ -59,12 +57,6 @@ class Changing(Rows):
     def __getitem__(self, index: int) -> Any:
         row, label = super().__getitem__(index)
         return {"x": row.repeat(1 + (index >= 32)), "y": label}
-
-
-class ChangingInWorkers(Rows):
-    def __getitem__(self, index: int) -> Any:
-        row, label = super().__getitem__(index)
-        return {"x": row.repeat(1 + (index >= 32 and get_worker_info() is not None)), "y": label}
 
 
 class OneAtATime(Rows):
@@ -196,31 +188,8 @@ def test_batches_of_changing_shape_are_named(zygote: Zygote):
     assert "the step ran on those of make_batch" in first
     assert answer.batches == "make_batch"
     assert [note for note in answer.notes if "change shape" in note] == [
-        "the loader's batches change shape: batch 2 (samples 32, 33, 34, 35, 36, 37, 38, 39, ...) has x (16, 32), "
-        "y (16,), batch 0 x (16, 16), y (16,); steps take as long as their batches are large"
-    ]
-
-
-def test_an_odd_batch_has_its_number_in_its_own_setting(zygote: Zygote):
-    answer, report = measured(zygote, DataLoader(ChangingInWorkers(64), batch_size=4, shuffle=False))
-    assert report.ended is Ended.FINISHED, report.describe()
-    assert answer.tried[0].steps > 4, "without workers there were several epochs before"
-    (said,) = [note for note in answer.notes if "change shape" in note]
-    assert "change shape: batch 2 (samples 32, 33" in said
-
-
-def test_batches_are_counted_in_their_epoch():
-    found: list[tuple[str, list[int]]] = []
-    source = source_of(DataLoader(Rows(9), batch_size=4, shuffle=False))
-    loader = make_loader(source, LoaderSetting(workers=0), batch_size=4, named=True)
-    batches = LoaderBatches(loader, on_batch=lambda b, place: found.append((place.describe(), [*b.indices])), samples=4)
-    for _ in range(4):
-        batches.next()
-    assert found == [
-        ("batch 0", [0, 1, 2, 3]),
-        ("batch 1", [4, 5, 6, 7]),
-        ("batch 0 of epoch 1", [0, 1, 2, 3]),
-        ("batch 1 of epoch 1", [4, 5, 6, 7]),
+        "the loader's batches change shape: one has x (16, 32), y (16,), the first one x (16, 16), y (16,); "
+        "steps take as long as their batches are large"
     ]
 
 
@@ -239,22 +208,20 @@ def test_further_ahead_is_measured_also_where_more_workers_gain_nothing(zygote: 
 
 @pytest.mark.parametrize("best", [0, 2])
 def test_on_cuda_copies_out_of_memory_that_is_not_pinned_are_tried_too(best: int):
-    def trial(workers: int, prefetch: int | None, rate: float) -> LoaderTrial:
-        setting = LoaderSetting(workers=workers, prefetch_factor=prefetch, pin_memory=True)
-        return LoaderTrial(setting=setting, samples_per_s=rate)
-
     run: Any = SimpleNamespace(device=torch.device("cuda"))
+    ranks: Any = SimpleNamespace(world_size=1)
     nothing: Any = None
-    measurement = LoaderMeasurement(context=nothing, request=nothing, run=run, ranks=nothing, source=nothing)
-    measurement.tried = [trial(0, None, 50.0), *([trial(best, 2, 90.0)] if best else [])]
-    found = []
-    for setting in measurement._further_settings():
-        found.append(setting)
-        measurement.tried.append(trial(best, 4, 100.0))
-    ahead, unpinned = found if best else (None, found[0])
-    assert ahead is None or (ahead.workers, ahead.prefetch_factor, ahead.pin_memory) == (2, 4, True)
-    assert (unpinned.workers, unpinned.pin_memory) == (best, False)
-    assert unpinned.prefetch_factor == (4 if best else None), "what was best by then, without pinned memory"
+    request: Any = SimpleNamespace(cores=2)
+    measurement = LoaderMeasurement(request=request, run=run, ranks=ranks, source=nothing)
+    for setting in measurement.settings():
+        rate = 90.0 if setting.workers == best else 50.0
+        if setting.prefetch_factor == 4:
+            rate = 100.0
+        measurement.tried.append(LoaderTrial(setting=setting, samples_per_s=rate))
+    *_, before, last = [trial.setting for trial in measurement.tried]
+    assert (last.workers, last.pin_memory) == (best, False)
+    assert last.prefetch_factor == (4 if best else None), "what was best by then, without pinned memory"
+    assert (before.workers, before.prefetch_factor) == ((2, 4) if best else (2, 2))
 
 
 @pytest.mark.cuda

@@ -9,14 +9,15 @@ import numpy as np
 import optuna
 import pytest
 
-from autoplan.errors import UsageError
+from autoplan.errors import StoreError, UsageError
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, RedrawingSampler, make_sampler
 from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, choices_of, make_distributions
+from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, choices_of, load_study, make_distributions
+from autoplan.planner.store.store import Store
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
 LIMIT = float(8 << 30)
@@ -88,7 +89,7 @@ class Search:
         estimator: Any = Estimates()
         self.model = CandidateModel(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT)
         self.sampler: CandidateSampler = make_sampler(kind, self.model, SPACES, seed=0)
-        self.study = SearchStudy(None, SPACES, (), self.sampler)
+        self.study = SearchStudy(SPACES, sampler=self.sampler)
 
     def run_one(self, number: int) -> TrainingConfig | None:
         """One trial; None where the sampler has no further one."""
@@ -335,52 +336,28 @@ def test_a_trial_that_the_budget_ended_says_nothing_and_may_run_again():
 # The study.
 
 
-def test_the_study_has_one_distribution_per_knob_and_closes_what_was_left_running(tmp_path: Path):
-    study = SearchStudy(tmp_path / "s.sqlite3", SPACES, ())
-    asked = study.ask(0, CANDIDATES[0])
-    trial = make_trial(0, CANDIDATES[0])
-    study.tell(asked, trial)
-    over = study.ask(1, CANDIDATES[7])
-    study.tell(over, make_trial(1, CANDIDATES[7], Outcome.OUT_OF_MEMORY))
-    study.ask(2, CANDIDATES[1])
-    with_dead_owner = study.study.trials[2]
-    study.study._storage.set_trial_user_attr(
-        with_dead_owner._trial_id, "owner", {"boot_id": "gone", "pid": 1, "start_time": 0}
-    )
-    again = SearchStudy(tmp_path / "s.sqlite3", SPACES, (trial,))
-    assert [t.state.name for t in again.study.trials] == ["COMPLETE", "PRUNED", "FAIL"]
-    assert again.notes == ["trial 2 of the study was left running by a dead process; closed"]
-    first = again.study.trials[0]
-    assert first.value == trial.step_time_s.median  # type: ignore[union-attr]
-    assert TrainingConfig.model_validate(first.params) == CANDIDATES[0]
-    assert first.constraints["memory"] <= 0 < again.study.trials[1].constraints["memory"]
-    assert {tuple(t.distributions.items()) for t in again.study.trials} == {tuple(SPACES.items())}
-
-
-def test_a_configuration_given_by_a_killed_search_is_not_the_next_ones(tmp_path: Path):
-    study = SearchStudy(tmp_path / "s.sqlite3", SPACES, ())
-    study.study.enqueue_trial({"micro_batch": 4})  # and killed before it was asked for
-    again = SearchStudy(tmp_path / "s.sqlite3", SPACES, (), AutoplanSampler(CANDIDATES))
-    assert [t.state.name for t in again.study.trials] == ["FAIL"]
-    assert TrainingConfig.model_validate(again.ask(0).params) == CANDIDATES[0]
-
-
-def test_a_damaged_study_is_made_again_from_the_record(tmp_path: Path):
-    trials = [make_trial(number, config) for number, config in enumerate(CANDIDATES[:3])]
-    path = tmp_path / "s.sqlite3"
-    path.write_bytes(b"this is no database" * 300)
-    study = SearchStudy(path, SPACES, trials)
-    assert [t.user_attrs[NUMBER] for t in study.study.trials] == [0, 1, 2]
-    assert "made again from the record" in study.notes[0]
-    assert list(tmp_path.glob("*.damaged-*"))
-
-
-def test_a_study_that_lags_behind_the_record_catches_up(tmp_path: Path):
-    trials = [make_trial(number, config) for number, config in enumerate(CANDIDATES[:3])]
-    SearchStudy(tmp_path / "s.sqlite3", SPACES, trials[:1])
-    study = SearchStudy(tmp_path / "s.sqlite3", SPACES, trials)
-    assert [t.user_attrs[NUMBER] for t in study.study.trials] == [0, 1, 2]
-    assert optuna.importance.get_param_importances(study.study) is not None
+def test_the_study_is_made_again_from_the_record(tmp_path: Path):
+    """As it was told: one distribution per knob, memory as a constraint; also as a database, for Optuna's dashboard."""
+    outcomes = {0: Outcome.OK, 7: Outcome.OUT_OF_MEMORY, 1: Outcome.OK, 3: Outcome.CRASHED}
+    trials = [make_trial(number, CANDIDATES[i], how) for number, (i, how) in enumerate(outcomes.items())]
+    told = SearchStudy(SPACES)
+    with Store(tmp_path / "s", "0" * 16, summary={}) as store:
+        for trial in trials:
+            told.tell(told.ask(trial.number, trial.config), trial)
+            store.add_trial(trial)
+        storage = f"sqlite:///{tmp_path}/study.sqlite3"
+        load_study(store.folder, storage)  # while the search owns the folder
+    exported = optuna.load_study(study_name="autoplan", storage=storage)
+    for study in (told.study, SearchStudy(SPACES, trials).study, exported):
+        assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "COMPLETE", "FAIL"]
+        assert [t.user_attrs[NUMBER] for t in study.trials] == [0, 1, 2, 3]
+        assert [TrainingConfig.model_validate(t.params) for t in study.trials] == [trial.config for trial in trials]
+        assert study.trials[0].value == trials[0].step_time_s.median  # type: ignore[union-attr]
+        assert study.trials[0].constraints["memory"] <= 0 < study.trials[1].constraints["memory"]
+        assert len({tuple(t.distributions.items()) for t in study.trials}) == 1
+        assert optuna.importance.get_param_importances(study) is not None
+    with pytest.raises(StoreError, match="no record of a search"):
+        load_study(tmp_path)
 
 
 # The selection.

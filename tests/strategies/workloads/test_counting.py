@@ -13,7 +13,7 @@ from torch import nn
 
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.strategies.workloads.counting import count_items, find_counted, look_at_sizes
-from autoplan.strategies.workloads.datasets import batches_from_dataset
+from autoplan.strategies.workloads.samples import batches_from_dataset
 from autoplan.strategies.workloads.workload import Workload
 from tests.strategies.tiny import BERT, T5, classifier, language
 

@@ -25,8 +25,7 @@ from torch.utils.data import (
 )
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.loading.first_look import first_and_last
-from autoplan.strategies.workloads.loading.named import Failure
+from autoplan.planner.trials.loading import first_and_last
 from autoplan.strategies.workloads.loading.order import SampleOrder
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.loading.source import (
@@ -37,6 +36,7 @@ from autoplan.strategies.workloads.loading.source import (
     spec_of_object,
     spec_of_text,
 )
+from autoplan.strategies.workloads.loading.wrapped import Failure
 from autoplan.strategies.workloads.randomness import seed_generators
 
 ALONE = LoaderSetting(workers=0)
@@ -276,8 +276,7 @@ def test_a_failing_sample_is_named_out_of_a_worker_too(workers: int):
     setting = LoaderSetting(workers=workers, prefetch_factor=2 if workers else None)
     source = LoaderSource(dataset=Numbers(12, broken=9), shuffled=False)
     *good, bad = list(itertools.islice(make_loader(source, setting, batch_size=4, named=True), 3))
-    assert [batch.batch.flatten().tolist() for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [batch.indices for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [batch.flatten().tolist() for batch in good] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert isinstance(bad, Failure)
     assert "ValueError: a torn image" in bad.text
     assert "dataset[9]" in bad.text
