@@ -23,8 +23,8 @@ _MEMBERS = {
     "autoplan.planner.verify.measure": ("verify",),
     "autoplan.planner.verify.verdict": ("Verification",),
     "autoplan.planner.watch.loop": ("watch",),
-    "autoplan.planner.watch.transformers": ("TransformersWatch",),
-    "autoplan.planner.watch.lightning": ("LightningWatch",),
+    "autoplan.frameworks.transformers.watch": ("TransformersWatch",),
+    "autoplan.frameworks.lightning.watch": ("LightningWatch",),
     "autoplan.planner.space.bounds": ("Bound",),
     "autoplan.planner.search.options": ("SearchObserver", "SearchOptions", "SearchResult"),
     "autoplan.planner.search.run": ("run_search",),
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
         UsageError,
         WorkloadError,
     )
+    from autoplan.frameworks.lightning.watch import LightningWatch
+    from autoplan.frameworks.transformers.watch import TransformersWatch
     from autoplan.planner.cost.analytical.api import estimate
     from autoplan.planner.current import current_plan
     from autoplan.planner.plan import Plan
@@ -87,9 +89,7 @@ if TYPE_CHECKING:
     from autoplan.planner.store.optuna_study import load_study
     from autoplan.planner.verify.measure import verify
     from autoplan.planner.verify.verdict import Verification
-    from autoplan.planner.watch.lightning import LightningWatch
     from autoplan.planner.watch.loop import watch
-    from autoplan.planner.watch.transformers import TransformersWatch
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun

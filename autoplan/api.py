@@ -39,12 +39,13 @@ from autoplan.planner.plan import Plan
 from autoplan.planner.search.options import DeviceName, SearchKeywords, SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.trust import secrets_note
 from autoplan.probes.profile import HardwareProfile
+from autoplan.strategies.workloads.frameworks import framework_of, is_one_of
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.trainings import allowed_precisions, read_training
 
 if TYPE_CHECKING:
-    from autoplan.strategies.workloads.trainers.mean_loss import LossMean
-    from autoplan.strategies.workloads.trainers.schedules import ScheduleInterval
+    from autoplan.strategies.workloads.loops.mean_loss import LossMean
+    from autoplan.strategies.workloads.loops.schedules import ScheduleInterval
     from autoplan.strategies.workloads.workload import Workload
 
 ENDINGS: Mapping[str, type[AutoplanError]] = {
@@ -191,13 +192,11 @@ def search(
 @contextlib.contextmanager
 def _off_the_device(training: Any) -> Iterator[None]:
     """Keeps the models of a training in host memory while trials use the GPU, and puts them back."""
-    from autoplan.strategies.workloads.trainers import class_names, find_source
-
-    is_model = "torch.nn.modules.module.Module" in class_names(training)
-    if not is_model and find_source(training) is None:
+    is_model = is_one_of(training, ("torch.nn.modules.module.Module",))
+    if not is_model and framework_of(training) is None:
         yield
         return
-    from autoplan.strategies.workloads.trainers.devices import on_the_host
+    from autoplan.strategies.workloads.devices import on_the_host
 
     with on_the_host(SimpleNamespace(model=training) if is_model else training):
         yield

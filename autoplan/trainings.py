@@ -1,7 +1,8 @@
 """Trainings as they stand, as workloads: of a Trainer, a loop, a LightningModule, a function of one step.
 
-`autoplan.search` reads what it is given through `read_training`. The functions `from_...` are for who wants to change a
-part before the search, or to return a Workload from a file for the command line. Loads torch only where it is called.
+What `autoplan.search` is given, by position or by name, is told apart in `read_training`, and read by its own reader.
+The functions `from_...` are for who wants to change a part before the search, or to return a Workload from a file for
+the command line. Loads torch only where it is called.
 """
 
 from __future__ import annotations
@@ -9,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import UsageError
+from autoplan.errors import UsageError, WorkloadError
+from autoplan.strategies.workloads.frameworks import LIGHTNING_MODULES, framework_of, is_one_of, module_of
 
 if TYPE_CHECKING:
-    from autoplan.strategies.workloads.trainers.mean_loss import LossMean
-    from autoplan.strategies.workloads.trainers.schedules import ScheduleInterval
+    from autoplan.strategies.workloads.loops.mean_loss import LossMean
+    from autoplan.strategies.workloads.loops.schedules import ScheduleInterval
     from autoplan.strategies.workloads.workload import Workload
+
+
+LIGHTNING_DATA = (
+    "lightning.pytorch.core.datamodule.LightningDataModule",
+    "pytorch_lightning.core.datamodule.LightningDataModule",
+)
+LOADERS = ("torch.utils.data.dataloader.DataLoader", "accelerate.data_loader.DataLoaderAdapter")
 
 
 def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]) -> Workload | None:
@@ -22,12 +31,11 @@ def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]
 
     Raises:
         UsageError: parts were given that it has itself.
+        WorkloadError: it is one, and cannot be taken over.
     """
-    from autoplan.strategies.workloads.trainers import find_source, read_source
-    from autoplan.strategies.workloads.trainers.parts import LIGHTNING_MODULES, is_one_of, read_parts
-
     given = {name: value for name, value in parts.items() if value is not None}
-    if find_source(workload) is None or is_one_of(workload, LIGHTNING_MODULES):  # which has data beside it
+    framework = framework_of(workload)
+    if framework is None or is_one_of(workload, LIGHTNING_MODULES):  # which has data beside it
         if workload is not None and "model" in given:
             raise UsageError(f"{type(workload).__name__} was given first, and model= too", hint="Give one of them.")
         return read_parts(given.pop("model", workload), **given, **settings)
@@ -36,7 +44,75 @@ def read_training(workload: Any, parts: dict[str, Any], settings: dict[str, Any]
             f"a {type(workload).__name__} was given, and {', '.join(sorted(given))} too",
             hint="Give either the Trainer, which has all of them, or the parts.",
         )
-    return read_source(workload)
+    return from_trainer(workload)
+
+
+def read_parts(
+    model: Any,
+    *,
+    optimizer: Any = None,
+    dataloader: Any = None,
+    loss: Any = None,
+    make_batch: Any = None,
+    trainer: Any = None,
+    accelerator: Any = None,
+    loss_mean: LossMean | None = None,
+    schedule_interval: ScheduleInterval | None = None,
+    step: Any = None,
+    precisions: Sequence[str] = (),
+    **settings: Any,
+) -> Workload | None:
+    """The workload of a loop's or a LightningModule's parts, or of a step, with what is to be said of it.
+
+    Args:
+        model: The first thing that was given, or `model=`.
+        optimizer: The second; for a LightningModule this place is its data's.
+        dataloader, loss, make_batch, trainer, accelerator, loss_mean, schedule_interval, step: See `autoplan.search`.
+        precisions: That are allowed around a step.
+        settings: schedule, max_grad_norm, global_batch, sequence_length, name, seed.
+
+    Returns:
+        None where no DataLoader, no LightningModule and no step was given.
+
+    Raises:
+        WorkloadError: a part is missing or of the wrong kind, or no plan can keep what is trained.
+    """
+    parts = {"model": model, "optimizer": optimizer, "dataloader": dataloader, "loss": loss, "make_batch": make_batch}
+    interval = None if schedule_interval == "step" else schedule_interval
+    others = {"trainer": trainer, "accelerator": accelerator, "loss_mean": loss_mean, "schedule_interval": interval}
+    if step is not None:
+        outside = {name: settings.pop(name, None) for name in ("schedule", "max_grad_norm", "sequence_length")}
+        _refuse(parts | others | outside, "a step has them itself")
+        settings["global_batch"] = settings.get("global_batch") or 1
+        return from_step(step, precisions=precisions, **settings)
+    if is_one_of(model, LIGHTNING_MODULES):
+        from autoplan.frameworks.lightning.read import read_module
+
+        data, optimizer = (dataloader, optimizer) if dataloader is not None else (optimizer, None)
+        given = {"optimizer": optimizer, "loss": loss, "accelerator": accelerator, "make_batch": make_batch}
+        given |= {"schedule_interval": interval}
+        _refuse(given, "a LightningModule says these itself")
+        return read_module(model, data, trainer=trainer, loss_mean=loss_mean, **settings).workload
+    if is_one_of(optimizer, LOADERS + LIGHTNING_DATA):
+        raise WorkloadError(
+            f"the second argument is {type(optimizer).__name__}; after a model comes its optimizer",
+            hint="autoplan.search(model, optimizer, dataloader, loss). Only a LightningModule has an optimizer itself.",
+        )
+    if dataloader is None:
+        _refuse(others, "they go with a dataloader or a LightningModule")
+        return None
+    from autoplan.strategies.workloads.loops.loop import read_loop
+
+    _refuse({"trainer": trainer}, "it goes with a LightningModule")
+    _refuse({"make_batch": make_batch}, "the batches are the dataloader's")
+    settings |= {"schedule_interval": schedule_interval or "step", "loss_mean": loss_mean}
+    return read_loop(model, optimizer, dataloader, loss, accelerator=accelerator, **settings)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise WorkloadError(f"{', '.join(named)} was given too, and {why}", hint="Leave it out.")
 
 
 def allowed_precisions(fix: Mapping[str, Any] | None, bound: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -63,14 +139,13 @@ def from_trainer(trainer: Any) -> Workload:
         WorkloadError: train() began, there is no dataset, it streams without a length or is smaller than a global
             batch, this is one of several processes, or the class makes its samples while it trains.
     """
-    from autoplan.strategies.workloads.trainers import read_source
-
-    workload = read_source(trainer)
-    if workload is None:
+    framework = framework_of(trainer)
+    if framework is None:
         raise UsageError(
             f"this is a {type(trainer).__name__}, and no Trainer of transformers",
             hint="Give the parts: autoplan.search(model=, make_batch=, loss=, optimizer=, global_batch=).",
         )
+    workload: Workload = module_of(framework, "read").read_training(trainer)
     return workload
 
 
@@ -108,8 +183,6 @@ def from_loop(
     Raises:
         WorkloadError: a part is missing or of the wrong kind, or the loop trains what no plan can keep.
     """
-    from autoplan.strategies.workloads.trainers.parts import read_parts
-
     workload = read_parts(
         model,
         optimizer=optimizer,
@@ -155,8 +228,6 @@ def from_step(
     Raises:
         WorkloadError: make_step is no function, or a precision cannot be set from outside of a step.
     """
-    from autoplan.strategies.workloads.trainers.parts import read_parts
+    from autoplan.strategies.workloads.loops.step import read_step
 
-    workload = read_parts(None, step=make_step, precisions=precisions, global_batch=global_batch, name=name, seed=seed)
-    assert workload is not None, "a step was given"
-    return workload
+    return read_step(make_step, precisions=precisions, global_batch=global_batch, name=name, seed=seed)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import autoplan
-from autoplan.planner.apply.trainer_speed import run_own_loop
+from autoplan.frameworks.transformers.speed import run_own_loop
 
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": not torch.cuda.is_available(),

@@ -256,13 +256,15 @@ class Plan(PlanRecord):
                 search; or the plan uses tensor or pipeline parallelism, or is unverified.
             ExportError: a lightning.Trainer cannot do what the plan has.
             WorkloadError: it is no training, or one that a search refuses.
+            UsageError: parts were given beside a Trainer, which has all of them.
         """
         from autoplan.planner.apply.loops import apply_parts
-        from autoplan.planner.apply.trainer import apply_to_trainer
+        from autoplan.strategies.workloads.frameworks import framework_of, module_of
 
         plan = self.accepted(unverified_ok)
         refuse_unverified(plan)  # before the training is read
-        applied = apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
-        if applied is not None:
-            return applied
-        return apply_to_trainer(plan, training, measure=measure, changed_ok=changed_ok)
+        framework = framework_of(training)
+        if framework is None:
+            return apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
+        apply_plan = module_of(framework, "apply").apply_plan
+        return apply_plan(plan, training, *parts, measure=measure, changed_ok=changed_ok, **settings)

@@ -123,8 +123,8 @@ def inspect_workload(
     from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.prepare import STRATEGIES
     from autoplan.strategies.workloads.data_files import watch_data_files
+    from autoplan.strategies.workloads.loops.step import time_step
     from autoplan.strategies.workloads.sources import load_workload
-    from autoplan.strategies.workloads.trainers.step import time_step
 
     with watch_data_files() as data:
         phase("load")
@@ -198,7 +198,7 @@ def build_on_meta(workload: Workload) -> nn.Module:
     import torch
     from torch import nn
 
-    from autoplan.strategies.workloads.meta_device import move_to_meta
+    from autoplan.strategies.workloads.devices import move_to_meta
     from autoplan.strategies.workloads.training_mode import enter_training_mode
 
     try:

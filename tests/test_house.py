@@ -54,6 +54,7 @@ ORDER = (
     ("autoplan.planner.search", "autoplan.planner.export"),
     ("autoplan.planner.verify",),
     ("autoplan.planner.watch",),
+    ("autoplan.frameworks",),  # a package for each framework; from below it is found by name
     ("autoplan.report",),
     ("autoplan.trainings", "autoplan.data"),
     ("autoplan.api",),
@@ -86,7 +87,7 @@ def source_files() -> Iterator[tuple[str, Path]]:
 
     That one names the public members, as text and for type checkers, and loads none of them.
     """
-    for package in ("", "processes", "cli", "report", "planner", "strategies", "probes"):
+    for package in ("", "processes", "cli", "report", "frameworks", "planner", "strategies", "probes"):
         folder = ROOT / "autoplan" / package
         files = sorted(folder.glob("*.py") if package == "" else folder.rglob("*.py"))
         for path in files:

@@ -1,7 +1,7 @@
-"""Applies a plan to a training loop, a LightningModule or a step function: what Plan.apply_to does with each.
+"""Applies a plan to a training loop or a step function: what Plan.apply_to does with each.
 
-In: a plan, and the same parts that the search had. Out: the training run with a DataLoader of its size; the arguments
-of a lightning.Trainer; the step under the plan's settings.
+In: a plan, and the same parts that the search had. Out: the training run with a DataLoader of its size; the step under
+the plan's settings.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autoplan.errors import PlanError
+from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.prepare import check_before_use, prepare_plan, refuse_other_training, warn_of_other_hardware
-from autoplan.planner.changes import refuse_changed_parts
+from autoplan.planner.apply.prepare import check_training, prepare_plan
 from autoplan.planner.plan_record import PlanRecord
+from autoplan.strategies.workloads.frameworks import is_one_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.workload import Workload
-
 
 PLAN_LOADER = "Or make it of the dataset: plan.loader(dataset, run=run), with run = plan.prepare(...)."
 
@@ -58,39 +55,22 @@ class PlannedStep:
         return float(self.run.step(workload.make_batch(workload.global_batch, index)).loss)
 
 
-@dataclass(frozen=True)
-class LightningSettings:
-    """What a lightning.Trainer needs for a plan; the module itself was changed in place where the plan says so.
-
-    Attributes:
-        trainer_arguments: For `lightning.Trainer(**settings.trainer_arguments)`. They have limit_train_batches and
-            val_check_interval, where the searched Trainer counts batches by them, and batches have another size now.
-        batch_size: Of the DataLoader of a rank.
-        not_carried: What of the plan the Trainer does not do, in sentences.
-        loader_arguments: For the DataLoader: workers, prefetch factor and pinned memory as they were measured.
-    """
-
-    trainer_arguments: dict[str, Any]
-    batch_size: int
-    not_carried: tuple[str, ...]
-    loader_arguments: dict[str, Any] = field(default_factory=dict)
-
-
-def apply_parts(plan: PlanRecord, training: Any, parts: tuple[Any, ...], *, changed_ok: bool, **settings: Any) -> Any:
-    """Applies a plan to a loop, a LightningModule or a step; None: the training is none of them.
+def apply_parts(
+    plan: PlanRecord, training: Any, parts: tuple[Any, ...], *, changed_ok: bool, **settings: Any
+) -> AppliedLoop | PlannedStep:
+    """Applies a plan to a loop or a step.
 
     Raises:
         AutoplanError: see Plan.apply_to.
     """
-    from autoplan.strategies.workloads.trainers.parts import LIGHTNING_MODULES, is_one_of
-
-    if is_one_of(training, LIGHTNING_MODULES):
-        return apply_to_module(plan, training, *parts, changed_ok=changed_ok, **settings)
     if is_one_of(training, ("torch.nn.modules.module.Module",)):
         return apply_to_loop(plan, (training, *parts), changed_ok=changed_ok, **settings)
     if inspect.isroutine(training) or isinstance(training, functools.partial):
         return apply_to_step(plan, training, changed_ok=changed_ok)
-    return None
+    raise WorkloadError(
+        f"this is a {type(training).__name__}, and no Trainer of transformers, no model and no function of a step",
+        hint="plan.prepare(model, optimizer, loss) gives a training run for a loop of your own.",
+    )
 
 
 def apply_to_loop(
@@ -108,14 +88,14 @@ def apply_to_loop(
         WorkloadError: the parts make no training.
         PlanError: they are not those of the search, or the ranks cannot share the DataLoader.
     """
-    from autoplan.strategies.workloads.trainers.accelerate import read_loop, unwrap_model
-    from autoplan.strategies.workloads.trainers.loader import resized
-    from autoplan.strategies.workloads.trainers.schedules import at_the_start, plain_optimizer
+    from autoplan.strategies.workloads.loops.loader import resized
+    from autoplan.strategies.workloads.loops.loop import read_loop, unwrap_model
+    from autoplan.strategies.workloads.loops.schedules import at_the_start, plain_optimizer
 
     model, optimizer, dataloader, loss = (*parts, None, None, None, None)[:4]
     _refuse_split_loader(dataloader)
     settings["global_batch"] = plan.workload.global_batch
-    workload = read_loop(model, optimizer, dataloader, loss, **settings).workload
+    workload = read_loop(model, optimizer, dataloader, loss, **settings)
     if not changed_ok:
         _refuse_other_interval(plan, workload.build_schedule)
     run = prepare_plan(
@@ -138,7 +118,7 @@ def apply_to_loop(
 
 
 def _refuse_other_interval(plan: PlanRecord, schedule: Any) -> None:
-    from autoplan.strategies.workloads.trainers.schedules import Stepped
+    from autoplan.strategies.workloads.loops.schedules import Stepped
 
     then = plan.workload.sources.get("schedule")
     if not then or schedule is None:
@@ -154,7 +134,7 @@ def _refuse_other_interval(plan: PlanRecord, schedule: Any) -> None:
 
 def _refuse_split_loader(dataloader: Any) -> None:
     from autoplan.strategies.workloads.loading.order import split_over
-    from autoplan.strategies.workloads.trainers.loader import check_loader
+    from autoplan.strategies.workloads.loops.loader import check_loader
 
     split = None if dataloader is None else split_over(check_loader(dataloader))
     if split is not None:
@@ -209,81 +189,14 @@ def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False)
         PlanError: the plan is not of a step function, or the step's code is not that of the search.
     """
     from autoplan.strategies.prepare import prepare
-    from autoplan.strategies.workloads.trainers.step import read_step
+    from autoplan.strategies.workloads.loops.step import TAKEN_FROM, read_step
 
-    if plan.workload.taken_from != "step function":
+    if plan.workload.taken_from != TAKEN_FROM:
         raise PlanError(
             f"the plan is of {plan.workload.name}, which is no step function, and a function was given",
             hint="plan.prepare(model, optimizer, loss) applies it; search with step=make_step for a plan of a step.",
         )
     workload = read_step(make_step, global_batch=plan.workload.global_batch, name=plan.workload.name)
-    _check(plan, workload, changed_ok=changed_ok)
+    for text in check_training(plan, changed_ok=changed_ok, model=workload.build_model, loss=workload.loss):
+        warnings.warn(text, stacklevel=4)
     return PlannedStep(prepare(workload, plan.config, device=plan.device))
-
-
-def apply_to_module(
-    plan: PlanRecord, module: Any, data: Any = None, *, changed_ok: bool = False, **settings: Any
-) -> LightningSettings:
-    """Changes a LightningModule in place as the plan says, and gives the arguments of the Trainer that trains it.
-
-    Args:
-        plan: Of a search with such a module.
-        module: It is changed in place.
-        data: Its datamodule or DataLoader.
-        changed_ok: See Plan.prepare.
-        settings: trainer, schedule, max_grad_norm, loss_mean: as the search had them.
-
-    Raises:
-        PlanError: the module is not that of the search, or the plan has what no Trainer does.
-    """
-    import torch
-
-    from autoplan.planner.apply import lightning_batches
-    from autoplan.planner.apply.lightning_arguments import lightning_arguments
-    from autoplan.strategies.prepare import apply_to_model
-    from autoplan.strategies.workloads.optimizers import trainable
-    from autoplan.strategies.workloads.trainers.lightning import read_module
-
-    training, config = plan.training, plan.config
-    settings["global_batch"] = plan.workload.global_batch
-    source = read_module(module, data, **settings)
-    workload = source.workload
-    _check(plan, workload, changed_ok=changed_ok, model=module)
-    if not changed_ok:
-        refuse_other_training(plan, workload.build_optimizer(trainable(module)), module)
-    norm = None if training is None else training.max_grad_norm
-    accumulation = config.accumulation(plan.workload.global_batch)
-    arguments = lightning_arguments(config, device=plan.device, accumulation=accumulation, max_grad_norm=norm)
-    counts, unscaled = lightning_batches.rescaled_counts(source, settings.get("trainer"), config)
-    frequency = lightning_batches.other_frequency(source, accumulation)
-    mean = lightning_batches.mean_of_means(workload, config)
-    said = [*(unscaled if settings.get("trainer") is not None else ()), *frequency]
-    for text in said + (mean if mean and lightning_batches.counts_differ(workload, config) else []):
-        warnings.warn(f"the Trainer does not do this of the plan: {text}", stacklevel=4)
-    left = apply_to_model(workload, config, module, device=torch.device(plan.device))
-    left = tuple(text for text in left if not text.startswith(("offload=", "kernels=")))  # the arguments say it
-    setting = setting_of(plan)
-    return LightningSettings(
-        arguments.make() | counts,
-        config.micro_batch,
-        tuple(dict.fromkeys((*unscaled, *frequency, *mean, *arguments.not_carried, *left))),
-        {} if setting is None else setting.arguments,
-    )
-
-
-def _check(plan: PlanRecord, workload: Workload, *, changed_ok: bool, model: Any = None) -> None:
-    """What every way to apply a plan asks first; warns of what else changed."""
-    said = [check_before_use(plan, changed_ok=changed_ok)]
-    said.append(
-        refuse_changed_parts(
-            plan.workload,
-            changed_ok=changed_ok,
-            model=workload.build_model if model is None else model,
-            loss=workload.loss,
-            schedule=workload.build_schedule,
-        )
-    )
-    warn_of_other_hardware(plan, plan.device)
-    for text in said:
-        if text is not None:
-            warnings.warn(text, stacklevel=4)

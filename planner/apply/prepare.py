@@ -150,6 +150,26 @@ def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool 
     return "; ".join(text for text in said if text) or None
 
 
+def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[str]:
+    """What a plan is asked before it meets a training that was read; warns where this is another machine.
+
+    Args:
+        plan: The plan.
+        changed_ok: Use it although it, or the training code, changed.
+        parts: model, loss, schedule, make_batch: see `refuse_changed_parts`.
+
+    Returns:
+        What is to be said, in sentences.
+
+    Raises:
+        PlanError: see `check_before_use`; or the training is not that of the search.
+    """
+    said = [check_before_use(plan, changed_ok=changed_ok)]
+    said.append(refuse_changed_parts(plan.workload, changed_ok=changed_ok, **parts))
+    warn_of_other_hardware(plan, plan.device)
+    return [text for text in said if text is not None]
+
+
 def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
     """Refuses a workload whose code is not that of the search; returns what else changed, in words.
 

@@ -10,38 +10,28 @@ from typing import Any, TypeVar
 
 from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
-from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter, is_first_rank
-from autoplan.planner.watch.sinks import give, log_to_wandb, log_to_writer
-from autoplan.strategies.workloads.counting import count_on_host
+from autoplan.planner.watch.meter import (
+    SHORTFALL,
+    WINDOW_S,
+    Figures,
+    Meter,
+    Watcher,
+    give,
+    is_first_rank,
+    log_to_wandb,
+    log_to_writer,
+)
 
 Item = TypeVar("Item")
 
 
-class Watch:
-    """Compares a loop with its plan; `autoplan.watch` makes one.
-
-    Attributes:
-        figures: Throughput and memory of the last window beside the plan's; None before the first.
-        warning: The text of the warning that was given; None while there was none.
-    """
+class Watch(Watcher):
+    """Compares a loop with its plan; `autoplan.watch` makes one."""
 
     def __init__(self, meter: Meter, writer: Any) -> None:
-        self._meter = meter
+        super().__init__(meter)
         self._writer = writer
-        self._items = 0.0
-        self._positions = 0.0
-        self._counted = False
         meter.on_window = self._log if is_first_rank() else None
-
-    @property
-    def figures(self) -> Figures | None:
-        """Of the last window."""
-        return self._meter.figures
-
-    @property
-    def warning(self) -> str | None:
-        """What was warned of."""
-        return self._meter.warned
 
     def step(self, batch: Any = None, *, items: float | None = None) -> None:
         """Call it after each optimizer step.
@@ -58,12 +48,8 @@ class Watch:
         if batch is not None and items is not None:
             raise UsageError("watch.step() got a batch and items", hint="Give one of them.")
         if batch is not None:
-            self._count(batch)
-        if items is None and self._counted:
-            self._meter.step(self._items, positions=self._positions)
-        else:
-            self._meter.step(items)
-        self._items, self._positions, self._counted = 0.0, 0.0, False
+            self._meter.count(batch)
+        self._meter.step(items)
 
     def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
         """The batches of a loader; counts them, and times how long the training waits for each."""
@@ -75,7 +61,7 @@ class Watch:
             except StopIteration:
                 return
             self._meter.loaded(time.perf_counter() - asked)
-            self._count(batch)
+            self._meter.count(batch)
             yield batch
 
     @contextmanager
@@ -86,11 +72,6 @@ class Watch:
             yield
         finally:
             self._meter.leave_out(time.perf_counter() - began)
-
-    def _count(self, batch: Any) -> None:
-        found = count_on_host(self._meter.plan.workload, batch)
-        if found is not None:
-            self._items, self._positions, self._counted = self._items + found[0], self._positions + found[1], True
 
     def _log(self, figures: Figures) -> None:
         give(figures, log_to_wandb, "the active run of W&B")
@@ -123,16 +104,7 @@ def watch(
     Raises:
         UsageError: the window or the shortfall is out of its range.
     """
-    check_options(window_s, shortfall)
     meter = Meter(plan=plan, window_s=window_s, shortfall=shortfall, scale=float(plan.config.dp))
     meter.begin()
     yield Watch(meter, writer)
     meter.finish()
-
-
-def check_options(window_s: float, shortfall: float) -> None:
-    """Refuses a window or a shortfall that makes no sense."""
-    if window_s <= 0:
-        raise UsageError(f"window_s is {window_s}", hint="Give seconds above zero, like 30.")
-    if not 0 < shortfall < 1:
-        raise UsageError(f"shortfall is {shortfall}", hint="Give a share between 0 and 1, like 0.1.")

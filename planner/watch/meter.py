@@ -1,4 +1,4 @@
-"""Live throughput and memory beside the plan's.
+"""Live throughput and memory beside the plan's, and where the figures go: loggers that are there already.
 
     meter = Meter(plan)
     meter.begin()
@@ -12,19 +12,23 @@ run ahead of the device by more than a few steps, and nothing here waits for it.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.surroundings import Difference
 from autoplan.planner.trials.device_monitor import resident_peak_bytes
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.watch.causes import Seen, describe_causes, differences_here
 from autoplan.record import Record
+from autoplan.strategies.workloads.counting import count_on_host
 from autoplan.units import format_number
 
 WINDOW_S = 30.0
@@ -86,6 +90,9 @@ class Meter:
         scale: From this rank's items to those of a step over all ranks.
         figures: Of the last window.
         warned: The text of the warning; None while there was none.
+
+    Raises:
+        UsageError: the window or the shortfall is out of its range.
     """
 
     plan: Plan
@@ -97,10 +104,15 @@ class Meter:
     warned: str | None = None
     _load: LoadMonitor = field(init=False)
     _steps: int = 0
+    _counted: tuple[float, float] | None = None
     _window: _Window | None = None
     _differences: list[Difference] | None = None
 
     def __post_init__(self) -> None:
+        if self.window_s <= 0:
+            raise UsageError(f"window_s is {self.window_s}", hint="Give seconds above zero, like 30.")
+        if not 0 < self.shortfall < 1:
+            raise UsageError(f"shortfall is {self.shortfall}", hint="Give a share between 0 and 1, like 0.1.")
         self._load = LoadMonitor(device=own_device(self.plan), root_pid=_root_pid())
         rate, step = self.plan.measurement.tokens_per_s.median, self.plan.measurement.step_time_s.median
         self.plan_items = rate * step
@@ -110,14 +122,24 @@ class Meter:
         """Begins at the first step; what came before counts for nothing."""
         self._steps, self._window = 0, None
 
-    def step(self, items: float | None = None, *, positions: float | None = None) -> None:
+    def count(self, batch: Any) -> None:
+        """Adds what this rank trains on in a micro-batch to the step, where the plan says what of it counts."""
+        found = count_on_host(self.plan.workload, batch)
+        if found is not None:
+            items, positions = self._counted or (0.0, 0.0)
+            self._counted = items + found[0], positions + found[1]
+
+    def step(self, items: float | None = None) -> None:
         """Notes the end of an optimizer step.
 
         Args:
-            items: What this rank trained on: tokens without padding, or samples, as the plan counts. None: as many as
-                in the plan.
-            positions: The same with padding. None: not known.
+            items: What this rank trained on: tokens without padding, or samples, as the plan counts. None: what
+                `count` was given; without it, as many as in the plan.
         """
+        counted, self._counted = self._counted, None
+        positions = None
+        if items is None and counted is not None:
+            items, positions = counted
         self._steps += 1
         window = self._window
         if window is None:
@@ -199,6 +221,27 @@ class Meter:
         warnings.warn(self.warned, stacklevel=4)
 
 
+class Watcher:
+    """What every kind of watcher has: a meter, and what it shows of it.
+
+    Args:
+        meter: Of this rank.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    @property
+    def figures(self) -> Figures | None:
+        """Throughput and memory of the last window beside the plan's; None before the first."""
+        return self._meter.figures
+
+    @property
+    def warning(self) -> str | None:
+        """The text of the warning that was given; None while there was none."""
+        return self._meter.warned
+
+
 @dataclass(kw_only=True, slots=True)
 class _Window:
     """What is counted between two comparisons."""
@@ -238,3 +281,37 @@ def plan_peak_bytes(plan: Plan) -> int | None:
 def _root_pid() -> int:
     """The process below which the training is: the launcher of several ranks, else this one."""
     return os.getppid() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.getpid()
+
+
+def give(figures: Figures, logger: Callable[[Figures], object], name: str) -> None:
+    """Gives figures to a logger. One that raises is warned of, and the training goes on without its figures.
+
+    Args:
+        figures: Of a window.
+        logger: Takes them.
+        name: What it is called in the warning.
+    """
+    try:
+        logger(figures)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"autoplan: {name} did not take the figures of a window: {type(error).__name__}: {said}. The training "
+            "goes on",
+            stacklevel=2,
+        )
+
+
+def log_to_wandb(figures: Figures) -> bool:
+    """Adds the figures to the active run of W&B, at its current step; False where there is none."""
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None:
+        return False
+    run.log(figures.as_metrics(), commit=False)
+    return True
+
+
+def log_to_writer(writer: Any, figures: Figures) -> None:
+    """Adds the figures to a SummaryWriter of TensorBoard, or to anything that has its `add_scalar`."""
+    for name, value in figures.as_metrics().items():
+        writer.add_scalar(name, value, figures.step)

@@ -8,9 +8,10 @@ language_model.py  workloads of transformers' language models
 function_file.py   `file.py:function` workloads
 objects.py         workloads from Python objects
 batch.py           batches: nests of tensors; size, slices, micro-batches
-datasets.py        batches from a user's dataset
 optimizers.py      a user's optimizer, made again over other parameters
-containers.py      batches in dataclasses and mappings that torch's pytree does not know
+frameworks.py      the classes of frameworks' trainings, and the packages in autoplan/frameworks/ that know them
+loops/             training loops as people have them; loading/: the dataset of a training
+devices.py         where a model is: meta, host memory, the CPU
 transfer.py        the micro-batches of a step on the device that trains
 counting.py        what throughput counts: tokens without padding, or samples
 padding.py         whether padding changes what is trained

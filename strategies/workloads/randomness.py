@@ -29,16 +29,23 @@ def seed_generators(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds the generators, and puts them back as they were afterwards (torch's on the CPU)."""
+def generators_kept() -> Iterator[None]:
+    """Puts the generators back as they were afterwards (torch's on the CPU)."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    seed_generators(seed)
     try:
         yield
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators, and puts them back as they were afterwards (torch's on the CPU)."""
+    with generators_kept():
+        seed_generators(seed)
+        yield
 
 
 class RandomNumbers:

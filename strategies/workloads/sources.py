@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads import registry
 from autoplan.strategies.workloads.data_files import changed_files
 from autoplan.strategies.workloads.digests import digest, installed_versions
+from autoplan.strategies.workloads.frameworks import read_in_rank
 from autoplan.strategies.workloads.function_file import (
     NAMED,
     check_function,
@@ -337,9 +337,7 @@ def _call_function(spec: WorkloadSpec) -> Workload:
         )
     try:
         workload = function(**{key: value for key, value in given.items() if key in taken})
-        # A training as it stands (a Trainer). The package of the readers stands above this one: it is loaded by name.
-        readers: Any = importlib.import_module("autoplan.strategies.workloads.trainers")
-        workload = readers.read_in_rank(workload) or workload
+        workload = read_in_rank(workload) or workload
     except WorkloadError:
         raise
     except Exception as error:

@@ -5,8 +5,10 @@ In: an exception, or a workload. Out: a `WorkloadError`, or the workload whose m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ def user_error(error: BaseException, call: str, hint: str) -> WorkloadError:
     return WorkloadError(f"{text}\n{rest}" if rest else text, hint=hint)
 
 
+@contextlib.contextmanager
+def users_call(call: str, hint: str) -> Iterator[None]:
+    """Around a call of the user's own: what it raises becomes a `user_error`; a WorkloadError stays as it is."""
+    try:
+        yield
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise user_error(error, call, hint) from error
+
+
 def _place(error: BaseException) -> str:
     """Where in the user's own files it was raised: ", in mine.py, line 12"; empty where that is not known."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -61,12 +74,8 @@ class _CheckedBatches:
 
     def __call__(self, num_samples: int, index: int) -> Batch:
         call = f"make_batch({num_samples}, {index}) of {self.name}"
-        try:
+        with users_call(call, BATCH_RULE):
             batch = self.make_batch(num_samples, index)
-        except WorkloadError:
-            raise
-        except Exception as error:
-            raise user_error(error, call, BATCH_RULE) from error
         try:
             size = batch_size(batch)
         except WorkloadError as error:

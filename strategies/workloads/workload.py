@@ -72,7 +72,7 @@ class Workload:
         seed: For weights, batches and dropout.
         taken_from: The class of the training that it was read from: "Trainer"; empty where it was made as a Workload.
         knobs: The only knobs that a plan may change, each with its values (None: all that there are here). None: all
-            knobs. For steps that are a program of their own (trainers/step.py); of these, parity sees the losses alone.
+            knobs. For steps that are a program of their own (loops/step.py); of these, parity sees the losses alone.
         notes: Sentences for the user on where it came from: what was taken over of a Trainer, and what was not.
     """
 

@@ -14,7 +14,7 @@ from autoplan.probes.run import read_host_profile
 from autoplan.strategies.inspect import inspect_workload
 from autoplan.strategies.workloads.sources import make_spec
 from tests.strategies.loops import Sentences, groups, loader_of, pad, parameters_of, tiny_gpt2, worst_difference
-from tests.strategies.workloads.trainers.test_step import make_step, plain_losses
+from tests.strategies.workloads.loops.test_step import make_step, plain_losses
 
 CLIP = 0.05
 STEPS = 3

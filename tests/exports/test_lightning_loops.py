@@ -6,7 +6,7 @@ from tests.exports.environments import ROOT, needs_environment, run_python
 
 pytestmark = needs_environment("lightning")
 
-TESTS = ROOT / "tests" / "strategies" / "workloads" / "trainers" / "test_lightning.py"
+TESTS = ROOT / "tests" / "frameworks" / "test_lightning_read.py"
 
 
 def test_lightning_modules_train_the_same() -> None:

@@ -9,4 +9,4 @@ pytestmark = environments.needs_environment("trl")
 
 
 def test_trl_trainers_are_taken_over() -> None:
-    environments.run_python("trl", ["-m", "pytest", "-q", "tests/strategies/workloads/trainers/test_trl.py"])
+    environments.run_python("trl", ["-m", "pytest", "-q", "tests/frameworks/test_trl.py"])

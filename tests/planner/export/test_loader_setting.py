@@ -19,7 +19,7 @@ from autoplan.report import facts
 from autoplan.report.html import render_page
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
-from autoplan.strategies.workloads.trainers.loader import resized
+from autoplan.strategies.workloads.loops.loader import resized
 from tests.recorded import make_plan
 
 SETTING = LoaderSetting(workers=3, prefetch_factor=5)

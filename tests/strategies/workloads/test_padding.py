@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.analysis.additivity import measure_additivity
-from autoplan.strategies.workloads.trainers.accelerate import read_loop
+from autoplan.strategies.workloads.loops.loop import read_loop
 from autoplan.strategies.workloads.workload import LossSum
 
 CPU = torch.device("cpu")
@@ -55,17 +55,16 @@ def loop(packed: bool, *, lengths: tuple[int, int] = (4, 20)) -> tuple[Any, ...]
 
 
 def test_a_loop_whose_padding_is_read_keeps_its_batches() -> None:
-    source = read_loop(*loop(False), global_batch=8)
-    assert source.workload.fixed_micro_batch == 4
-    assert any("stays at the DataLoader's 4: padding changes the gradient" in note for note in source.notes)
-    assert not measure_additivity(source.workload, source.workload.build_model(), CPU).additive
+    workload = read_loop(*loop(False), global_batch=8)
+    assert workload.fixed_micro_batch == 4
+    assert any("stays at the DataLoader's 4: padding changes the gradient" in note for note in workload.notes)
+    assert not measure_additivity(workload, workload.build_model(), CPU).additive
     with pytest.raises(WorkloadError, match="no whole number of the loop's batches of 4"):
         read_loop(*loop(False), global_batch=6)
 
 
 def test_what_the_loss_alone_hardly_shows_is_seen_in_the_gradient() -> None:
-    source = read_loop(*loop(False), global_batch=8)
-    workload = source.workload
+    workload = read_loop(*loop(False), global_batch=8)
 
     def near_constant(model: nn.Module, batch: Any) -> LossSum:
         result = workload.loss(model, batch)
@@ -79,6 +78,6 @@ def test_what_the_loss_alone_hardly_shows_is_seen_in_the_gradient() -> None:
 
 @pytest.mark.parametrize(("packed", "lengths"), [(True, (4, 20)), (False, (9, 10))], ids=["packed", "one length"])
 def test_a_loop_whose_padding_is_not_read_is_free(packed: bool, lengths: tuple[int, int]) -> None:
-    source = read_loop(*loop(packed, lengths=lengths), global_batch=8)
-    assert source.workload.fixed_micro_batch is None
-    assert measure_additivity(source.workload, source.workload.build_model(), CPU).additive
+    workload = read_loop(*loop(packed, lengths=lengths), global_batch=8)
+    assert workload.fixed_micro_batch is None
+    assert measure_additivity(workload, workload.build_model(), CPU).additive

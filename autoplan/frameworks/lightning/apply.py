@@ -1,0 +1,178 @@
+"""Applies a plan to a LightningModule: what `plan.apply_to(module, data)` does.
+
+In: a plan, the module with its data, perhaps the Trainer of the search. Out: the arguments of the lightning.Trainer
+that trains the module under the plan, also those that count batches, whose size is another one now; and sentences on
+what no argument says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoplan.frameworks.lightning.read import ModuleReading, read_module, steps_between
+from autoplan.planner.apply.lightning_arguments import lightning_arguments
+from autoplan.planner.apply.loader import setting_of
+from autoplan.planner.apply.prepare import check_training, refuse_other_training
+from autoplan.planner.plan_record import PlanRecord
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import apply_to_model
+from autoplan.strategies.workloads.loops.mean_loss import CountLabels
+from autoplan.strategies.workloads.optimizers import trainable
+from autoplan.strategies.workloads.workload import Workload
+
+COUNT_BATCHES = ("limit_train_batches", "val_check_interval")
+"""Arguments of the Trainer that count training batches where they are whole numbers."""
+
+LOOKED_AT = 8
+"""So many micro-batches are looked at for their number of labels."""
+
+
+@dataclass(frozen=True)
+class LightningSettings:
+    """What a lightning.Trainer needs for a plan; the module itself was changed in place where the plan says so.
+
+    Attributes:
+        trainer_arguments: For `lightning.Trainer(**settings.trainer_arguments)`. They have limit_train_batches and
+            val_check_interval, where the searched Trainer counts batches by them, and batches have another size now.
+        batch_size: Of the DataLoader of a rank.
+        not_carried: What of the plan the Trainer does not do, in sentences.
+        loader_arguments: For the DataLoader: workers, prefetch factor and pinned memory as they were measured.
+    """
+
+    trainer_arguments: dict[str, Any]
+    batch_size: int
+    not_carried: tuple[str, ...]
+    loader_arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def apply_plan(
+    plan: PlanRecord,
+    module: Any,
+    data: Any = None,
+    *,
+    measure: bool = False,
+    changed_ok: bool = False,
+    trainer: Any = None,
+    **settings: Any,
+) -> LightningSettings:
+    """Changes a LightningModule in place as the plan says, and gives the arguments of the Trainer that trains it.
+
+    Args:
+        plan: Of a search with such a module.
+        module: It is changed in place.
+        data: Its datamodule or DataLoader.
+        measure: Of a Trainer of transformers alone.
+        changed_ok: See Plan.prepare.
+        trainer: The lightning.Trainer of the search; None: there was none.
+        settings: schedule, max_grad_norm, loss_mean: as the search had them.
+
+    Raises:
+        PlanError: the module is not that of the search.
+        ExportError: the plan has what no Trainer does.
+    """
+    training, config = plan.training, plan.config
+    reading = read_module(module, data, trainer=trainer, global_batch=plan.workload.global_batch, **settings)
+    workload = reading.workload
+    said = check_training(
+        plan, changed_ok=changed_ok, model=module, loss=workload.loss, schedule=workload.build_schedule
+    )
+    if not changed_ok:
+        refuse_other_training(plan, workload.build_optimizer(trainable(module)), module)
+    norm = None if training is None else training.max_grad_norm
+    accumulation = config.accumulation(plan.workload.global_batch)
+    arguments = lightning_arguments(config, device=plan.device, accumulation=accumulation, max_grad_norm=norm)
+    counts, unscaled = rescaled_counts(reading, trainer, config)
+    frequency = _other_frequency(reading, accumulation)
+    mean = _mean_of_means(workload, config)
+    not_done = [*(unscaled if trainer is not None else ()), *frequency]
+    not_done += mean if mean and _counts_differ(workload, config) else []
+    said += [f"the Trainer does not do this of the plan: {text}" for text in not_done]
+    for text in said:
+        warnings.warn(text, stacklevel=3)
+    left = apply_to_model(workload, config, module, device=torch.device(plan.device))
+    left = tuple(text for text in left if not text.startswith(("offload=", "kernels=")))  # the arguments say it
+    setting = setting_of(plan)
+    return LightningSettings(
+        arguments.make() | counts,
+        config.micro_batch,
+        tuple(dict.fromkeys((*unscaled, *frequency, *mean, *arguments.not_carried, *left))),
+        {} if setting is None else setting.arguments,
+    )
+
+
+def rescaled_counts(reading: ModuleReading, trainer: Any, config: TrainingConfig) -> tuple[dict[str, int], list[str]]:
+    """Arguments of the Trainer that count batches, for the plan's batches; and sentences on those that cannot.
+
+    Args:
+        reading: The module as it was read.
+        trainer: That of the search; None: not given.
+        config: The plan's.
+    """
+    before, now = reading.batch_samples, config.micro_batch * config.dp
+    if before == now:
+        return {}, []
+    sizes = f"of {before} samples, and the plan's have {now}"
+    if trainer is None:
+        names = " and ".join(COUNT_BATCHES)
+        return {}, [f"whole numbers for {names} count batches {sizes}; give trainer= to have them rescaled"]
+    arguments, missing = {}, []
+    for name in COUNT_BATCHES:
+        value = getattr(trainer, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or not value:
+            continue  # a share of an epoch, or a time
+        if value * before % now:
+            missing.append(
+                f"{name}={value} counts batches {sizes}: that is {value * before / now:.4g} of them, no whole number; "
+                f"give the Trainer the {name} that you want"
+            )
+        else:
+            arguments[name] = value * before // now
+    return arguments, missing
+
+
+def _other_frequency(reading: ModuleReading, accumulation: int) -> list[str]:
+    """A sentence where the Trainer steps the schedule at other optimizer steps than the search; else none.
+
+    Args:
+        reading: The module as it was read.
+        accumulation: Of the plan.
+    """
+    wanted = steps_between(reading.frequency, reading.accumulation)
+    found = steps_between(reading.frequency, accumulation)
+    if wanted == found:
+        return []
+    every = "each optimizer step" if found == 1 else f"every {found} optimizer steps"
+    return [
+        f"the schedule's frequency={reading.frequency} counts batches: with the plan's accumulation {accumulation} "
+        f"Lightning steps it after {every}, where the training has {wanted}. In configure_optimizers, give "
+        f"frequency={wanted * accumulation}"
+    ]
+
+
+def _mean_of_means(workload: Workload, config: TrainingConfig) -> list[str]:
+    """A sentence where the Trainer's mean of micro-batches is not that of the global batch's labels; else none.
+
+    Args:
+        workload: The module's.
+        config: The plan's.
+    """
+    parts = config.accumulation(workload.global_batch) * config.dp
+    if parts == 1 or not isinstance(workload.count, CountLabels):
+        return []
+    return [
+        f"the mean over all labels of the global batch: the loss is a mean over {workload.count.describe()}, and "
+        f"Lightning averages the means of {parts} micro-batches, which weights the labels of a micro-batch with few of "
+        "them more. autoplan export --to lightning writes global_mean and a callback that divide by the count of all"
+    ]
+
+
+def _counts_differ(workload: Workload, config: TrainingConfig) -> bool:
+    """Whether the first micro-batches of a workload whose loss counts labels have different numbers of them."""
+    assert workload.count is not None, "the loss counts labels"
+    parts = config.accumulation(workload.global_batch) * config.dp
+    counts = {workload.count(workload.make_batch(config.micro_batch, k)) for k in range(min(max(parts, 2), LOOKED_AT))}
+    return len(counts) > 1

@@ -1,0 +1,276 @@
+"""Applies a plan to a Trainer of transformers or TRL: what `plan.apply_to(trainer)` does.
+
+In: a plan, a Trainer that has not trained. Out: a new Trainer of the same class, with the plan's arguments. What a
+Trainer has of its accelerator, precision and compiler is fixed when it is made, so the parts of the old one go into a
+new one (rebuild.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import warnings
+from typing import Any
+
+import torch
+
+from autoplan.errors import ExportError, PlanError, UsageError
+from autoplan.frameworks.transformers.loss import TrainerLoss
+from autoplan.frameworks.transformers.ranks import as_one_process, missing_factor
+from autoplan.frameworks.transformers.read import (
+    make_optimizer,
+    read_training,
+    refuse_other_batch_size,
+    steps_of_training,
+)
+from autoplan.frameworks.transformers.rebuild import (
+    build_anew,
+    copy_trainer,
+    divide_loss,
+    multiply_loss,
+    switch_on,
+)
+from autoplan.frameworks.transformers.speed import describe_speed, run_own_loop
+from autoplan.planner.apply.key_tables import pick_table
+from autoplan.planner.apply.loader import setting_of
+from autoplan.planner.apply.prepare import check_training, refuse_other_training
+from autoplan.planner.apply.trainer_arguments import loader_values, named_arguments, plan_values
+from autoplan.planner.plan_record import PlanRecord
+from autoplan.processes.compile_cache import use_own_cache
+from autoplan.strategies.analysis.additivity import buffers_kept
+from autoplan.strategies.analysis.structure import find_structure
+from autoplan.strategies.analysis.training_facts import read_groups
+from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
+from autoplan.strategies.techniques.attention import AttentionStrategy
+from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
+from autoplan.strategies.techniques.gelu import GeluStrategy
+from autoplan.strategies.workloads.batch import move_batch
+from autoplan.strategies.workloads.devices import device_of
+from autoplan.strategies.workloads.loops.schedules import same_schedule
+from autoplan.strategies.workloads.optimizers import rebuild
+from autoplan.strategies.workloads.randomness import seeded
+from autoplan.strategies.workloads.training_mode import own_checkpointing
+from autoplan.strategies.workloads.workload import TrainingModule, Workload
+
+NOT_DIVIDED = 0.01
+"""Below this share of the loss, none of it is divided by num_items_in_batch."""
+
+COUNTS_ALL_RANKS = "average_tokens_across_devices"
+"""The argument by which num_items_in_batch is that of all ranks."""
+
+
+def apply_plan(
+    plan: PlanRecord, trainer: Any, *parts: Any, measure: bool = False, changed_ok: bool = False, **settings: Any
+) -> Any:
+    """The new Trainer; the docstring of Plan.apply_to says the parameters and errors."""
+    if parts or settings:
+        raise UsageError(
+            f"a {type(trainer).__name__} was given, and {', '.join(settings) or 'parts of a training'} too",
+            hint="Give the Trainer alone, which has all of them.",
+        )
+    workload = read_training(_of_one_process(trainer))
+    if plan.workload.taken_from not in ("", workload.taken_from) and not changed_ok:
+        raise PlanError(
+            f"the plan is of a {plan.workload.taken_from}, and this is a {workload.taken_from}: another loss",
+            hint="Search this one. To apply it all the same: apply_to(changed_ok=True).",
+        )
+    said = check_training(
+        plan,
+        changed_ok=changed_ok,
+        model=trainer.model,
+        loss=workload.loss,
+        schedule=workload.build_schedule,
+        make_batch=workload.make_batch,
+    )
+    _refuse_given_optimizer(plan, trainer)
+    _refuse_world(plan, trainer)
+    step = plan.config.optimizer_step
+    optimizer = rebuild(make_optimizer(trainer), {} if step == "own" else OPTIMIZER_FLAGS[step])
+    if not changed_ok:
+        refuse_other_training(plan, optimizer, trainer.model)
+    refuse_other_batch_size(trainer, plan.config.micro_batch)
+    share = _divided_share(plan, trainer, workload)
+    divide = share is not None and share < NOT_DIVIDED
+    on_ranks = plan.config.dp == plan.config.world_size > 1
+    times = missing_factor(trainer, workload, divide=divide) if on_ranks else 1.0
+    arguments, not_carried = _arguments(plan, trainer)  # from here on, accelerate has no state for the old Trainer
+    not_carried += _prepare_model(plan, trainer, workload)
+    switch_on(trainer.model, plan.config, plan.device)
+    made = build_anew(trainer, arguments, optimizers=_optimizers(plan, trainer, optimizer))
+    made.plan_config = plan.config
+    if divide:
+        divide_loss(made, workload.loss, times=times)
+        said.append(
+            "the model's loss is a mean that does not divide by num_items_in_batch; the new Trainer divides it, so "
+            f"that its {plan.config.accumulation(plan.workload.global_batch)} micro-batches add up to the same loss"
+        )
+    elif times != 1:
+        multiply_loss(made, times)
+    if times != 1:
+        said.append(
+            f"on {plan.config.dp} ranks compute_loss of {type(trainer).__name__} makes gradients {1 / times:.3g} times "
+            f"those of one process; the new Trainer multiplies the loss by {times:.3g}"
+        )
+    if plan.config.dp > 1 and getattr(trainer.args, COUNTS_ALL_RANKS, True) is False:
+        said.append(
+            f"{COUNTS_ALL_RANKS} is on: without it a step is a mean of the ranks' means, not that of one process"
+        )
+    said += [f"not carried by the Trainer: {text}" for text in not_carried]
+    said += _other_steps(trainer, made)
+    if measure:
+        said.append(describe_speed(plan, run_own_loop(made)))
+    for text in said:
+        warnings.warn(text, stacklevel=3)
+    return made
+
+
+def _refuse_given_optimizer(plan: PlanRecord, trainer: Any) -> None:
+    """Refuses shards for a Trainer that was given its optimizer or schedule: with FSDP it makes both itself."""
+    if plan.config.dp_shard == 1:
+        return
+    given = []
+    if trainer.optimizer is not None:
+        alone = copy.copy(trainer)
+        alone.optimizer = None
+        mine, own = make_optimizer(trainer), make_optimizer(alone)
+        if type(mine) is not type(own) or read_groups(mine, trainer.model) != read_groups(own, trainer.model):
+            given.append(f"the optimizer {type(mine).__name__}")
+    if trainer.lr_scheduler is not None and not getattr(trainer, "_created_lr_scheduler", False):
+        given.append(f"the schedule {type(trainer.lr_scheduler).__name__}")
+    if given:
+        raise PlanError(
+            f"the plan shards the model (dp_shard={plan.config.dp_shard}), and this {type(trainer).__name__} was given "
+            f"{' and '.join(given)}; with FSDP a Trainer takes none, and would train with those of its arguments",
+            hint="Make them in create_optimizer and create_scheduler of a subclass, and search that one without "
+            "optimizers=. Or search with fix={'dp_shard': 1}.",
+        )
+
+
+def _refuse_world(plan: PlanRecord, trainer: Any) -> None:
+    """Refuses a plan of another number of processes than this Trainer trains on, and a process with several GPUs."""
+    here, wanted = int(trainer.args.world_size), plan.config.world_size
+    if (gpus := int(trainer.args.n_gpu)) > 1:
+        raise PlanError(
+            f"this process sees {gpus} GPUs, and the Trainer would split each batch over them (DataParallel); a plan "
+            "has one process for each GPU",
+            hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), "
+            "and apply it."
+            if wanted > 1
+            else "Set CUDA_VISIBLE_DEVICES to one GPU before the script starts.",
+        )
+    if here == wanted:
+        return
+    raise PlanError(
+        f"the plan is for {wanted} process(es), and this {type(trainer).__name__} trains on {here}",
+        hint=f"Start the script with torchrun --nproc-per-node {wanted}, load the plan there (autoplan.load_plan), and "
+        "apply it."
+        if wanted > 1
+        else "Start the script without torchrun, or search with nproc=.",
+    )
+
+
+def _of_one_process(trainer: Any) -> Any:
+    """The Trainer as its parts are read: under torchrun, one process of several is as good as another."""
+    if trainer.args.world_size == 1:
+        return trainer
+    alone = copy_trainer(trainer)
+    alone.args.distributed_state = None
+    return alone
+
+
+def _optimizers(plan: PlanRecord, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """What Trainer(optimizers=) takes; with FSDP it makes the optimizer itself."""
+    if plan.config.dp_shard > 1:
+        return None, None
+    return optimizer, None if trainer.lr_scheduler is None else same_schedule(trainer.lr_scheduler)(optimizer)
+
+
+def _arguments(plan: PlanRecord, trainer: Any) -> tuple[Any, list[str]]:
+    """The Trainer's arguments with the plan's values, and what they cannot express.
+
+    Raises:
+        PlanError: the plan has a layout that no argument says, or fp16 on a CPU.
+    """
+    keys = pick_table("transformers", importlib.metadata.version("transformers"))["keys"]
+    config = plan.config
+    accumulation = config.accumulation(plan.workload.global_batch)
+    try:
+        values, not_carried = plan_values(config, accumulation=accumulation, device=plan.device, keys=keys)
+    except ExportError as error:
+        raise PlanError(error.flag_message, hint=error.flag_hint) from error
+    loading = loader_values(setting_of(plan))
+    named = named_arguments(config, values | loading, keys)
+    named |= {key: None for term, value in loading.items() if value is None and (key := keys.get(term)) is not None}
+    fields = {field.name for field in dataclasses.fields(trainer.args) if field.init}
+    for suffix in ("", "_kwargs"):
+        new, old = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
+        if new in named and old in fields:
+            named[old] = named[new]
+    named |= {"auto_find_batch_size": False, "deepspeed": None}
+    if config.dp > 1:
+        named[COUNTS_ALL_RANKS] = True
+    if config.dp_shard == 1:
+        named["fsdp"] = type(trainer.args.fsdp)() if trainer.args.fsdp else trainer.args.fsdp
+    if not named.get("torch_compile"):
+        named |= {"torch_compile_backend": None, "torch_compile_mode": None}
+    left_out = [text for text in not_carried if not text.startswith("compile=block")]  # blocks are compiled in place
+    arguments = dataclasses.replace(trainer.args, **{name: value for name, value in named.items() if name in fields})
+    return arguments, left_out
+
+
+def _divided_share(plan: PlanRecord, trainer: Any, workload: Workload) -> float | None:
+    """Whether the loss divides by the number of items, where several micro-batches make that matter.
+
+    Raises:
+        PlanError: a part of it does.
+    """
+    if plan.config.accumulation(plan.workload.global_batch) * plan.config.dp == 1:
+        return None
+    assert isinstance(workload.loss, TrainerLoss), "read_training makes it"
+    with seeded(0), buffers_kept(trainer.model), as_one_process():
+        share = workload.loss.divided_share(
+            trainer.model, move_batch(workload.make_batch(2, 0), device_of(trainer.model))
+        )
+    if share is None or abs(share) < NOT_DIVIDED or abs(share - 1) < NOT_DIVIDED:
+        return share
+    raise PlanError(
+        f"the loss of {type(trainer).__name__} divides only a part ({share:.0%}) by num_items_in_batch, and a step of "
+        "the plan adds the losses of several micro-batches: the other part would grow with them",
+        hint="Divide all of it by num_items_in_batch in compute_loss, or search with the micro-batch of a whole step: "
+        f"fix={{'micro_batch': {plan.workload.global_batch}}}.",
+    )
+
+
+def _prepare_model(plan: PlanRecord, trainer: Any, workload: Workload) -> list[str]:
+    """Changes the model as the trials did, by the same techniques; returns what the Trainer cannot carry."""
+    config, model = plan.config, trainer.model
+    if config.compile != "off":
+        use_own_cache()
+    build = Build(
+        workload=workload,
+        config=config,
+        device=torch.device(plan.device),
+        model=model,
+        module=TrainingModule(model, workload.loss),
+        structure=find_structure(model),
+    )
+    for strategy in (AttentionStrategy(), GeluStrategy(), BatchNormStrategy()):
+        strategy.apply(build)
+    for module, flag in own_checkpointing(model):
+        setattr(module, flag, False)  # from here on the arguments decide
+    if config.compile != "off" and config.compile_mode in CUDAGRAPH_MODES:
+        return [f"compile_mode={config.compile_mode} with accumulation: the Trainer does not mark where a step begins"]
+    return []
+
+
+def _other_steps(old: Any, new: Any) -> list[str]:
+    """A sentence where the new Trainer takes another number of steps: the last step of an epoch may be cut."""
+    before, now = steps_of_training(old), steps_of_training(new)
+    if before == now:
+        return []
+    return [
+        f"the new Trainer trains for {now} optimizer steps, the old one for {before}: the last step of an epoch is cut "
+        "differently. max_steps in the arguments fixes it"
+    ]

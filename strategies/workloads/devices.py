@@ -1,0 +1,71 @@
+"""Where a model is: moved to the meta device, to host memory for a while, or copied to the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter; the CPU where it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def on_cpu(model: nn.Module) -> nn.Module:
+    """The model, or a copy of it on the CPU where it is on a GPU: what travels to trials must not hold its memory."""
+    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    return copy.deepcopy(model).to("cpu")
+
+
+@contextlib.contextmanager
+def on_the_host(holder: Any) -> Iterator[None]:
+    """Keeps every model in an object's attributes on the CPU; afterwards each is on its device again.
+
+    The parameters stay the same objects, so an optimizer over them stays valid.
+
+    Args:
+        holder: A Trainer, a Lightning module, any object.
+    """
+    moved = move_to_host(holder)
+    try:
+        yield
+    finally:
+        for model, device in moved:
+            model.to(device)
+
+
+def move_to_host(holder: Any) -> list[tuple[nn.Module, torch.device]]:
+    """Moves every model in an object's attributes from a GPU to the CPU; returns them, each with its device."""
+    moved: list[tuple[nn.Module, torch.device]] = []
+    models = {id(value): value for value in vars(holder).values() if isinstance(value, nn.Module)}
+    for model in models.values():
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+            model.to("cpu")
+            moved.append((model, device))
+    if moved:
+        torch.cuda.empty_cache()
+    return moved
+
+
+def move_to_meta(model: nn.Module) -> None:
+    """Moves a model to the meta device, in place; torch alone would make a parameter for each place of a tied one."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    tied: list[tuple[nn.Module, str, nn.Module, str]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in first:
+                tied.append((module, name, *first[id(parameter)]))
+            else:
+                first[id(parameter)] = (module, name)
+    model.to("meta")
+    for module, name, other, other_name in tied:
+        module._parameters[name] = other._parameters[other_name]

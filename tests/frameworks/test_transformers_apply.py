@@ -1,0 +1,283 @@
+"""plan.apply_to(trainer): the new Trainer trains what the old one would have, by the plan's arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import autoplan
+from autoplan.errors import PlanError, WorkloadError
+from autoplan.frameworks.transformers.speed import describe_speed, run_own_loop
+from autoplan.planner.apply.key_tables import pick_table
+from autoplan.planner.apply.trainer_arguments import compiles_in_place, plan_values
+from autoplan.planner.loading import Loading
+from autoplan.planner.plan import Plan
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.loading.settings import LoaderSetting
+from autoplan.strategies.workloads.sources import spec_from_objects
+from tests.recorded import make_plan
+from tests.strategies.tiny_trainers import OwnLoss, llama_trainer, summed_loss, t5_trainer, vit_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+FP32 = 5e-5
+
+
+def plan_for(trainer: Trainer, **knobs: Any) -> Plan:
+    """A plan of a Trainer's own workload, without a search."""
+    config = TrainingConfig.model_validate({"micro_batch": 2} | knobs)
+    return make_plan(config, workload=spec_from_objects(autoplan.from_trainer(trainer)), training=None)
+
+
+def apply(plan: Plan, trainer: Trainer, **options: Any) -> tuple[Any, list[str]]:
+    """The new Trainer, and what was said, without the sentence on other hardware."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = plan.apply_to(trainer, **options)
+    texts = [str(item.message) for item in said if item.category is UserWarning]
+    return made, [text for text in texts if "found on other hardware" not in text]
+
+
+def trained(trainer: Trainer) -> list[torch.Tensor]:
+    trainer.train()
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        t5_trainer,
+        lambda folder: vit_trainer(folder, optim="sgd"),
+        llama_trainer,
+        lambda folder: llama_trainer(folder, OwnLoss),
+        lambda folder: llama_trainer(folder, compute_loss_func=summed_loss),
+    ],
+    ids=["t5", "vit", "llama", "compute_loss", "compute_loss_func"],
+)
+def test_the_new_trainer_trains_the_same(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    as_it_was = trained(make(tmp_path))
+    trainer = make(tmp_path)
+    made, said = apply(plan_for(trainer), trainer)
+    assert type(made) is type(trainer) and made.train_dataset is trainer.train_dataset
+    assert (made.args.per_device_train_batch_size, made.args.gradient_accumulation_steps) == (2, 4)
+    divided = any("the new Trainer divides it" in text for text in said)
+    assert divided == (make is t5_trainer), said
+    pairs = zip(as_it_was, trained(made), strict=True)
+    assert max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-6)) for a, b in pairs) < FP32
+
+
+def test_callbacks_and_arguments_are_carried_over(tmp_path: Path) -> None:
+    class Counting(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            self.steps += 1
+
+    mine = Counting()
+    trainer = llama_trainer(tmp_path, callbacks=[mine], logging_steps=2, gradient_checkpointing=True)
+    plan = plan_for(trainer, micro_batch=4, precision="bf16", checkpointing="none", optimizer_step="for_loop")
+    made, _ = apply(plan, trainer)
+    assert made.callback_handler.callbacks == trainer.callback_handler.callbacks
+    assert made.args.bf16 and not trainer.args.bf16
+    assert not getattr(made.args, "activation_checkpointing", made.args.gradient_checkpointing)
+    assert made.args.logging_steps == 2 and made.args.learning_rate == trainer.args.learning_rate
+    assert made.optimizer.defaults["foreach"] is False and len(made.optimizer.param_groups) == 2
+    made.train()
+    assert mine.steps == 3 and made.state.global_step == 3 and made.accelerator.mixed_precision == "bf16"
+
+
+def test_who_holds_the_trainer_gets_the_new_one(tmp_path: Path) -> None:
+    class Logging(TrainerCallback):
+        def __init__(self, trainer: Trainer) -> None:
+            self.trainer, self.log, self.name = trainer, trainer.log, "mine"
+
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            self.trainer.log({"by_trainer": 1.0})
+            self.log({"by_method": 1.0})
+
+    trainer = llama_trainer(tmp_path)
+    trainer.add_callback(Logging(trainer))
+    trainer.itself = trainer
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.itself is made and trainer.itself is trainer
+    made.train()
+    for name in ("by_trainer", "by_method"):
+        assert [sum(name in entry for entry in one.state.log_history) for one in (trainer, made)] == [0, 3]
+
+
+def test_a_loader_without_workers_takes_the_place_of_one_with_workers(tmp_path: Path) -> None:
+    trainer = llama_trainer(
+        tmp_path, dataloader_num_workers=2, dataloader_prefetch_factor=4, dataloader_persistent_workers=True
+    )
+    measured = Loading(
+        source="list", identity="0" * 16, setting=LoaderSetting(workers=0), waiting_share=0.0, samples_per_s=800.0
+    )
+    made, _ = apply(plan_for(trainer).model_copy(update={"loading": measured}), trainer)
+    loader = made.get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (0, None, False)
+    made.train()
+    assert made.state.global_step == 3
+
+
+class InOrder(torch.optim.lr_scheduler.SequentialLR):
+    """A warm-up and a decay."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        schedules = torch.optim.lr_scheduler
+        parts = [schedules.LinearLR(optimizer, 0.1, total_iters=1), schedules.ExponentialLR(optimizer, 0.5)]
+        super().__init__(optimizer, parts, milestones=[1])
+
+
+@pytest.mark.parametrize("kind", [InOrder, torch.optim.lr_scheduler.ReduceLROnPlateau])
+def test_schedules_of_the_users_own(kind: Any, tmp_path: Path) -> None:
+    def given() -> Any:
+        trainer = llama_trainer(tmp_path)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.lr_scheduler = kind(trainer.optimizer)
+        return trainer
+
+    alone = given()
+    as_it_was = trained(alone)
+    trainer = given()
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.lr_scheduler.optimizer is made.optimizer is not trainer.optimizer
+    assert all(torch.allclose(a, b, atol=FP32) for a, b in zip(as_it_was, trained(made), strict=True))
+    rates = [[entry["learning_rate"] for entry in one.state.log_history if "loss" in entry] for one in (alone, made)]
+    assert len(rates[0]) == 3 and rates[0] == rates[1]
+
+
+def test_what_the_trainer_cannot_carry_is_said(tmp_path: Path) -> None:
+    trainer = llama_trainer(tmp_path)
+    made, said = apply(plan_for(trainer, checkpointing="selective"), trainer)
+    assert any("checkpointing=selective: every block" in text for text in said), said
+    assert getattr(made.args, "activation_checkpointing", made.args.gradient_checkpointing)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    trainer = llama_trainer(tmp_path)
+    plan = plan_for(trainer)
+    with pytest.raises(PlanError, match="the plan is for 2 process"):
+        apply(make_plan(TrainingConfig(micro_batch=2, dp_replicate=2), workload=plan.workload), trainer)
+    with pytest.raises(PlanError, match="the plan is of a Trainer, and this is a OwnLoss"):
+        apply(plan, llama_trainer(tmp_path, OwnLoss))
+    with pytest.raises(WorkloadError, match="the loop lacks optimizer, dataloader"):
+        apply(plan, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="leaves fp16 out on a CPU") as raised:
+        apply(plan_for(trainer, precision="fp16"), trainer)
+    assert "plan.prepare()" in raised.value.hint
+    trainer.train()
+    with pytest.raises(WorkloadError, match=r"train\(\) of this Trainer has begun"):
+        apply(plan, trainer)
+
+
+def test_several_gpus_without_torchrun_are_refused(tmp_path: Path) -> None:
+    """The Trainer would split each micro-batch over them; the arguments of a machine with two are put together here."""
+
+    class OfTwo(TrainingArguments):
+        n_gpu = property(lambda self: 2)  # type: ignore[assignment]
+
+    trainer = llama_trainer(tmp_path)
+    plans = [plan_for(trainer, dp_replicate=ranks) for ranks in (1, 2)]
+    trainer.args.__class__ = OfTwo
+    for plan, hint in zip(plans, ("CUDA_VISIBLE_DEVICES", "torchrun --nproc-per-node 2"), strict=True):
+        with pytest.raises(PlanError, match="sees 2 GPUs") as raised:
+            apply(plan, trainer)
+        assert hint in raised.value.hint
+
+
+def test_a_loader_that_ignores_the_plans_micro_batch_is_refused(tmp_path: Path) -> None:
+    class Fixed(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+    class Follows(Trainer):
+        def get_train_dataloader(self) -> Any:
+            size = self._train_batch_size
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=size, collate_fn=self.data_collator)
+
+    trainer = llama_trainer(tmp_path, Fixed)
+    with pytest.raises(WorkloadError, match="Fixed gives batches of 4 samples where the arguments ask for 2") as raised:
+        apply(plan_for(trainer), trainer)
+    assert trainer.get_train_dataloader().batch_size == 4, "it is left as it was"
+    assert "self._train_batch_size" in raised.value.hint
+    made, _ = apply(plan_for(trainer, micro_batch=4), trainer)
+    assert made.state.global_step == 0
+    trainer = llama_trainer(tmp_path, Follows)
+    made, _ = apply(plan_for(trainer), trainer)
+    assert made.get_train_dataloader().batch_size == 2
+
+
+def test_the_trainers_own_loop_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
+    trainer = t5_trainer(tmp_path)
+    plan = plan_for(trainer)
+    made, _ = apply(plan, trainer)
+    before = [parameter.detach().clone() for parameter in made.model.parameters()]
+    loop = run_own_loop(made, steps=3)
+    assert len(loop.step_s) == 3 and loop.median_s > 0, loop.reason
+    assert "of the measured speed" in describe_speed(plan, loop)
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+    assert made.state.global_step == 0
+
+
+SCRIPT = """
+import argparse, pathlib, sys
+sys.path.insert(0, {root!r})
+from tests.strategies.tiny_trainers import llama_trainer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=4)
+options = parser.parse_args()
+
+
+def make_trainer():
+    return llama_trainer(pathlib.Path("out"), per_device_train_batch_size=options.batch)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("probed_machine")
+def test_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
+    command = [sys.executable, "-m", "autoplan", "search", "--trainer", "train.py:make_trainer", "--budget", "60s"]
+    command += ["--max-trials", "2", "--fix", "compile=off", "--device", "cpu", "--json", "--", "--batch", "8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plan = json.loads(done.stdout)["plan"]
+    assert plan["workload"]["arguments"] == ["--batch", "8"]
+    assert plan["workload"]["global_batch"] == 16
+    assert any("callbacks do not run" in note for note in plan["notes"])
+    shown = subprocess.run([*command[:3], "verify"], cwd=tmp_path, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_searches")
+def test_searched_applied_trained(tmp_path: Path) -> None:
+    trainer = t5_trainer(tmp_path, max_steps=20)
+    plan = autoplan.search(
+        trainer, budget="60s", max_trials=2, fix={"compile": "off"}, device="cpu", store=tmp_path / "store", quiet=True
+    )
+    assert plan.parity.passed and plan.workload.counted is not None and plan.workload.counted.unit == "tokens"
+    assert plan.workload.batch_sizes is not None and plan.workload.batch_sizes.largest == 1
+    made, _ = apply(plan, trainer)
+    result = made.train()
+    assert result.global_step == 20
+    assert made.args.per_device_train_batch_size * made.args.gradient_accumulation_steps == 8
+
+
+def test_a_whole_model_in_fp32_on_cuda_is_compiled_in_place() -> None:
+    """By the argument torch_compile, accelerate switches TF32 on; of CUDA only the arguments are looked at here."""
+    keys = pick_table("transformers", None)["keys"]
+    fp32 = TrainingConfig.model_validate({"micro_batch": 1, "compile": "model"})
+    bf16 = fp32.model_copy(update={"precision": "bf16"})
+    for config, device, by_argument in ((fp32, "cuda", False), (bf16, "cuda", True), (fp32, "cpu", True)):
+        values, _ = plan_values(config, accumulation=1, device=device, keys=keys)
+        assert values["compile"] is by_argument and compiles_in_place(config, device) is not by_argument
