@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,35 +12,16 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import CUDAGRAPH_MODES
 from autoplan.strategies.state import collect_state, restore_state
+from autoplan.strategies.step import Stepper, StepResult
 from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.techniques.mesh import agree_on_overflow, data_position, local_tensor, rank_seed
+from autoplan.strategies.techniques.mesh import data_position, rank_seed
 from autoplan.strategies.techniques.own_gradients import OwnGradients
 from autoplan.strategies.techniques.rounded_steps import rounding_of
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
-from autoplan.strategies.workloads.training_mode import (
-    caching_configs,
-    own_checkpointing,
-    without_cache,
-    without_own_checkpointing,
-)
 from autoplan.strategies.workloads.transfer import device_micro_batches
 
 
-class StepResult(NamedTuple):
-    """What one optimizer step gives back; tensors on the device, so that reading them is the caller's choice to wait.
-
-    Attributes:
-        loss: The summed loss over the count, of the whole global batch, as a scalar.
-        grad_norm: The norm of all gradients before clipping, or None without clipping.
-        skipped: fp16: the gradients held inf or NaN, and no step was taken. Always False in other precisions.
-    """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
-    skipped: bool
-
-
-class TrainingRun:
+class TrainingRun(Stepper):
     """A model, its optimizer and its schedule as a plan runs them.
 
     Made by `autoplan.strategies.prepare.prepare` alone: a trial, `plan.prepare` and the examples call the same one.
@@ -49,25 +29,31 @@ class TrainingRun:
 
     def __init__(self, build: Build, schedule: Any) -> None:
         assert build.optimizer is not None, "prepare() applies the optimizer strategy before this"
+        config, workload = build.config, build.workload
+        accumulation = config.accumulation(workload.global_batch)
+        replays_graphs = config.compile_mode in CUDAGRAPH_MODES
+        trained = [parameter for parameter in build.model.parameters() if parameter.requires_grad]
+        super().__init__(
+            build.model,
+            build.module,
+            build.optimizer,
+            schedule,
+            device=build.device,
+            accumulation=accumulation,
+            max_grad_norm=workload.max_grad_norm,
+            counts_ahead=workload.count is not None,
+            hooks=build.hooks,
+            gradients=build.gradients,
+            scaler=build.scaler,
+            several_ranks=build.mesh is not None,
+            recomputes=config.checkpointing != "none",
+            own_gradients=OwnGradients(trained, build.optimizer) if replays_graphs and accumulation > 1 else None,
+            replays_graphs=replays_graphs,
+        )
         self._build = build
-        self.workload = build.workload
-        self.config = build.config
-        self.device = build.device
-        self.model = build.model
-        self.optimizer: torch.optim.Optimizer = build.optimizer
-        self.scaler = build.scaler
-        self.schedule = schedule
-        self.steps = 0
-        self._gradients_finished = False
-        self._observers: list[Callable[[], None]] = []
-        self.accumulation = build.config.accumulation(build.workload.global_batch)
-        self.local_batch = self.accumulation * build.config.micro_batch
-        self._caching = caching_configs(self.model) if self.config.checkpointing != "none" else []
-        self._own_checkpointing = own_checkpointing(self.model)
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._replays_graphs = self.config.compile_mode in CUDAGRAPH_MODES
-        several = self._replays_graphs and self.accumulation > 1
-        self._own_gradients = OwnGradients(self._parameters, self.optimizer) if several else None
+        self.workload = workload
+        self.config = config
+        self.local_batch = accumulation * config.micro_batch
 
     # One step, whole.
 
@@ -106,12 +92,7 @@ class TrainingRun:
             with self._around_forward_and_backward():
                 total, count = engine.forward_backward(batch, self._loss_scale(divisor))
             return total, count, divisor
-        total = torch.zeros((), device=self.device)
-        count = torch.zeros((), device=self.device)
-        for number, micro in enumerate(self.micro_batches(batch), start=1):
-            micro_total, micro_count = self.micro_step(micro, divisor, sync=number == self.accumulation)
-            total += micro_total
-            count += micro_count
+        total, count = self.micro_steps(self.micro_batches(batch), divisor)
         return total, count, divisor
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
@@ -125,57 +106,18 @@ class TrainingRun:
         gradients to the real count. All data-parallel ranks get the same value.
         """
         count = self.workload.count
-        share = count(batch) if count is not None else batch_size(batch) * self.workload.tokens_per_sample
-        divisor = torch.full((), float(share), device=self.device)  # torch.tensor() would copy, and wait for the copy
-        return self._build.gradients.sum_over_ranks(divisor)
+        return self.divisor_of(
+            count(batch) if count is not None else batch_size(batch) * self.workload.tokens_per_sample
+        )
 
     def micro_step(self, micro: Batch, divisor: torch.Tensor, *, sync: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of one micro-batch; gradients are reduced over ranks only with `sync`.
-
-        Returns:
-            The micro-batch's summed loss and its count, detached.
-        """
-        self._build.hooks.set_sync(sync)
-        self._build.hooks.begin()
-        if self._own_gradients is not None:
-            self._own_gradients.attach()
-        micro = move_batch(micro, self.device)
-        with self._around_forward_and_backward():
-            with self._build.hooks.forward_context():
-                total, count = self._build.module(micro)
-            loss = total * self._loss_scale(divisor)
-            if self.scaler is not None:
-                loss = self.scaler.scale(loss)
-            loss.backward()
-        if self._replays_graphs:  # the next replay overwrites what this one gave
-            total, count = total.detach().clone(), count.clone()
-        return total.detach().float(), count.detach().float()
-
-    @contextlib.contextmanager
-    def _around_forward_and_backward(self) -> Iterator[None]:
-        """Around the backward too: a recomputation runs the forward again."""
-        with (
-            self._build.hooks.around(),
-            without_cache(self._caching),
-            without_own_checkpointing(self._own_checkpointing),
-        ):
-            yield
+        """`Stepper.micro_step` of a micro-batch that may still be on the host."""
+        return super().micro_step(move_batch(micro, self.device), divisor, sync=sync)
 
     @property
     def said(self) -> str | None:
         """What this run does otherwise than the model was set to, in a sentence; None: nothing."""
         return own_checkpointing_text(self.config.checkpointing) if self._own_checkpointing else None
-
-    def _loss_scale(self, divisor: torch.Tensor) -> torch.Tensor:
-        return self._build.gradients.ranks / divisor
-
-    def finish_gradients(self) -> None:
-        """Completes the sums over ranks that the backward leaves open; once per step, optimizer_step() does it too."""
-        if self._gradients_finished:
-            return
-        for finish in self._build.gradients.finish:
-            finish()
-        self._gradients_finished = True
 
     def observe_gradients(self, observe: Callable[[], None]) -> None:
         """Has a function called at each step when the gradients are whole: averaged and unscaled, not yet clipped."""
@@ -191,53 +133,10 @@ class TrainingRun:
 
         self._build.hooks.begin = both
 
-    def optimizer_step(self, total: torch.Tensor, count: torch.Tensor, divisor: torch.Tensor) -> StepResult:
-        """Clips, steps the optimizer and the schedule, and clears the gradients.
-
-        Args:
-            total: This rank's summed loss over all micro-batches.
-            count: This rank's count over all micro-batches.
-            divisor: What micro_step divided by.
-        """
-        if self._own_gradients is not None:
-            self._own_gradients.drop_unused()
-        self.finish_gradients()
-        self._gradients_finished = False
-        total = self._build.gradients.sum_over_ranks(total)
-        count = self._build.gradients.sum_over_ranks(count)
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-            if self.mesh is not None:
-                agree_on_overflow(self.scaler, self.optimizer)
-        if self.workload.count is None:
-            gradients = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, (divisor / count).to(gradients[0].device))
-        for observe in self._observers:
-            observe()
-        norm = None
-        if self.workload.max_grad_norm is not None:
-            norm = self._build.gradients.clip(self._parameters, self.workload.max_grad_norm)
-        skipped = self._step_optimizer()
-        if self.schedule is not None and not skipped:
-            self.schedule.step()
-        if self._own_gradients is not None:
-            self._own_gradients.clear()
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return StepResult(loss=total / count, grad_norm=norm, skipped=skipped)
-
     def _step_optimizer(self) -> bool:
         if (rounding := rounding_of(self.optimizer)) is not None:
             rounding.steps = self.steps
-        if self.scaler is None:
-            self.optimizer.step()
-            return False
-        scale_before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() < scale_before
+        return super()._step_optimizer()
 
     # Saving and restoring.
 

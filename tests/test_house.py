@@ -36,7 +36,7 @@ ORDER = (
     ("autoplan.strategies.workloads",),
     ("autoplan.strategies.analysis",),
     ("autoplan.strategies.techniques",),
-    ("autoplan.strategies.state", "autoplan.strategies.run"),
+    ("autoplan.strategies.state", "autoplan.strategies.step", "autoplan.strategies.run"),
     ("autoplan.strategies.prepare", "autoplan.strategies.inspect"),
     ("autoplan.planner", "autoplan.planner.records", "autoplan.planner.loading", "autoplan.planner.untried"),
     ("autoplan.planner.trace",),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.plan import Plan
 from autoplan.planner.plan_file import one_line
 
@@ -83,16 +82,6 @@ def comment(lines: list[str] | tuple[str, ...], mark: str = "#") -> str:
         110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False
     )
     return "\n".join(wrapper.fill(one_line(line)) for line in lines)
-
-
-def loader_arguments_source(plan: Plan) -> str:
-    """`loader_arguments()` of a module: what a DataLoader of the user's own gets."""
-    setting = setting_of(plan)
-    arguments = "" if setting is None else "".join(f", {key!r}: {value!r}" for key, value in setting.arguments.items())
-    beside = "" if setting is None else ", with the workers that were measured beside the step"
-    return f'''def loader_arguments():
-    """Arguments of your DataLoader: a micro-batch at a time, and no smaller one at its end{beside}."""
-    return {{"batch_size": MICRO_BATCH, "drop_last": True{arguments.replace("'", '"')}}}'''
 
 
 def companion_name(stem: str) -> str:

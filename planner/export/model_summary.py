@@ -1,4 +1,4 @@
-"""What an export must know of a model itself: the task of a language model, and the names of the repeated blocks.
+"""What an export must know of a model itself: its blocks, its output head, how it is split.
 
 In: a `WorkloadSpec`. Out: a `ModelSummary`. The model is built on the meta device in its own process, because that
 loads torch and perhaps the user's code.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import ConfigError
@@ -26,16 +25,12 @@ class ModelSummary(NamedTuple):
     """What an export needs to know of a model.
 
     Attributes:
-        task: Of a language model; "" for other models.
-        stacks: The names of the blocks of each stack.
-        frozen_stacks: The same of stacks that do not train beside others that do.
+        has_blocks: Whether the model repeats blocks.
         head: The name of the output head whose logits loss=fused defers; "" where the workload's own head splits off.
         tensor_plan: The fields of a TensorPlan, or why the model has none.
     """
 
-    task: str
-    stacks: list[list[str]]
-    frozen_stacks: list[list[str]] = []
+    has_blocks: bool
     head: str = ""
     tensor_plan: dict[str, Any] | str = ""
 
@@ -70,11 +65,9 @@ def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
     from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.techniques.loss import output_linear, splits_by_head
     from autoplan.strategies.techniques.tensor_parallel import make_tensor_plan
-    from autoplan.strategies.workloads.language_model import LANGUAGE_MODEL_LOSSES
     from autoplan.strategies.workloads.sources import load_workload
 
     workload = load_workload(WorkloadSpec.model_validate_json(spec))
-    losses = {loss: task for task, loss in LANGUAGE_MODEL_LOSSES.items()}
     context.phase("build_model")
     with torch.device("meta"):
         model = workload.build_model()
@@ -85,19 +78,7 @@ def summarize_in_rank(context: RankContext, spec: str) -> dict[str, Any]:
     except ConfigError as error:
         tensor_plan = error.message
     return {
-        "task": losses.get(workload.loss, ""),
-        "stacks": [[name for name, _ in stack] for stack in structure.stacks],
-        "frozen_stacks": [[name for name, _ in stack] for stack in structure.frozen_stacks],
+        "has_blocks": bool(structure.stacks),
         "head": next((name for name, module in model.named_modules() if module is linear), ""),
         "tensor_plan": tensor_plan,
     }
-
-
-def stack_source(stack: list[str]) -> str:
-    """Names as Python source: a comprehension if they are numbered in order, else a list."""
-    match = re.fullmatch(r"(.*?)(\d+)", stack[0])
-    if match and len(stack) > 2:
-        prefix, first = match[1], int(match[2])
-        if stack == [f"{prefix}{first + number}" for number in range(len(stack))]:
-            return f"[{prefix!r} + str(number) for number in range({first}, {first + len(stack)})]"
-    return repr(stack)

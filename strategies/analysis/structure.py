@@ -27,6 +27,10 @@ class MicroBatchDependent:
     why: str
 
 
+Stacks = tuple[tuple[tuple[str, nn.Module], ...], ...]
+"""Runs of repeated blocks, each block with its name."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
     """What a model is made of; names are the model's own (fully qualified).
@@ -45,8 +49,8 @@ class Structure:
     """
 
     model: nn.Module
-    stacks: tuple[tuple[tuple[str, nn.Module], ...], ...]
-    frozen_stacks: tuple[tuple[tuple[str, nn.Module], ...], ...] = ()
+    stacks: Stacks
+    frozen_stacks: Stacks = ()
     embeddings: tuple[tuple[str, nn.Module], ...]
     head: tuple[str, nn.Module] | None
     attention: tuple[tuple[str, nn.Module], ...]
@@ -76,11 +80,8 @@ def find_structure(model: nn.Module) -> Structure:
     siblings of the same class; where such a module contains a list of blocks itself (the stages of a Swin
     transformer, the two halves of an encoder-decoder), the inner ones are the blocks.
     """
-    found = tuple(_stacks(model, ""))
-    trained = tuple(stack for stack in found if any(_trains(block) for _, block in stack))
-    stacks = trained or found
-    inside = {id(part) for stack in found for _, block in stack for part in block.modules()}
-    frozen = tuple(stack for stack in found if stack not in stacks)
+    stacks, frozen = repeated_blocks(model)
+    inside = {id(part) for stack in (*stacks, *frozen) for _, block in stack for part in block.modules()}
     inside |= _frozen_parts(model, {id(block) for stack in frozen for _, block in stack})
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
     tied = _tied(model)
@@ -95,6 +96,13 @@ def find_structure(model: nn.Module) -> Structure:
         tied=tied,
         micro_batch_dependent=tuple(_micro_batch_dependent(model)),
     )
+
+
+def repeated_blocks(model: nn.Module) -> tuple[Stacks, Stacks]:
+    """The runs of repeated blocks: those that train, and those that do not beside others that do."""
+    found = tuple(_stacks(model, ""))
+    trained = tuple(stack for stack in found if any(_trains(block) for _, block in stack)) or found
+    return trained, tuple(stack for stack in found if stack not in trained)
 
 
 def clean_name(name: str) -> str:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from autoplan.strategies.analysis.tensor_plans import TensorPlan
 
 
-@dataclass(kw_only=True)
 class MicroStepHooks:
     """What surrounds the forward of each micro-step.
+
+    No dataclass, which would ask for the module that it is in: exports copy it into modules that anybody loads.
 
     Attributes:
         begin: Called before every micro-step.
@@ -34,13 +35,13 @@ class MicroStepHooks:
             and FSDP2 exchange gradients accordingly.
     """
 
-    begin: Callable[[], None] = field(default=lambda: None)
-    forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    set_sync: Callable[[bool], None] = field(default=lambda sync: None)
+    def __init__(self) -> None:
+        self.begin: Callable[[], None] = lambda: None
+        self.forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.set_sync: Callable[[bool], None] = lambda sync: None
 
 
-@dataclass(kw_only=True)
 class GradientReduction:
     """How the gradients of all ranks become those of the whole global batch.
 
@@ -54,11 +55,12 @@ class GradientReduction:
             two stages: a half); 1 where not given.
     """
 
-    ranks: int = 1
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda tensor: tensor)
-    finish: list[Callable[[], None]] = field(default_factory=list)
-    clip: Callable[[list[nn.Parameter], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
-    norm_weights: dict[int, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.ranks = 1
+        self.sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+        self.finish: list[Callable[[], None]] = []
+        self.clip: Callable[[list[nn.Parameter], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
+        self.norm_weights: dict[int, float] = {}
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.loops.accelerate_config import expected, read_back
+from autoplan.planner.export.accelerate import expected, read_back
 from autoplan.planner.export.run import load_target
 from tests.exports import planted
 from tests.exports.environments import run_python

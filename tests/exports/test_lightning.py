@@ -110,8 +110,8 @@ def test_a_real_trainer_and_fabric_read_the_plan_back_and_planted_mistakes_are_c
         ("clipping", "one", "lightning", "'gradient_clip_val': 0.1", "'gradient_clip_val': 1.0"),
         ("constant", "one", "fabric", "MAX_GRAD_NORM = 0.1", "MAX_GRAD_NORM = 1.0"),
         ("option", "ddp", "fabric", "bucket_cap_mb", "bucket_cap_mbs"),
-        ("degree", "shard", "fabric", "data_parallel_size=2", "data_parallel_size=1"),
-        ("plugin", "fp16", "lightning", "[MixedPrecision(precision='16-mixed', device='cpu')]", "[]"),
+        ("degree", "shard", "fabric", "'data_parallel_size': 2", "'data_parallel_size': 1"),
+        ("plugin", "fp16", "lightning", "[MixedPrecision(**PLUGIN_OPTIONS)]", "[]"),
     ]
     rows = [(name, str(tmp_path / f"{plan}.json"), *rest) for name, plan, *rest in [*right, *wrong]]
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -105,15 +105,12 @@ def test_a_script_for_cuda_has_what_it_calls(run_script: Run) -> None:
 
 
 PLANTED = {
-    "gradients of one rank of two": ("(DP_REPLICATE * DP_SHARD / divisor)", "(1 / divisor)"),
+    "gradients of one rank of two": ("return self._gradients.ranks / divisor", "return 1 / divisor"),
     "the same samples on both ranks": ("rank * LOCAL_BATCH, (rank + 1) * LOCAL_BATCH", "0, LOCAL_BATCH"),
-    "the count of one rank": (
-        "    divisor = sum_over_axes(run.mesh, divisor",
-        "    _ = sum_over_axes(run.mesh, divisor.clone()",
-    ),
-    "no exchange of gradients": ("run.set_sync(number + 1 == ACCUMULATION)", "run.set_sync(False)"),
-    "no clipping": ("norm = run.clip(parameters, MAX_GRAD_NORM)", "norm = run.clip(parameters, 1e9)"),
-    "no schedule": ("    schedule = build_schedule(optimizer)", "    schedule = None"),
+    "the count of one rank": ("return self._gradients.sum_over_ranks(divisor)", "return divisor"),
+    "no exchange of gradients": ("self._hooks.set_sync(sync)", "self._hooks.set_sync(False)"),
+    "no clipping": ("norm = self._gradients.clip(self._parameters, self._max_grad_norm)", "norm = torch.ones(())"),
+    "no schedule": ("None if workload.build_schedule is None else workload.build_schedule(optimizer),", "None,"),
 }
 
 

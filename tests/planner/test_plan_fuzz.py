@@ -359,19 +359,18 @@ def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks that start Python with our own source: the model of the config, and what a tool's parser reads."""
     import importlib
 
+    from autoplan.planner.export import accelerate as accelerate_config
+    from autoplan.planner.export import pytorch as pytorch_script
     from autoplan.planner.export.launch import launch_script, slurm_script, torchrun_script
-    from autoplan.planner.export.loops import accelerate_config
     from autoplan.planner.export.model_summary import ModelSummary
-    from autoplan.planner.export.pytorch import pytorch_script
     from autoplan.planner.export.trainers import transformers_arguments
 
     def read_here(target: str, args: tuple[Any, ...], **given: Any) -> Any:
         module, _, function = target.partition(":")
         return getattr(importlib.import_module(module), function)(SimpleNamespace(directory=Path.cwd()), *args)
 
-    names = [[f"transformer.h.{number}" for number in range(4)]]
     monkeypatch.setattr(accelerate_config, "read_by_tool", read_here)
-    monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary("causal", names))
+    monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary(has_blocks=True))
     monkeypatch.setattr(transformers_arguments, "read_back_arguments", json.loads)
     for module in (torchrun_script, slurm_script):
         monkeypatch.setattr(module, "parse_torchrun", lambda words: launch_script.parse_in_rank(None, words))  # type: ignore[arg-type]

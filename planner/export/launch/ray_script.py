@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import CODING, Export, comment, provenance_lines, same_or_error
-from autoplan.planner.export.pytorch.pytorch_script import PytorchTarget, read_constants
+from autoplan.planner.export.companion import read_constants
+from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.export.variables import not_carried, rank_variables
 from autoplan.planner.plan import Plan

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.optimizer_source import ADAMW, last_part, training_of
-from autoplan.planner.export.pytorch.pytorch_script import model_fields
+from autoplan.planner.export.pytorch import model_fields
+from autoplan.planner.export.training import ADAMW, last_part, training_of
 from autoplan.planner.plan import Plan
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 

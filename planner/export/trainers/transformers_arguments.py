@@ -12,15 +12,15 @@ import importlib.metadata
 import json
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.apply.trainer_arguments import compiles_in_place, loader_values, named_arguments, plan_values
 from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.companion import check_module
 from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
-from autoplan.planner.export.optimizer_source import training_of
-from autoplan.planner.export.trainers.transformers_companion import LOSS_LINE, companion, version_line
+from autoplan.planner.export.trainers.transformers_companion import LOSS_LINE, companion, settings, version_line
 from autoplan.planner.export.trainers.transformers_training import TrainedParts, trained_parts
+from autoplan.planner.export.training import training_of
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 
@@ -60,23 +60,14 @@ class TransformersTarget:
         trained = trained_parts(plan)
         arguments, not_carried = checked_arguments(plan, table["keys"], trained)
         module = companion_name(stem)
-        return Export(
-            files={
-                f"{stem}.json": json.dumps(arguments, indent=2) + "\n",
-                module: companion(
-                    plan,
-                    f"{stem}.json",
-                    not_carried,
-                    [version_line(table["written_for"], table["verified"]), LOSS_LINE],
-                    trained.source,
-                ),
-            },
-            not_carried=tuple(not_carried),
-        )
+        said = [version_line(table["written_for"], table["verified"]), LOSS_LINE]
+        text = companion(plan, settings(plan, self.name, f"{stem}.json", trained.optimizers), not_carried, said)
+        files = {f"{stem}.json": json.dumps(arguments, indent=2) + "\n", module: text}
+        return Export(files=files, not_carried=tuple(not_carried))
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         arguments_text, module_text = export.files.values()
-        check_companion(module_text)
+        check_module(module_text, settings(plan, self.name, next(iter(export.files)), trained_parts(plan).optimizers))
         if installed_version() is None or not _is_installed("accelerate"):
             return ("not read by the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'",)
         compare_with_plan(plan, arguments_text, read_back_arguments(arguments_text))
@@ -197,14 +188,6 @@ def as_written(value: Any, wanted: Any) -> Any:
     if isinstance(wanted, str) and isinstance(value, str) and "." in value and "." not in wanted:
         return value.rsplit(".", 1)[1].lower()
     return value
-
-
-def check_companion(text: str) -> None:
-    """Refuses a companion that is not Python."""
-    try:
-        compile(text, "companion", "exec")
-    except SyntaxError as error:
-        raise ExportError(f"the companion is not Python: {error}", hint="Please report it.") from error
 
 
 def installed_version() -> str | None:

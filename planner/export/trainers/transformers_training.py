@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from autoplan.planner.export.optimizer_source import (
-    ADAMW,
-    last_part,
-    optimizer_source,
-    training_of,
-    why_not_made,
-)
+from autoplan.planner.export.training import ADAMW, last_part, optimizer_settings, training_of, why_not_made
 from autoplan.planner.plan import Plan
 from autoplan.strategies.analysis.training_facts import ScheduleFacts, TrainingFacts
 
@@ -42,18 +36,19 @@ _SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "min_lr_rate": 0.0}
 
 
 class TrainedParts(NamedTuple):
-    """Argument values by term, sentences on what is not carried, and lines of source for the companion."""
+    """Argument values by term, sentences on what is not carried, and the constants of `make_optimizers(model)` in the
+    companion, where the Trainer's own optimizer and schedule will not do."""
 
     values: dict[str, Any]
     not_carried: list[str]
-    source: list[str]
+    optimizers: dict[str, Any]
 
 
 def trained_parts(plan: Plan) -> TrainedParts:
     """What the plan's workload trains with, for the Trainer."""
     training = training_of(plan)
     if training is None:
-        return TrainedParts({}, [_UNKNOWN], [])
+        return TrainedParts({}, [_UNKNOWN], {})
     values: dict[str, Any] = {"max_grad_norm": training.max_grad_norm or 0.0, "seed": training.seed}
     not_carried: list[str] = []
     values |= _optimizer_values(plan, training)
@@ -61,18 +56,18 @@ def trained_parts(plan: Plan) -> TrainedParts:
     values |= schedule or {"schedule": "constant"}
     optimizer_fits = _trainer_makes_it(plan, training)
     if optimizer_fits and schedule is not None:
-        return TrainedParts(values, _step_form(plan), [])
+        return TrainedParts(values, _step_form(plan), {})
     reason = why_not_made(training)
     if reason is None and plan.config.dp_shard > 1:
         reason = "the Trainer takes no optimizer together with FSDP"
     if reason is not None:
         not_carried += _handed_in_by_the_user(training, reason, optimizer_fits, schedule is not None)
-        return TrainedParts(values, not_carried, [])
+        return TrainedParts(values, not_carried, {})
     what = [] if optimizer_fits else [_what_differs(training)]
     if schedule is None and training.schedule is not None:
         what.append(f"the schedule {last_part(training.schedule.kind)}")
     not_carried.append(f"{' and '.join(what)}, by the arguments alone: the companion's make_optimizers(model) makes it")
-    return TrainedParts(values, not_carried, optimizer_source(plan, training, with_schedule=schedule is None))
+    return TrainedParts(values, not_carried, optimizer_settings(plan, training, with_schedule=schedule is None))
 
 
 _UNKNOWN = (

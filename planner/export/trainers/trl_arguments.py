@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import installed_version, key_table, pick_table
 from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.companion import check_module
 from autoplan.planner.export.trainers.transformers_arguments import (
     OFFLINE,
     TransformersTarget,
-    check_companion,
     checked_arguments,
     compare_with_plan,
     read_back_with,
 )
-from autoplan.planner.export.trainers.transformers_companion import TRL, companion
+from autoplan.planner.export.trainers.transformers_companion import companion, settings
 from autoplan.planner.export.trainers.transformers_training import trained_parts
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
@@ -67,17 +67,13 @@ class TrlTarget(TransformersTarget):
         )
         module = companion_name(stem)
         said = [f"{table.line()} The other keys are those of transformers.", *_LOSS]
-        return Export(
-            files={
-                f"{stem}.json": json.dumps(arguments, indent=2) + "\n",
-                module: companion(plan, f"{stem}.json", not_carried, said, trained.source, trainer=TRL),
-            },
-            not_carried=tuple(not_carried),
-        )
+        text = companion(plan, settings(plan, self.name, f"{stem}.json", trained.optimizers), not_carried, said)
+        files = {f"{stem}.json": json.dumps(arguments, indent=2) + "\n", module: text}
+        return Export(files=files, not_carried=tuple(not_carried))
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         arguments_text, module_text = export.files.values()
-        check_companion(module_text)
+        check_module(module_text, settings(plan, self.name, next(iter(export.files)), trained_parts(plan).optimizers))
         if installed_version("trl") is None:
             return ("not read by the real SFTConfig: install trl to have that checked",)
         found = read_back(arguments_text)

@@ -138,7 +138,8 @@ def test_gradient_sync_at_every_micro_step_is_set_in_accelerate(
 def test_what_is_not_carried_is_in_the_companion(tmp_path: Path) -> None:
     export = TransformersTarget().render(make_plan(CONFIGS[3]), "args")
     (_, module) = export.files.values()
-    assert "NOT CARRIED: the fused loss" in module and "set_num_threads(2)" in module
+    assert "NOT CARRIED: the fused loss" in module
+    assert "THREADS = 2" in module and "torch.set_num_threads(THREADS)" in module
 
 
 def test_the_companion_prepares_a_model(tmp_path: Path) -> None:
@@ -152,11 +153,16 @@ def test_the_companion_prepares_a_model(tmp_path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(2, 4), torch.nn.Linear(4, 2)
+
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-            self.attention = ""
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+            self.config, self._supports_sdpa, self.attention = object(), True, ""
 
         def set_attn_implementation(self, name: str) -> None:
             self.attention = name

@@ -82,7 +82,7 @@ def test_what_is_not_carried_is_said_in_the_file() -> None:
         assert text.count("# NOT CARRIED: ") == 3
         assert "'fused': True" not in text
     text, not_carried = text_of("lightning", compile="model")
-    assert "model.compile(dynamic=False)" in text and "and not its loss" in not_carried
+    assert "model.compile(**compile_options())" in text and "and not its loss" in not_carried
     assert text_of("fabric")[1] == ""
 
 

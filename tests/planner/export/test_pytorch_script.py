@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.pytorch.pytorch_script import PytorchTarget
+from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import TrainingConfig
@@ -487,8 +487,8 @@ def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(t
     plan = make_plan(config, workload=spec, accumulation=2)
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
     text = path.read_text()
-    assert "HEAD = 'lm_head'" in text and "defer_logits(model.get_submodule(HEAD))" in text
-    assert "without_own_checkpointing(recomputing)" in text
+    assert "HEAD = 'lm_head'" in text and "DeferredLoss(workload.loss, linear, kernel)" in text
+    assert "without_own_checkpointing(self._own_checkpointing)" in text
     assert run_script(path, tmp_path) == pytest.approx(
         run_plan(make_plan(config, workload=spec, accumulation=2)), rel=1e-6
     )

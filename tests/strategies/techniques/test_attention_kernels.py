@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, LlamaConfig
 
 from autoplan.errors import ConfigError
-from autoplan.planner.export.pytorch.pytorch_script import PytorchTarget
+from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.trainers.transformers_arguments import TransformersTarget
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
@@ -105,6 +105,7 @@ def test_the_context_is_around_forward_and_backward():
 def test_the_exports_carry_the_kernel():
     plan = make_plan(TrainingConfig(micro_batch=4, precision="bf16", attention="sdpa_flash"), device="cuda")
     (script,) = PytorchTarget().render(plan, "plan").files.values()
-    assert "ATTENTION = 'sdpa'" in script and "sdpa_kernel(getattr(SDPBackend, ATTENTION_KERNEL))" in script
+    assert "ATTENTION = 'sdpa'" in script and "ATTENTION_KERNEL = 'FLASH_ATTENTION'" in script
+    assert "functools.partial(sdpa_kernel, getattr(SDPBackend, ATTENTION_KERNEL))" in script
     companion = list(TransformersTarget().render(plan, "plan").files.values())[1]
-    assert "enable_flash_sdp(True)" in companion and "enable_math_sdp(False)" in companion
+    assert "ATTENTION_KERNEL = 'FLASH_ATTENTION'" in companion and "enable_math_sdp(False)" in companion

@@ -7,24 +7,27 @@ unknown keys of a section without a word.
 
 from __future__ import annotations
 
-import ast
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import installed_version, key_table
 from autoplan.planner.apply.trainer_arguments import device_not_carried, refuse_fp16_on_cpu
 from autoplan.planner.export.base import Export, companion_name, same_or_error
-from autoplan.planner.export.loops import loop_companion
-from autoplan.planner.export.loops.accelerate_companion import PRECISIONS, companion
+from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
 from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
-from autoplan.planner.export.pytorch.pytorch_script import read_constants
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
+
+
+PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+"""By value of the knob, accelerate's name; tf32 is a setting of torch besides."""
+
+TAKES = ("model:prepare_module", "accelerate:make_accelerator", "accelerate:prepare")
+LOOP = ("loop:steps", "loop:loader_arguments", "loop:train_step")
 
 
 class AccelerateTarget:
@@ -40,17 +43,20 @@ class AccelerateTarget:
         module = companion_name(stem)
         said = [table.line(), f"The other settings of the plan are in {module}.", *_type_lines(plan)]
         document = yaml.safe_dump(table.nest(values(plan)), sort_keys=False)
-        return Export(
-            files={
-                f"{stem}.yaml": loop_companion.head(plan, said, missing) + "\n" + document,
-                module: companion(plan, f"{stem}.yaml", table.line(), missing),
-            },
-            not_carried=tuple(missing),
+        constants = settings(plan, f"{stem}.yaml")
+        made = constants["MAKES_OPTIMIZERS"]
+        text = module_text(
+            constants,
+            [*TAKES, *LOOP, *(["loop:make_optimizers"] if made else [])],
+            head=head(plan, [table.line(), *_loss_lines(plan)], missing),
+            docstring=_docstring(made),
         )
+        files = {f"{stem}.yaml": head(plan, said, missing) + "\n" + document, module: text}
+        return Export(files=files, not_carried=tuple(missing))
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         text, module = export.files.values()
-        check_module(plan, module)
+        check_module(module, settings(plan, next(iter(export.files))))
         if installed_version("accelerate") is None:
             return ("not read by accelerate's own launcher: install accelerate to have that checked",)
         found = read_back(text)
@@ -59,19 +65,39 @@ class AccelerateTarget:
         return key_table("accelerate", installed_version("accelerate")).notes()
 
 
-def check_module(plan: Plan, text: str) -> None:
-    """Checks that a companion is Python and has the plan's constants.
+def settings(plan: Plan, config_file: str) -> dict[str, Any]:
+    """The constants of the module."""
+    precision = PRECISIONS[plan.config.precision]
+    return loop_settings(plan, "accelerate", CONFIG_FILE=config_file, MIXED_PRECISION=precision)
 
-    Raises:
-        ExportError: it is not, or has not.
-    """
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ExportError(f"the companion is not Python: {error}", hint="Please report it.") from error
-    constants = read_constants(tree)
-    for name, wanted in loop_companion.settings(plan).items():
-        same_or_error(name, constants.get(name), wanted)
+
+def _loss_lines(plan: Plan) -> list[str]:
+    said = [
+        "Loss: train_step divides the summed loss of all micro-batches and ranks by the count of all of them. "
+        "Accelerate's own accumulate() takes the mean of the micro-batches' means, which is another loss where their "
+        "counts differ.",
+    ]
+    if plan.config.dp > 1:
+        said.append(
+            "Samples: accelerate deals micro-batches out to the ranks one by one, in the order of the loader; each "
+            "global batch has the same samples, and each rank keeps the BatchNorm statistics of its own."
+        )
+    return said
+
+
+def _docstring(made: bool) -> list[str]:
+    return [
+        "The plan for a loop with accelerate. Started by `accelerate launch --config_file` with the file beside this:",
+        "",
+        "    accelerator = make_accelerator()",
+        "    model = prepare_module(build_model())",
+        "    optimizer, schedule = "
+        + ("make_optimizers(model)" if made else "...  # your own; it is stepped by train_step"),
+        "    loader = DataLoader(dataset, **loader_arguments(), shuffle=True)",
+        "    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)",
+        "    for micro_batches in steps(loader):",
+        "        loss, norm = train_step(accelerator, model, optimizer, schedule, micro_batches, loss_sum)",
+    ]
 
 
 def values(plan: Plan) -> dict[str, Any]:
@@ -114,7 +140,7 @@ def values(plan: Plan) -> dict[str, Any]:
 def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
-    found = loop_companion.not_carried(plan)
+    found = loop_not_carried(config, plan)
     carried = config.offload == "parameters" and config.dp_shard > 1  # offload, above
     found += device_not_carried(config.model_copy(update={"offload": "none"}) if carried else config, "accelerate")
     if config.fsdp_prefetch:

@@ -14,11 +14,9 @@ from autoplan.errors import ExportError
 from autoplan.planner.apply.key_tables import installed_version, key_table
 from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import Export, companion_name, same_or_error
-from autoplan.planner.export.loops import loop_companion
-from autoplan.planner.export.loops.accelerate_config import check_module
-from autoplan.planner.export.loops.deepspeed_companion import companion
+from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
 from autoplan.planner.export.nearest import refuse_model_parallelism
-from autoplan.planner.export.optimizer_source import last_part, training_of
+from autoplan.planner.export.training import last_part, training_of
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan import Plan
 from autoplan.strategies.config import PLAIN
@@ -33,6 +31,12 @@ BY_TENSOR = ("Adafactor", "Muon", "LBFGS")
 """Optimizers whose step looks at whole tensors; ZeRO gives them flat pieces."""
 
 
+TAKES = (
+    *("model:prepare_module", "deepspeed:initialize", "deepspeed:train_step"),
+    *("loop:steps", "loop:loader_arguments"),
+)
+
+
 class DeepspeedTarget:
     """JSON for deepspeed.initialize, and a module for the loop."""
 
@@ -44,24 +48,55 @@ class DeepspeedTarget:
         table = key_table("deepspeed", installed_version("deepspeed"))
         document = table.nest(values(plan))
         missing = not_carried(plan)
-        module = companion_name(stem)
-        return Export(
-            files={
-                f"{stem}.json": json.dumps(document, indent=2) + "\n",
-                module: companion(plan, f"{stem}.json", table.line(), missing),
-            },
-            not_carried=tuple(missing),
+        constants = settings(plan, f"{stem}.json")
+        made = constants["MAKES_OPTIMIZERS"]
+        text = module_text(
+            constants,
+            [*TAKES, *(["loop:make_optimizers"] if made else [])],
+            head=head(plan, [table.line(), _LOSS], missing),
+            docstring=_docstring(made),
         )
+        files = {f"{stem}.json": json.dumps(document, indent=2) + "\n", companion_name(stem): text}
+        return Export(files=files, not_carried=tuple(missing))
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         text, module = export.files.values()
-        check_module(plan, module)
+        check_module(module, settings(plan, next(iter(export.files))))
         if installed_version("deepspeed") is None:
             return ("not read by the real DeepSpeedConfig: install deepspeed to have that checked",)
         found = read_back(text, plan.config.world_size)
         for what, wanted in expected(plan).items():
             same_or_error(what, found.get(what), wanted)
         return key_table("deepspeed", installed_version("deepspeed")).notes()
+
+
+def settings(plan: Plan, config_file: str) -> dict[str, Any]:
+    """The constants of the module. DeepSpeed shards by itself: no units are made of the blocks."""
+    config = plan.config
+    by_block = config.checkpointing != "none" or config.compile == "block"
+    return loop_settings(plan, "deepspeed", CONFIG_FILE=config_file, FSDP=False, BLOCKS=by_block)
+
+
+_LOSS = (
+    "Loss: train_step hands DeepSpeed the summed loss of each micro-batch over the count of the whole global "
+    "batch, times ranks and accumulation, which DeepSpeed divides by. Without that it takes the mean of the "
+    "micro-batches' means, which is another loss where their counts differ."
+)
+
+
+def _docstring(made: bool) -> list[str]:
+    given = "" if made else ", optimizer, schedule"
+    return [
+        "The plan for a loop with DeepSpeed. Use, under torchrun or the launcher `deepspeed`:",
+        "",
+        "    deepspeed.init_distributed()",
+        "    torch.manual_seed(SEED)",
+        f"    engine = initialize(prepare_module(build_model()){given})",
+        "    sampler = DistributedSampler(dataset)",
+        "    loader = DataLoader(dataset, **loader_arguments(), sampler=sampler)",
+        "    for micro_batches in steps(loader):",
+        "        loss, norm = train_step(engine, micro_batches, loss_sum, count_items)",
+    ]
 
 
 def stage(plan: Plan) -> int:
@@ -105,7 +140,7 @@ def values(plan: Plan) -> dict[str, Any]:
 def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
-    found = loop_companion.not_carried(plan) + device_not_carried(config, "this file of DeepSpeed")
+    found = loop_not_carried(config, plan) + device_not_carried(config, "this file of DeepSpeed")
     if stage(plan) and config.gradient_sync == "last" and plan.accumulation > 1:
         found.append(
             "gradient_sync=last: ZeRO scatters gradients at every micro-step, which sends more and keeps less memory"

@@ -1,13 +1,13 @@
-"""Optimizer and schedule of a workload as Python source, for the modules that go with other trainers' arguments.
+"""What a plan's workload trains with, for the modules that go with other trainers' arguments.
 
-In: what the workload trains with (`Plan.training`). Out: the lines of a function `make_optimizers(model)`, or the
-reason why there are none.
+In: a plan (`Plan.training`). Out: the constants of `make_optimizers(model)`, or the reason why there are none, and
+sentences for the head of a file.
 """
 
 from __future__ import annotations
 
-import pprint
 import re
+from typing import Any
 
 from autoplan.planner.export.base import is_python_name
 from autoplan.planner.plan import Plan
@@ -75,52 +75,73 @@ def _is_known_schedule(schedule: ScheduleFacts) -> bool:
     return is_python_name(kind, dotted=True) and re.fullmatch(r"torch\.optim\.lr_scheduler\.[A-Z]\w*", kind) is not None
 
 
-def optimizer_source(
-    plan: Plan, training: TrainingFacts, *, with_schedule: bool, clean_names: bool = False
-) -> list[str]:
-    """The function `make_optimizers(model)`, which returns the optimizer and the schedule; the module imports re.
+def optimizer_settings(plan: Plan, training: TrainingFacts, *, with_schedule: bool) -> dict[str, Any]:
+    """The constants of the kit's `make_optimizers(model)`.
 
     Args:
         plan: The plan.
         training: What its workload trains with, for which `why_not_made` says None.
-        with_schedule: Make the schedule too; else None is returned in its place.
-        clean_names: What wraps a module adds to its parameters' names; the module has `clean_name` to take it away.
+        with_schedule: Of the schedule too; else None is made in its place.
     """
     flags = OPTIMIZER_FLAGS.get(plan.config.optimizer_step, {})
-    groups = [(list(group.names), group.options | flags) for group in training.groups]
-    name = "clean_name(name)" if clean_names else "name"
-    lines = [
-        "# The parameter groups: names (* for a number; all parameters where there is none), and options.",
-        *f"GROUPS = {pprint.pformat(groups, width=110, compact=True, sort_dicts=False)}".splitlines(),
-        "",
-        "",
-        "def make_optimizers(model):",
-        '    """Optimizer and schedule (or None) as the workload has them."""',
-        f"    trained = {{{name}: p for name, p in model.named_parameters() if p.requires_grad}}",
-        "    groups, left = [], dict(trained)",
-        "    for patterns, options in GROUPS:",
-        '        names = [n for n in left if not patterns or n in patterns or re.sub(r"\\d+", "*", n) in patterns]',
-        '        groups.append({"params": [left.pop(name) for name in names], **options})',
-        "    if left:",
-        '        raise ValueError(f"the plan has no parameter group for {sorted(left)}: the model is another one")',
-        f"    optimizer = torch.optim.{last_part(training.optimizer)}(groups)",
-    ]
+    values: dict[str, Any] = {
+        "MAKES_OPTIMIZERS": True,
+        "GROUPS": [(list(group.names), group.options | flags) for group in training.groups],
+        "OPTIMIZER": last_part(training.optimizer),
+    }
     schedule = training.schedule
     if not with_schedule or schedule is None:
-        return [*lines, "    return optimizer, None"]
+        return values
     assert schedule.options is not None, "why_not_made refuses a schedule without"
-    arguments = ", ".join(f"{key}={value!r}" for key, value in schedule.options.items())
+    values["SCHEDULE_OPTIONS"] = dict(schedule.options)
     if schedule.function is None:
-        made = f"torch.optim.lr_scheduler.{last_part(schedule.kind)}(optimizer, {arguments})"
-        return [*lines, f"    return optimizer, {made}"]
+        return values | {"SCHEDULE": last_part(schedule.kind)}
+    return values | {"SCHEDULE_FUNCTION": schedule.function}
+
+
+def training_not_carried(plan: Plan, whose: str) -> list[str]:
+    """Sentences on what of the workload's training the module for one's own loop does not say.
+
+    Args:
+        plan: The plan.
+        whose: Where optimizer and schedule then are, as in "they are your loop's own".
+    """
+    training = training_of(plan)
+    if training is None:
+        return [
+            "optimizer, learning rate, weight decay, schedule, clipping and seed of the workload, which this plan does "
+            f"not know: they are {whose} own. Search again to have them in the plan"
+        ]
+    found = []
+    reason = why_not_made(training)
+    if reason is not None:
+        rates = ""
+        if training.schedule is not None:
+            first = ", ".join(f"{max(step):.6g}" for step in training.schedule.learning_rates[:4])
+            rates = f"; the first learning rates of the schedule are {first}"
+        found.append(
+            f"the optimizer {last_part(training.optimizer)} and its schedule, because {reason}: make your own{rates}"
+        )
+    if training.dropout:
+        found.append("the random numbers of dropout: the rates are the model's, the masks are drawn anew")
+    return found
+
+
+def training_lines(plan: Plan) -> list[str]:
+    """What the workload trains with, for the head of a file."""
+    training = training_of(plan)
+    if training is None:
+        return []
+    groups = ", ".join(f"{group.options.get('weight_decay', 0)}" for group in training.groups)
+    clipping = "none" if training.max_grad_norm is None else f"norm {training.max_grad_norm}"
+    schedule = "none" if training.schedule is None else last_part(training.schedule.kind)
+    dropout = ", ".join(f"{rate} in {count} modules" for rate, count in training.dropout.items()) or "none"
     return [
-        *lines,
-        "    import functools",
-        "",
-        "    from transformers import optimization",
-        "",
-        f"    rate = functools.partial(optimization.{schedule.function}, {arguments})",
-        "    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)",
+        f"Trains with: {last_part(training.optimizer)}, weight decay by parameter group {groups}; clipping {clipping}; "
+        f"schedule {schedule}; seed {training.seed}; dropout {dropout}.",
+        "Parameters keep the dtype that your model has, which are the masters: give it in fp32, as the plan was "
+        "measured, unless the workload's own is another (from_pretrained of transformers 5 takes the file's dtype; "
+        "say dtype=torch.float32).",
     ]
 
 

@@ -1,0 +1,307 @@
+"""Takes definitions out of autoplan's own source, with all that they use, so that an export runs the measured code.
+
+In: names of functions and classes, and what a plan says (the constants of planner/export/kit/settings.py). Out: Python
+source in an order that runs. Nothing is imported for it: the files are read as text.
+
+A definition is taken as its file has it, without `# type: ignore` marks. In the kit, an `if` that asks settings alone
+is decided here, and one branch stays. Names that only annotations use are not followed: those of autoplan become Any.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import autoplan
+
+_FOLDER = Path(autoplan.__file__).parent
+KIT = "autoplan.planner.export.kit"
+SETTINGS = f"{KIT}.settings"
+INSTEAD = {"autoplan.errors": f"{KIT}.errors"}
+"""By module of autoplan, the one whose definitions stand for its own."""
+
+_MARKS = re.compile(r"  # (type: ignore|noqa)[^\n#]*(  # .*)?$", re.MULTILINE)
+
+
+class Name(NamedTuple):
+    """A definition: the module that has it, and its name there."""
+
+    module: str
+    name: str
+
+
+class Import(NamedTuple):
+    """`import module as local` where there is no name, else `from module import name as local`."""
+
+    module: str
+    name: str
+    local: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file: its lines, its definitions by name, and what it imports, by the name that it has here."""
+
+    lines: list[str]
+    definitions: dict[str, ast.stmt]
+    imports: dict[str, Import]
+
+
+def read_module(name: str) -> str:
+    """The source of a module of autoplan."""
+    place = _FOLDER.joinpath(*name.split(".")[1:])
+    return (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _parsed(name: str) -> Module:
+    return parse_module(read_module(name))
+
+
+def parse_module(text: str) -> Module:
+    """The definitions and imports at the top of a source text."""
+    tree = ast.parse(text)
+    definitions: dict[str, ast.stmt] = {}
+    imports: dict[str, Import] = {}
+    for node in tree.body:
+        definitions |= {name: node for name in defined_names(node) if name not in definitions}
+        for inside in node.body if isinstance(node, ast.If) else [node]:  # under TYPE_CHECKING too
+            imports |= {one.local: one for one in _imports(inside)}
+    return Module(text.splitlines(), definitions, imports)
+
+
+def defined_names(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _imports(node: ast.stmt) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, "", alias.asname or alias.name.partition(".")[0])
+    elif isinstance(node, ast.ImportFrom) and node.module and node.module != "__future__":
+        for alias in node.names:
+            yield Import(node.module, alias.name, alias.asname or alias.name)
+
+
+def fold(text: str, settings: Mapping[str, Any]) -> str:
+    """The text without the `if` statements and expressions that ask settings alone: of each, the branch that runs."""
+    while True:
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.If | ast.IfExp) or not _asks_only(node.test, settings):
+                continue
+            holds = bool(eval(ast.unparse(node.test), {"__builtins__": {}}, dict(settings)))
+            if isinstance(node, ast.IfExp):
+                text = _replaced(text, node, ast.get_source_segment(text, node.body if holds else node.orelse) or "")
+                break
+            lines = text.splitlines()
+            if lines[node.lineno - 1].lstrip().startswith("elif"):
+                continue
+            kept = node.body if holds else node.orelse
+            branch = [] if not kept else lines[kept[0].lineno - 1 : kept[-1].end_lineno]
+            if branch and branch[0].lstrip().startswith("elif"):
+                branch[0] = branch[0].replace("elif", "if", 1)
+            away = 0 if not kept else len(branch[0]) - len(branch[0].lstrip()) - node.col_offset
+            lines[node.lineno - 1 : node.end_lineno] = [line[away:] if line.strip() else line for line in branch]
+            text = "\n".join(lines) + "\n"
+            break
+        else:
+            return text
+
+
+def _asks_only(test: ast.expr, settings: Mapping[str, Any]) -> bool:
+    names = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
+    return bool(names) and all(name in settings for name in names)
+
+
+def _replaced(text: str, node: ast.expr, by: str) -> str:
+    """The text with another expression in the place of one."""
+    lines = text.splitlines(keepends=True)
+    starts = [sum(len(line) for line in lines[:number]) for number in range(len(lines))]
+    # ast counts columns in bytes of UTF-8; our sources are ASCII where settings are asked.
+    first, last = (
+        starts[node.lineno - 1] + node.col_offset,
+        starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0),
+    )
+    return text[:first] + by + text[last:]
+
+
+class _Uses(ast.NodeVisitor):
+    """The names that a statement uses: as it is defined, later in its functions, and in annotations."""
+
+    def __init__(self, node: ast.stmt) -> None:
+        self.at_once: set[str] = set()
+        self.later: set[str] = set()
+        self.annotated: set[str] = set()
+        self._found = self.at_once
+        self.visit(node)
+
+    def _into(self, found: set[str], *nodes: ast.AST | None) -> None:
+        before = self._found
+        self._found = before if before is self.annotated else found
+        for node in nodes:
+            if node is not None:
+                self.visit(node)
+        self._found = before
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._found.add(node.id)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._into(self.annotated, node.annotation)
+        self._into(self._found, node.target, node.value)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self._into(self.annotated, node.annotation)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._into(self._found, *node.decorator_list, node.args)
+        self._into(self.annotated, node.returns)
+        self._into(self.later, *node.body)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._into(self._found, node.args)
+        self._into(self.later, node.body)
+
+
+class Bundle:
+    """Definitions and all that they use.
+
+    Args:
+        settings: What the plan says, by name of a constant of kit/settings.py.
+        *names: The definitions, as `module:name`; modules of the kit by their own name.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *names: str) -> None:
+        self._values = dict(settings)
+        self._kit: dict[str, Module] = {}
+        self._taken: dict[Name, _Uses] = {}
+        self._imports: dict[str, Import] = {}
+        self._any: set[str] = set()
+        self.asked: set[str] = set()
+        """The settings that the source still asks."""
+        for name in names:
+            module, _, own = name.partition(":")
+            self._take(Name(module if "." in module else f"{KIT}.{module}", own))
+        self._any -= {taken.name for taken in self._taken}
+        twice = {one.name for one in self._taken for two in self._taken if one != two and one.name == two.name}
+        assert not twice, f"two files define {', '.join(sorted(twice))}: rename one"
+
+    def _module(self, name: str) -> Module:
+        if not name.startswith(KIT):
+            return _parsed(name)
+        if name not in self._kit:
+            self._kit[name] = parse_module(fold(read_module(name), self._values))
+        return self._kit[name]
+
+    def _take(self, name: Name) -> None:
+        if name.module == SETTINGS:
+            self.asked.add(name.name)
+            return
+        if name in self._taken:
+            return
+        module = self._module(name.module)
+        assert name.name in module.definitions, f"{name.module} no longer defines {name.name}: change the export too"
+        uses = self._taken[name] = _Uses(module.definitions[name.name])
+        for used in sorted(uses.at_once | uses.later | uses.annotated):
+            found = self._resolve(name.module, used)
+            if isinstance(found, Import):
+                key = used if found.name or "." not in found.module else found.module
+                other = self._imports.setdefault(key, found)
+                assert other == found, f"{used} is {found} and {other}: rename one"
+            elif found is not None and (used in uses.at_once or used in uses.later):
+                self._take(found)
+            elif found is not None:
+                self._any.add(used)
+
+    def _resolve(self, module: str, name: str) -> Name | Import | None:
+        """What a name of a module is; None: a local name, or one of Python's own."""
+        read = self._module(module)
+        if name in read.definitions:
+            return Name(INSTEAD.get(module, module), name)
+        found = read.imports.get(name)
+        if found is None or not found.module.startswith("autoplan"):
+            return found
+        return self._resolve(INSTEAD.get(found.module, found.module), found.name)
+
+    def imports(self, *more: str) -> list[str]:
+        """The import lines, with further ones, in three groups: Python's own, torch, other packages."""
+        plain = {
+            f"import {one.module}" + ("" if one.local == one.module.partition(".")[0] else f" as {one.local}")
+            for one in self._imports.values()
+            if not one.name
+        }
+        members: dict[str, list[str]] = {}
+        for one in self._imports.values():
+            if one.name:
+                members.setdefault(one.module, []).append(
+                    one.name + ("" if one.local == one.name else f" as {one.local}")
+                )
+        if self._any:
+            members.setdefault("typing", []).append("Any")
+        lines = {
+            *plain,
+            *more,
+            *(f"from {module} import {', '.join(sorted(set(names)))}" for module, names in members.items()),
+        }
+
+        def group(line: str) -> int:
+            top = line.split()[1].partition(".")[0]
+            return 0 if top in sys.stdlib_module_names else 1
+
+        ordered = sorted(lines, key=lambda line: (group(line), line.startswith("from"), line))
+        groups = [[_wrapped(line) for line in ordered if group(line) == number] for number in (0, 1)]
+        return ["\n".join(one) for one in groups if one]
+
+    def source(self) -> str:
+        """The definitions, each after those that it needs at once; two blank lines apart."""
+        texts: list[str] = []
+        written: set[Name] = set()
+        if self._any:
+            texts.append(f"{' = '.join(sorted(self._any))} = Any  # types that annotations alone name")
+
+        def write(name: Name) -> None:
+            if name in written:
+                return
+            written.add(name)
+            for used in sorted(self._taken[name].at_once):
+                found = self._resolve(name.module, used)
+                if found in self._taken and isinstance(found, Name):
+                    write(found)
+            texts.append(self._text(name))
+
+        modules = list(dict.fromkeys(name.module for name in self._taken))[::-1]  # what is used comes first
+        for module in sorted(modules, key=lambda name: name not in INSTEAD.values()):
+            own = [name for name in self._taken if name.module == module]
+            for name in sorted(own, key=lambda one: self._module(module).definitions[one.name].lineno):
+                write(name)
+        return "\n\n\n".join(texts)
+
+    def _text(self, name: Name) -> str:
+        """The source of a definition, with its decorators and the comments above it."""
+        module = self._module(name.module)
+        node = module.definitions[name.name]
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+        while first and module.lines[first - 1].startswith("#"):
+            first -= 1
+        return _MARKS.sub("", "\n".join(module.lines[first : node.end_lineno]))
+
+
+def _wrapped(line: str) -> str:
+    """An import line, over several where it is long."""
+    if len(line) <= 120:
+        return line
+    start, _, names = line.partition(" import ")
+    return f"{start} import (\n    " + ",\n    ".join(names.split(", ")) + ",\n)"

@@ -1,0 +1,164 @@
+"""The export target pytorch: a script in plain PyTorch that does not need autoplan.
+
+In: a plan. Out: one file with the settings and the code that trains by them: planner/export/kit/script.py, with all
+that it uses of autoplan's own source (bundle.py). So the script runs the code that was measured. Its tests compare
+its steps with a plain loop and with plan.prepare().
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.base import Export, comment, provenance_lines
+from autoplan.planner.export.bundle import defined_names
+from autoplan.planner.export.companion import check_module, module_text
+from autoplan.planner.export.model_summary import ModelSummary, summarize_model
+from autoplan.planner.export.nearest import refusal
+from autoplan.planner.export.plan_settings import plan_settings
+from autoplan.planner.export.variables import rank_variables
+from autoplan.planner.plan import Plan
+from autoplan.strategies.rounding_knobs import rounds_steps
+
+
+class PytorchTarget:
+    """A runnable script; its settings are constants at its top."""
+
+    name = "pytorch"
+    suffix = ".py"
+    runs_code = True
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        _refuse_what_cannot_be_carried(plan)
+        model = summarize_model(plan.workload)
+        values = settings(plan, model)
+        config = plan.config
+        by_block = config.checkpointing != "none" or config.compile == "block" or config.fp8 != "off"
+        if by_block and not model.has_blocks:
+            raise ExportError(
+                f"{plan.workload.name} has no repeated blocks, which {config.describe()} needs",
+                hint="The workload's files are no longer those that the plan was made from: search again.",
+            )
+        loader = ["script:make_loader"] if values["LOADER_ARGUMENTS"] else []
+        text = module_text(values, ["script:main", *loader], head=_head(plan, stem), docstring=[_DOCSTRING], shown=())
+        return Export(files={f"{stem}.py": text + '\n\nif __name__ == "__main__":\n    main()\n'})
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        (text,) = export.files.values()
+        check_module(text, settings(plan, summarize_model(plan.workload)))
+        tree = ast.parse(text)
+        names = [name for node in tree.body for name in defined_names(node)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ExportError(f"the script defines {twice[0]} twice", hint="Please report it.")
+        imported = {name for node in ast.walk(tree) for name in _imports(node)}
+        if "autoplan" in imported:
+            raise ExportError("the script imports autoplan, but it must run without it", hint="Please report it.")
+        return ()
+
+
+_DOCSTRING = "The workload as the plan runs it, in plain PyTorch. Run it with --steps 10."
+
+
+def _refuse_what_cannot_be_carried(plan: Plan) -> None:
+    if plan.config.pp > 1:  # the model is cut by what one forward of it shows, when the run is built
+        raise refusal("a script of autoplan's own code", "pipeline parallelism", f"pp={plan.config.pp}")
+    if plan.config.dp_shard > 1 and rounds_steps(plan.config):
+        raise ExportError(
+            f"the script does not carry parameters={plan.config.parameters} "
+            f"optimizer_state={plan.config.optimizer_state} on shards: what FSDP2 holds is rounded by autoplan alone",
+            hint="Use plan.prepare() or autoplan run, or the targets torchrun and slurm, which run it.",
+        )
+    if plan.workload.taken_from:
+        raise ExportError(
+            f"{plan.workload.name} was read from a {plan.workload.taken_from}, whose loop the script would not have",
+            hint="Use plan.apply_to(trainer), or export to transformers, json or yaml.",
+        )
+    if plan.workload.kind == "object":
+        raise ExportError(
+            f"{plan.workload.name} was made of Python objects; the script needs their source text",
+            hint="Use plan.prepare(model, optimizer, loss) where the objects are, or export to json or yaml.",
+        )
+
+
+def settings(plan: Plan, model: ModelSummary) -> dict[str, Any]:
+    """The constants of the script; those that it asks are at its top, and the check reads them back."""
+    config, spec = plan.config, plan.workload
+    values = plan_settings(plan) | {"COUNTED_ITEMS": _counted_items(plan)}
+    if spec.kind == "function":
+        file, _, function = spec.reference.rpartition(":")
+        given = {key: value for key, value in spec.options.items() if key != "fixed_micro_batch"}
+        given["global_batch"] = spec.global_batch
+        given |= {} if spec.sequence_length is None else {"sequence_length": spec.sequence_length}
+        values |= {"USER_FILE": file, "USER_FUNCTION": function, "USER_OPTIONS": given}
+        values["USER_ARGUMENTS"] = list(spec.arguments)
+    else:
+        from autoplan.strategies.workloads.registry import DEFAULT_OPTIONS
+
+        options = DEFAULT_OPTIONS | spec.options
+        values |= {name.upper(): options[name] for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")}
+        values["MODEL_FOLDER"] = spec.reference if spec.kind == "folder" else ""
+        values["MODEL_JSON"] = json.dumps(model_fields(plan), indent=4)
+    if config.loss == "fused":
+        values["HEAD"] = model.head
+    if config.tp > 1:
+        values["TENSOR_PLAN"] = _tensor_plan(model.tensor_plan, plan)
+    return values
+
+
+def _counted_items(plan: Plan) -> int:
+    """Tokens, or samples, of a step: as many as the search counted."""
+    return round(plan.measurement.tokens_per_s.median * plan.measurement.step_time_s.median)
+
+
+def _tensor_plan(tensor_plan: dict[str, Any] | str, plan: Plan) -> dict[str, Any]:
+    """How the model is split over tp.
+
+    Raises:
+        ExportError: the model cannot be split, or not so many times.
+    """
+    degree = plan.config.tp
+    if isinstance(tensor_plan, str) or tensor_plan["unit"] % degree:
+        why = tensor_plan if isinstance(tensor_plan, str) else f"it has {tensor_plan['unit_of']}"
+        raise ExportError(
+            f"{plan.workload.name} cannot be split over tp={degree} ranks: {why}",
+            hint="The workload's files are no longer those that the plan was made from: search again.",
+        )
+    return tensor_plan
+
+
+def _head(plan: Plan, stem: str) -> str:
+    changed = " Numerics: changed, within the tolerance of the parity check." if plan.parity.changes_numerics else ""
+    lines = [
+        *provenance_lines(plan),
+        f"Loss: summed over every micro-batch and divided by the count of the whole global batch.{changed}",
+        "Written for torch 2.11 and later; the code is that of this version of autoplan, as far as the plan uses it.",
+    ]
+    start = f"python {stem}.py --steps 10"
+    if plan.config.world_size > 1:
+        variables = "".join(f"{name}={value} " for name, value in rank_variables(plan).items())
+        start = f"{variables}torchrun --nproc-per-node {plan.config.world_size} {stem}.py --steps 10"
+    lines.append(f"Start it: {start}")
+    return comment(lines)
+
+
+def model_fields(plan: Plan) -> dict[str, Any]:
+    """The fields of the model's configuration, as transformers' config.json has them."""
+    from autoplan.strategies.workloads import registry
+    from autoplan.strategies.workloads.model_folders import read_config_file
+
+    spec = plan.workload
+    if spec.kind == "model":
+        return registry.read_config(spec.reference)
+    path = Path(spec.reference)
+    return read_config_file(path / "config.json" if spec.kind == "folder" else path)
+
+
+def _imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name.split(".")[0] for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module.split(".")[0]]
+    return []
