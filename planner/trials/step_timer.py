@@ -46,7 +46,8 @@ from autoplan.planner.trials.request import (
     samples_wanted,
 )
 from autoplan.strategies.config import CUDAGRAPH_MODES
-from autoplan.strategies.run import StepResult, TrainingRun
+from autoplan.strategies.run import TrainingRun
+from autoplan.strategies.step import StepResult
 
 if TYPE_CHECKING:
     from autoplan.processes.context import RankContext

@@ -404,7 +404,7 @@ def test_no_cache_is_kept_during_a_step_and_the_setting_is_put_back(tmp_path: Pa
     config = TrainingConfig(micro_batch=2, checkpointing="selective", precision="bf16")
     plan = make_plan(config, workload=spec, accumulation=2)
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
-    assert "cache_enabled=False" in path.read_text()
+    assert "cache_enabled=cached" in path.read_text()
     code = STATE + (
         "import user_workload\n"
         "assert user_workload.seen and not any(cached or used for cached, used in user_workload.seen)\n"
