@@ -1,8 +1,8 @@
 """The samplers of replays: a search's own, and Optuna's TPE, GP and random over the candidates of a table alone.
 
-A search with a sampler of Optuna's has it draw until a point is a legal candidate (`RedrawingSampler`). Of the tables
-of whole spaces one draw in thousands is in the table, so nearly all choices would be the random ones that follow. Here
-each sampler looks at what is left of the table and at nothing else, with its own densities or its own Gaussian process:
+A search moves the points of a sampler of Optuna's to the nearest legal candidate (`MovingSampler`). Of the tables of
+whole spaces one point in thousands is in the table, so the sampler itself would choose little. Here each sampler looks
+at what is left of the table and at nothing else, with its own densities or its own Gaussian process:
 
     random  each candidate is as likely as any other, as with Optuna's RandomSampler over knobs that are drawn evenly
     tpe     EI_CANDIDATES of the table drawn by the density of the good trials; of these the best ratio of densities
@@ -20,15 +20,17 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial
 
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import CandidateSampler, Stop, make_sampler
+from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
 from autoplan.strategies.config import TrainingConfig
 
 EI_CANDIDATES = 24
 """Points of which TPE takes the best: Optuna's default."""
 
 
-class UniformSampler(CandidateSampler):
+class UniformSampler(AutoplanSampler):
     """Draws evenly among the candidates that are left."""
+
+    draws = True
 
     def __init__(self, model: CandidateModel, distributions: Mapping[str, Any], *, seed: int) -> None:
         super().__init__(model, distributions=distributions, seed=seed)
@@ -38,9 +40,9 @@ class UniformSampler(CandidateSampler):
         """Any that is free."""
         return self.model.candidates[int(self.rng.choice(np.flatnonzero(free)))]
 
-    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
-        """Every candidate was tried."""
-        return None if self.model.assess().untried.any() else Stop(text="every candidate was tried")
+    def worth_a_trial(self) -> NDArray[np.bool_]:
+        """Every untried candidate."""
+        return self.model.assess().untried
 
 
 class PoolSampler(UniformSampler):
@@ -102,7 +104,7 @@ class _Gp(optuna.samplers.GPSampler):
         return self.pool[self.chosen]
 
 
-def sampler_of(name: str, model: CandidateModel, spaces: Mapping[str, Any], seed: int) -> CandidateSampler:
+def sampler_of(name: str, model: CandidateModel, spaces: Mapping[str, Any], seed: int) -> AutoplanSampler:
     """The sampler of a replay: autoplan, tpe, gp or random."""
     if name == "random":
         return UniformSampler(model, spaces, seed=seed)

@@ -7,8 +7,7 @@ chooses among a table's candidates alone and decides as a live one (benchmarks/r
 the recorded processes, and the time goes by what it took. How good the configuration is that it would hand over, is
 judged by all processes: the geometric mean of a candidate's step times. All methods have the same pieces of work; they
 differ in the candidate that is looked at next. The others choose among what is left of the table
-(benchmarks/replay_samplers.py). `per_second` is ours with the gain per second in the place of the gain per square root
-of the seconds (`next_work.score`).
+(benchmarks/replay_samplers.py). `per_second` is ours with another `next_work.score`: the gain per second.
 
 The regret is that of a search whose budget is a tenth of the device time of all candidates, parity check and claim
 included. It is taken against the best that is affordable in that time: whose look and parity check fit beside the plain

@@ -29,10 +29,12 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
         return
     if result.plan is not None:
         narration.print()
-        terminal.show_plan(console, result.plan, more=command_with(larger_budget(result)))
+        terminal.show_summary(console, result.plan, more=command_with(larger_budget(result)))
         if result.from_record:
             terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
-        terminal.say(narration, "plan", f"{result.plan_path or out}; {how_to_apply(result.plan)}")
+        path = result.plan_path or out
+        terminal.say(narration, "plan", f"{path}; {how_to_apply(result.plan)}")
+        terminal.say(narration, "more", f"autoplan show {shlex.quote(str(path))} has the reasons, and what lost")
         return
     if result.best is not None:
         ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
@@ -48,7 +50,7 @@ def how_to_apply(plan: Plan) -> str:
     """What is done with a plan."""
     from autoplan.report import facts
 
-    if facts.is_plain(plan):
+    if facts.is_plain(plan) and facts.reference_words(plan, "") == "":
         return "it is the plain run"
     own = "plan.apply_to(trainer)" if plan.workload.taken_from else "plan.prepare()"
     return f"apply it with {own}, autoplan export or autoplan run"

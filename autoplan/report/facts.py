@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autoplan.planner.plan import Plan
@@ -80,9 +80,18 @@ def is_plain(plan: Plan) -> bool:
 def no_gain_words(plan: Plan) -> str:
     """`no gain found in 10 m: the plan is the plain run`, and what makes that uncertain."""
     spent_s = ledger_end_s(plan.ledger)
-    text = f"no gain found{f' in {minutes(spent_s)}' if spent_s else ''}: the plan is the plain run"
+    plain = reference_words(plan, "the plain run")
+    text = f"no gain found{f' in {minutes(spent_s)}' if spent_s else ''}: the plan is {plain}"
     why_not = None if plan.claim is None else plan.claim.why_not
     return text + (f"; {why_not.partition('; ')[2]}" if why_not and "; " in why_not else "")
+
+
+def reference_words(plan: Plan, plain: str = "the plain baseline") -> str:
+    """What the plan is compared with: the plain run, or what stands for it where it does not fit."""
+    knobs = {knob: value for knob, value in plan.baseline.config.knobs_off_default().items() if knob != "micro_batch"}
+    if not knobs:
+        return plain
+    return f"the run with {' '.join(f'{k}={v}' for k, v in knobs.items())} (the plain run does not fit)"
 
 
 def may_go_on(plan: Plan) -> bool:
@@ -94,7 +103,7 @@ def may_go_on(plan: Plan) -> bool:
 
 def _against_baseline(plan: Plan) -> str:
     """`1.42 times (1.35 to 1.50) the speed of the plain baseline`, or why that is not claimed."""
-    text = f"{with_interval(plan.speedup, ' times')} the speed of the plain baseline"
+    text = f"{with_interval(plan.speedup, ' times')} the speed of {reference_words(plan)}"
     return text if plan.claim is None or plan.claim.why_not is None else f"{text} - {plan.claim.why_not}"
 
 
@@ -304,6 +313,46 @@ def loading_words(plan: Plan) -> str | None:
     rate = "" if found.samples_per_s is None else f" ({format_number(found.samples_per_s)} samples/s{own})"
     beside = "" if found.batches == "dataset" else "; the step ran on make_batch's batches, beside the loader"
     return found.describe() + rate + beside
+
+
+def measured_words(plan: Plan) -> str:
+    """`401 tokens/s (plain: 133), a step in 81.6 s (plain: 247 s), 5.36 GiB of memory (plain: 6.30 GiB)`."""
+    base, best, unit = baseline(plan), plan.measurement, plan.workload.unit
+    texts = [
+        (f"{format_number(best.tokens_per_s.median)} {unit}/s", _median(base.tokens_per_s, format_number)),
+        (f"a step in {format_seconds(best.step_time_s.median)}", _median(base.step_time_s, format_seconds)),
+        (f"{format_bytes(best.peak_memory_bytes)} of memory", format_bytes(base.peak_memory_bytes)),
+    ]
+    return ", ".join(new if is_plain(plan) or old is None else f"{new} (plain: {old})" for new, old in texts)
+
+
+def _median(interval: Interval | None, words: Callable[[float], str]) -> str | None:
+    return None if interval is None else words(interval.median)
+
+
+def changed_words(plan: Plan) -> str | None:
+    """The knobs that differ from the plain run: `precision=bf16 (fp32), compile=block (off)`; None: none does."""
+    ours, plain = plan.config.model_dump(), plan.baseline.config.model_dump()
+    changed = [f"{k}={value_words(v)} ({value_words(plain[k])})" for k, v in ours.items() if v != plain[k]]
+    return ", ".join(changed) or None
+
+
+def parity_clause(parity: Parity) -> str:
+    """The verdict of a parity check, without its figures."""
+    return parity_words(parity).partition(";")[0]
+
+
+def untried_clause(plan: Plan) -> str | None:
+    """How many configurations were not tried, and what a longer search would try next; None: it is not known."""
+    words = untried_words(plan)
+    return None if words is None else "; ".join(words.split("; ")[:2]).partition(": predicted")[0]
+
+
+def notes_clause(notes: Sequence[str]) -> str | None:
+    """The first note, and how many more there are; None: there are none."""
+    if not notes:
+        return None
+    return notes[0] + (f" (and {len(notes) - 1} more)" if len(notes) > 1 else "")
 
 
 def untried_words(plan: Plan) -> str | None:

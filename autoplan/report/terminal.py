@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import LeftOutFamily, Trial
-from autoplan.report import facts
+from autoplan.report import facts, pieces
 from autoplan.text import printable
 
 if TYPE_CHECKING:
@@ -99,12 +99,7 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
     say_unverified(console, plan)
     if plan.edited:
         say(console, "edited", f"nobody measured this plan as it is now (changed: {', '.join(plan.edited)})")
-    if facts.is_plain(plan):
-        console.print(Text(facts.headline(plan), style="bold"), soft_wrap=not console.is_terminal)
-        if facts.may_go_on(plan):
-            say(console, "go on", more)
-    else:
-        say(console, "speed-up", facts.headline(plan))
+    _say_headline(console, plan, more)
     say(console, "workload", facts.workload_line(plan.workload))
     say(console, "hardware", facts.hardware_line(plan))
     say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
@@ -119,6 +114,41 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
     say(console, "parity", facts.parity_words(plan.parity))
     for topic, text in facts.remarks(plan):
         say(console, topic, text)
+
+
+def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
+    """A search's end for a person, in at most a dozen lines; `show_plan` has the rest.
+
+    Args:
+        console: Where.
+        plan: The plan.
+        more: What goes on from here, where no gain was found.
+    """
+    say_unverified(console, plan)
+    _say_headline(console, plan, more)
+    lines = {
+        "objective": facts.objective_words(plan),
+        "measured": facts.measured_words(plan),
+        "changed": facts.changed_words(plan),
+        "parity": facts.parity_clause(plan.parity),
+        "loader": facts.loading_words(plan),
+        "not tried": facts.untried_clause(plan),
+        "time": pieces.time_words(plan.ledger),
+        "notes": facts.notes_clause(plan.notes),
+    }
+    for topic, text in lines.items():
+        if text is not None:
+            say(console, topic, text)
+
+
+def _say_headline(console: Console, plan: Plan, more: str) -> None:
+    """What was gained; where nothing was, that in the first line, and what goes on."""
+    if not facts.is_plain(plan):
+        say(console, "speed-up", facts.headline(plan))
+        return
+    console.print(Text(facts.headline(plan), style="bold"), soft_wrap=not console.is_terminal)
+    if facts.may_go_on(plan):
+        say(console, "go on", more)
 
 
 def say_unverified(console: Console, plan: Plan) -> None:

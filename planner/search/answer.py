@@ -184,7 +184,7 @@ def _best_so_far(session: Session, why: str) -> Plan | None:
     if plain is None or not runs:
         return None
     leader = order(session.objective, runs, session.run_spread)[0]
-    parity = PLAIN_PARITY if leader.config == plain.config else session.store.parity_of(leader.config)
+    parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)
     return make_plan(session, leader, parity or UNCHECKED, plain, unverified=why)
 
 

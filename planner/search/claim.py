@@ -6,6 +6,7 @@ same answer, and `benchmarks/false_wins.py` calls the same function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,13 @@ SLOWER = "it was measured slower"
 
 NOT_TOLD_APART = "no win is claimed: the runs do not tell the two apart"
 """Why there is no claim if the interval contains 1."""
+
+NO_ROUNDS = "no win is claimed: it rests on the runs that chose the plan, since no rounds were made after the choice"
+"""Why there is no claim without rounds of its own: the best of many looks faster than it is."""
+
+DRIFT_SPREADS = 3.0
+"""A look and the rounds after it that are further apart than so many spreads between runs were not made on the same
+machine: it drifted, or the look had a moment of its own."""
 
 WANTED_HALF_WIDTH = 0.02
 """A claim needs no narrower interval than plus and minus this share."""
@@ -99,7 +107,7 @@ def compare(
         candidate, reference: With their runs.
         spread: Between runs on this device, `measured_spread`.
         chosen_from: How many configurations were measured. It matters where there are no rounds of the claim's own:
-            then the runs of the choice have to do, and the best of many looks faster than it is.
+            the interval is then that of the best of so many looks, and nothing is claimed.
         claim: The claim whose rounds count; None: there is none. Of a second claim (a search that went on with a larger
             budget) the level is divided by two, and so on: whoever stops as soon as a claim holds has had several
             chances.
@@ -129,6 +137,8 @@ def compare(
         why_not = SLOWER
     elif speedup.low <= 1.0:
         why_not = NOT_TOLD_APART
+    elif not pairs:
+        why_not = NO_ROUNDS
     return Comparison(
         candidate=candidate,
         reference=reference,
@@ -151,6 +161,24 @@ def is_no_gain(comparison: Comparison) -> bool:
     Rounds that were disturbed say neither; nor do runs of the choice.
     """
     return comparison.claim.why_not in (SLOWER, NOT_TOLD_APART) and bool(comparison.candidate.counted)
+
+
+def drift(comparison: Comparison) -> str | None:
+    """A sentence where the rounds of a claim differ from the looks that led to it by more than runs do; else None.
+
+    The claim is not touched by it: both sides of a round are run side by side.
+    """
+    runs, spread = comparison.candidate, comparison.claim.spread
+    look = runs.first.step_time_s
+    if not runs.counted or runs.first in runs.counted or look is None:
+        return None
+    ratio = runs.step_time.median / look.median
+    if abs(math.log(ratio)) <= DRIFT_SPREADS * math.hypot(spread, spread / math.sqrt(len(runs.counted))):
+        return None
+    return (
+        f"this machine drifted: the plan's step took {ratio:.2f} times as long in the rounds of the claim as in its "
+        "look. The speed-up is that of the rounds, in which both were run side by side"
+    )
 
 
 def _same(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread) -> Comparison:

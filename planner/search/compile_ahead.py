@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from autoplan.planner.records import Compiled, CompiledAhead, Outcome
 from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.session import Session
@@ -48,12 +46,10 @@ TARGET = "autoplan.planner.trials.worker:run_compile_only"
 
 SERIAL_SHARE = {"cpu": 0.2, "cuda": 0.6}
 """Of a compilation's time on one core, what runs in one thread: tracing and lowering. On CPU 17 and 24 % were measured
-of the blocks of a GPT-2 with four layers; where candidates were compiled ahead, their own processes tell. On CUDA
-assumed: no GPU has shown it."""
+of the blocks of a GPT-2 with four layers. On CUDA assumed: no GPU has shown it."""
 
-USED_SHARE, USED_WEIGHT = 0.8, 5.0
-"""Of the candidates after the first, how many will be measured: each trial changes the ranking. Assumed, and worth so
-many candidates that were compiled ahead."""
+USED_SHARE = 0.8
+"""Of the candidates after the first, how many will be measured: each trial changes the ranking. Assumed."""
 
 DEADLINE_FACTOR, DEADLINE_S = 4.0, 60.0
 """They are ended after this many times what is expected, and these seconds; graphs that are finished stay in the
@@ -93,7 +89,6 @@ class CompileAhead:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._tried: set[TrainingConfig] = set()
-        self._serial_shares: list[float] = []
         self._why_not = ""
         self._stopped = ""
         for group in session.store.compiled_ahead:
@@ -177,23 +172,11 @@ class CompileAhead:
             memory_limit_bytes=context.memory_limit_bytes,
             host_limit_bytes=context.host_limit_bytes,
             context_bytes=context_bytes(context.hardware) if context.device == "cuda" else 0.0,
-            serial_share=self._serial_share,
+            serial_share=SERIAL_SHARE[context.device],
             fixed_s=session.trial_cost.fixed_s,
-            used_share=self._used_share,
+            used_share=USED_SHARE,
             left_s=session.left_s,
         )
-
-    @property
-    def _serial_share(self) -> float:
-        shares = self._serial_shares
-        return float(np.median(shares)) if shares else SERIAL_SHARE[self.session.context.device]
-
-    @property
-    def _used_share(self) -> float:
-        """Of those that were compiled ahead, but for the first of each group, the share that was measured."""
-        tried = {trial.config for trial in self.session.store.trials}
-        others = [one.config in tried for group in self.session.store.compiled_ahead for one in group.compiled[1:]]
-        return (USED_WEIGHT * USED_SHARE + sum(others)) / (USED_WEIGHT + len(others))
 
     def _run(self, waiting: Sequence[Waiting], choice: Choice) -> None:
         session = self.session
@@ -231,8 +214,7 @@ class CompileAhead:
 
     def _take_in(self, waiting: Sequence[Waiting], choice: Choice, report: ProcessReport, seconds: float) -> None:
         """Keeps what came of it: in the record, and for what compilations cost."""
-        session, compiled = self.session, []
-        share = self._serial_share
+        session, compiled, machine = self.session, [], self._machine()
         for one, rank in zip(waiting, report.ranks, strict=True):
             answer = None if rank.exit_code != 0 or rank.result is None else CompileAnswer.model_validate(rank.result)
             if answer is None:
@@ -240,12 +222,8 @@ class CompileAhead:
                 continue
             cached = answer.hits > 0 and answer.misses == 0
             compiled.append(Compiled(config=one.config, compile_s=answer.compile_s, cached=cached))
-            cores = self._machine().cores
-            own_s = max(0.0, answer.own_cpu_s - one.micro_step_s * cores)  # without that of the micro-step that it ran
-            if session.context.device == "cpu" and not cached and own_s + answer.children_cpu_s > 0:
-                self._serial_shares.append(own_s / (own_s + answer.children_cpu_s))
             beside_s = max(answer.compile_s - choice.number * one.micro_step_s, 0.1 * answer.compile_s)
-            alone_s = beside_s / slowdown(choice.number, cores, share) + one.micro_step_s
+            alone_s = beside_s / slowdown(choice.number, machine.cores, machine.serial_share) + one.micro_step_s
             session.model.observe_ahead(one.config, None if cached else alone_s)
         group = CompiledAhead(
             compiled=tuple(compiled), seconds=seconds, expected_s=choice.seconds, expected_saving_s=choice.saving_s

@@ -49,6 +49,11 @@ HAND_GAIN = 0.05
 """What the hand setting counts as gaining, where its own chance to win is less: the plan is then compared with what a
 careful person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
 
+COST_POWER = 0.75
+"""With the gain per second (1) a search comes late to what is dear and good, a compilation. With its square root (0.5)
+looks of 50 and 70 s at a GPT-2 on a CPU came before looks of 12 s that were worth more; 0.75 has these first. Replays
+of recorded tables tell 0.5 and 1 hardly apart (benchmarks/search_replay.py)."""
+
 UNCHECKED_RISK, CHECKED_RISK = 0.15, 0.02
 """The chance that a leader fails its parity check: where no configuration of its kind has passed one, and where one
 has. Assumed: in recorded searches of some hundred workloads about one leader in ten failed."""
@@ -249,12 +254,8 @@ def _chosen(option: Option, rest: Sequence[Option], state: State) -> Work:
 
 
 def score(gain: Array, cost_s: Array) -> Array:
-    """Gain per square root of the seconds: what is expensive waits, and does not starve.
-
-    With the gain per second a search came late to what is dear and good (a compilation), with the gain alone to all
-    that is cheap (benchmarks/search_replay.py replays both).
-    """
-    return np.asarray(gain / np.sqrt(np.maximum(cost_s, 1.0)))
+    """Gain per seconds to the power of COST_POWER: what is expensive waits, and does not starve."""
+    return np.asarray(gain / np.maximum(cost_s, 1.0) ** COST_POWER)
 
 
 def pair_gain(difference: float, sd: float) -> float:

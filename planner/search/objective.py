@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 THROUGHPUT = Objective()
 
 DROP_LEVEL = 0.05
-"""Over the number of looks so far, the chance that a candidate as fast as the leader is dropped for it. Over 20 looks
-that adds up to 0.18 for any of them; a level that adds up to 0.05 would drop next to nothing early."""
+"""The chance that any candidate as fast as the leader is dropped for it, over all looks of a search together."""
+
+USUAL_LOOKS = 10
+"""The first so many looks have each the same share of DROP_LEVEL; together half of it, and all later ones the rest."""
 
 
 def devices_of(objective: Objective, config: TrainingConfig) -> int:
@@ -117,7 +119,7 @@ def to_beat(
         best: The best trial so far: by cost where that is looked for, else the fastest.
         config: Of the next trial.
         spread: Between runs on this device.
-        looks: How many candidates were looked at, this one with them: DROP_LEVEL is divided by it (Bonferroni).
+        looks: How many candidates were looked at, this one with them: it has its share of DROP_LEVEL (Bonferroni).
     """
     if best is None or best.step_time_s is None:
         return None
@@ -133,8 +135,18 @@ def to_beat(
         sd=math.hypot(run_sd, within),
         run_sd=run_sd,
         freedom=freedom,
-        level=DROP_LEVEL / max(looks, 1),
+        level=drop_level(looks),
     )
+
+
+def drop_level(looks: int) -> float:
+    """The share of DROP_LEVEL that the next look has; over any number of looks the shares add up to less than all.
+
+    With n = USUAL_LOOKS: 1 / (2 (n + 1)) for each of the first n, then n / (2 k (k + 1)) for the k-th, whose sum from
+    k = n + 1 on is n / (2 (n + 1)).
+    """
+    k = max(looks, USUAL_LOOKS)
+    return DROP_LEVEL * USUAL_LOOKS / (2 * k * (k + 1))
 
 
 def best_trial_for(objective: Objective, trials: Sequence[Trial]) -> Trial | None:

@@ -310,7 +310,7 @@ class SearchOptions(BaseModel):
         Flag(
             LIMITS,
             "NAME",
-            in_python="Also a sampler object of Optuna, whose illegal points are drawn again at no trial's cost.",
+            in_python="Also a sampler object of Optuna, whose points are moved to the nearest legal candidate.",
         ),
     ] = Field(default="autoplan", description="How the next trial is chosen: autoplan, or tpe or random of Optuna.")
     seed: Annotated[

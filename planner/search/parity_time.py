@@ -1,4 +1,4 @@
-"""The time that a search keeps free for the parity check: by what the parts of a check cost on this model.
+"""Predicts how many seconds a parity check takes: by what its parts cost on this model.
 
 A check (planner/parity/) starts two processes. One runs the plain reference, the other builds the candidate as training
 would. Both run a few small steps, then one pass at the workload's own sequence length, and passes with dropout on. A
@@ -23,18 +23,6 @@ from autoplan.planner.parity.records import (
 )
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.strategies.config import TrainingConfig
-
-LEAST_SHARE, LEAST_S, MOST_LEAST_S = 0.12, 5.0, 45.0
-"""Kept at the least: a share of the budget, within these seconds."""
-
-MOST_SHARE = 0.3
-"""Of the budget that is kept at the most for what is not compiling; the check leaves parts out where time is short."""
-
-MOST_COMPILING_SHARE = 0.3
-"""Of the budget that is kept at the most for compiling."""
-
-OVERRUN = 0.1
-"""A check may end this share of the budget past the budget: without it the search would end with no plan."""
 
 SMALL_BATCH_FACTOR = 1.5
 """A sample in the small micro-batches of the check takes so much longer than one in a trial's. With it, the check of a
@@ -77,15 +65,9 @@ def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig)
     others = config.loss == "fused" or config.parameters != "own" or config.fp8 != "off" or config.pp > 1
     if config.compile == "off" or others or cost.has_dropout:
         return False
-    saved_s = compilations(cost, config) * trials.compile_s(config) - trials.compile_s(config, warm=True)
+    own_length = cost.sequence_length is not None and cost.sequence_length > _longest(cost)
+    saved_s = (1 + own_length) * trials.compile_s(config) - trials.compile_s(config, warm=True)
     return _running_with_own_shapes_s(cost, config) - _running_with_small_shapes_s(cost, config) < saved_s
-
-
-def running_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
-    """Seconds of all forwards and backwards of a check, and of its optimizer steps, without starts and compiling."""
-    if takes_own_shapes(trials, cost, config):
-        return _running_with_own_shapes_s(cost, config)
-    return _running_with_small_shapes_s(cost, config)
 
 
 def _running_with_own_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
@@ -94,14 +76,13 @@ def _running_with_own_shapes_s(cost: ModelCost, config: TrainingConfig) -> float
 
 
 def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
-    longest = CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
     micro_batch = config.micro_batch if cost.fixed_micro_batch else min(config.micro_batch, CHECK_MICRO_BATCH)
     step_samples = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp
     dropout_samples = (2 * DROPOUT_SEEDS + 1) * micro_batch * config.dp
     if cost.sequence_length is None:
         samples = 2.0 * step_samples + dropout_samples
     else:
-        length = min(longest, cost.sequence_length)
+        length = min(_longest(cost), cost.sequence_length)
         samples = 2.0 * step_samples * length / cost.sequence_length
         samples += dropout_samples * min(DROPOUT_SEQUENCE_LENGTH, length) / cost.sequence_length
         if length < cost.sequence_length:
@@ -109,24 +90,16 @@ def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> flo
     return SMALL_BATCH_FACTOR * samples * cost.sample_s + OPTIMIZER_STEPS * cost.optimizer_s
 
 
-def compilations(cost: ModelCost, config: TrainingConfig) -> int:
-    """How often a check compiles: for its short sequences, for the workload's own length, and with dropout on."""
-    if config.compile == "off":
-        return 0
-    longest = CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
-    own_length = cost.sequence_length is not None and cost.sequence_length > longest
-    return 1 + own_length + cost.has_dropout
+def _longest(cost: ModelCost) -> int:
+    """The length of the check's own sequences."""
+    return CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
 
 
 def check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
-    """Expected seconds of a whole check of a configuration, reference included."""
-    running = 2 * trials.fixed_s + running_s(trials, cost, config)
-    if takes_own_shapes(trials, cost, config):
-        return running + trials.compile_s(config, warm=True)
-    return running + compilations(cost, config) * trials.compile_s(config)
+    """Expected seconds of the parts of a check that a verdict needs, reference included: one compilation at most.
 
-
-def least_check_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
-    """The same of the parts that a verdict needs: one compilation, where there is any."""
-    warm = takes_own_shapes(trials, cost, config)
-    return 2 * trials.fixed_s + running_s(trials, cost, config) + trials.compile_s(config, warm=warm)
+    The check leaves further ones out where time is short.
+    """
+    own = takes_own_shapes(trials, cost, config)
+    running_s = (_running_with_own_shapes_s if own else _running_with_small_shapes_s)(cost, config)
+    return 2 * trials.fixed_s + running_s + trials.compile_s(config, warm=own)

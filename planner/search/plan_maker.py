@@ -13,7 +13,7 @@ from autoplan.planner.loading import Loading
 from autoplan.planner.plan import Plan
 from autoplan.planner.plan_record import Alternative, HandSetting, Measurement
 from autoplan.planner.records import Objective, Parity, Trial
-from autoplan.planner.search.claim import compare
+from autoplan.planner.search.claim import compare, drift
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.reasons import (
     NOT_PROVED,
@@ -113,6 +113,7 @@ def make_plan(
             *_attempt_notes(session),
             *(_input_notes(session, winner) if loading is None or loading.setting is None else loading.notes),
             *_model_notes(session, winner),
+            *([] if (drifted := drift(against)) is None else [drifted]),
             *risks_of(winner.config.knobs_off_default()),
         ),
         environment=read_environment(),

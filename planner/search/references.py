@@ -16,23 +16,54 @@ if TYPE_CHECKING:
 
 MAX_HALVINGS = 4
 
+NEAR = 0.05
+"""Predicted steps that differ by less than this share are the same to who chooses a micro-batch by hand."""
+
 
 def plain_configs(session: Session) -> list[TrainingConfig]:
-    """The plain run at the largest power-of-two micro-batch that should fit and is cheap, then at smaller ones."""
+    """The plain run at the largest power-of-two micro-batch that should fit and is cheap, then at smaller ones.
+
+    Then the same with what saves memory, one technique more on each rung (`rungs`): where the plain run does not fit,
+    the first of these that does is what all others are compared with. A rung is left out if even its smallest
+    micro-batch is predicted, at the low end, to take more than there is; the last rung is always there.
+    """
     sizes = [size for size in session.context.space.values["micro_batch"] if isinstance(size, int)]
     if len(sizes) > 1:
         sizes = [size for size in sizes if size & (size - 1) == 0] or sizes
-    offload = needed_offload(session)
-    configs = [TrainingConfig(micro_batch=size, offload=offload) for size in sorted(sizes, reverse=True)]
-    limit = session.context.memory_limit_bytes
-    chosen: list[TrainingConfig] = []
-    for config in configs:
-        prediction = session.predict(config)
-        micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
-        cheap = micro_step_s <= VERY_EXPENSIVE_S
-        if chosen or config is configs[-1] or (cheap and prediction.peak_memory_high_bytes <= limit):
-            chosen.append(config)
-    return chosen[: MAX_HALVINGS + 1]
+    found: list[TrainingConfig] = []
+    ladder = rungs(session)
+    for knobs in ladder:
+        configs = [TrainingConfig.model_validate({"micro_batch": size} | knobs) for size in sorted(sizes, reverse=True)]
+        if knobs != ladder[-1] and session.predict(configs[-1]).peak_memory_low_bytes > _limit(session):
+            continue
+        fits = (at for at, config in enumerate(configs) if _is_cheap_and_fits(session, config))
+        first = next(fits, len(configs) - 1)
+        found += configs[first:][: MAX_HALVINGS + 1]
+    return found
+
+
+def rungs(session: Session) -> list[dict[str, Any]]:
+    """Knobs of the plain run, and of what takes its place where it does not fit, in the order in which they are tried.
+
+    Plain, full checkpointing, fused loss too; each with the offload without which nothing fits. What is not legal here
+    is left out.
+    """
+    moved, values = needed_offload(session), session.context.space.values
+    ladder: list[dict[str, Any]] = [{} if moved == "none" else {"offload": moved}]
+    for knob, value in (("checkpointing", "full"), ("loss", "fused")):
+        if value in values.get(knob, ()):
+            ladder.append(ladder[-1] | {knob: value})
+    return ladder
+
+
+def _is_cheap_and_fits(session: Session, config: TrainingConfig) -> bool:
+    prediction = session.predict(config)
+    micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
+    return micro_step_s <= VERY_EXPENSIVE_S and prediction.peak_memory_high_bytes <= _limit(session)
+
+
+def _limit(session: Session) -> int:
+    return session.context.memory_limit_bytes
 
 
 def needed_offload(session: Session) -> Any:
@@ -49,8 +80,9 @@ def needed_offload(session: Session) -> Any:
 def hand_setting(session: Session) -> TrainingConfig | None:
     """What a careful person would set: the predicted fastest of a few usual settings that should fit; None: none does.
 
-    On CUDA bf16, the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled. The micro-batch is the power
-    of two whose step is predicted to be the shortest. What the user fixed is kept.
+    On CUDA bf16, the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled. The micro-batch is a power
+    of two: the smallest whose step is predicted within NEAR of the shortest, since a larger one takes more memory, and
+    a longer look, for nothing. What the user fixed is kept.
     """
     values = session.context.space.values
 
@@ -76,4 +108,5 @@ def hand_setting(session: Session) -> TrainingConfig | None:
     limit = session.context.memory_limit_bytes
     predicted = zip(settings, session.context.estimator.estimate(settings), strict=True)
     fitting = {config: found.step_time_s for config, found in predicted if found.peak_memory_high_bytes <= limit}
-    return min(fitting, key=lambda config: fitting[config], default=None)
+    near = [config for config, seconds in fitting.items() if seconds <= (1 + NEAR) * min(fitting.values())]
+    return min(near, key=lambda config: (config.micro_batch, fitting[config]), default=None)

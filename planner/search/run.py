@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import longest_inspection_s
-from autoplan.planner.search.learned import TakenOver, keep_learned, learned_path, learnt, starting_point
+from autoplan.planner.search.learned import Learned, TakenOver, keep_learned, learned_path, starting_point
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.next_work import next_work
 from autoplan.planner.search.options import (
@@ -210,22 +211,30 @@ def _left_s(run: SearchRun) -> float:
 
 
 def _keep_learned(session: Session, path: Path) -> None:
-    """Keeps what the trials of this search taught for the next one on this device."""
-    entry = learnt(
-        session.store.identity,
-        session.context.spec.name,
-        session.store.trials,
-        calibration=session.context.estimator.calibration(),
-        costs=session.trial_cost.learned(),
-        spread=session.run_spread,
+    """Keeps what the trials of this search taught for the next one on this device.
+
+    A search that measured one configuration has nothing to say of how they differ.
+    """
+    if len({trial.config for trial in session.store.trials if trial.step_time_s is not None}) < 2:
+        return
+    context, spread = session.context, session.run_spread
+    why_not = keep_learned(
+        path,
+        Learned(
+            device=context.hardware.device(context.device).name,
+            torch=context.hardware.host.torch,
+            study=session.store.identity,
+            workload=context.spec.name,
+            when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            trials=len(session.store.trials),
+            calibration=context.estimator.calibration(),
+            costs=session.trial_cost.learned(),
+            spread=spread.sd if spread.freedom else 0.0,
+            freedom=spread.freedom,
+        ),
     )
-    hardware = session.context.hardware
-    if entry is not None:
-        why_not = keep_learned(
-            path, entry, device=hardware.device(session.context.device).name, torch=hardware.host.torch
-        )
-        if why_not is not None:
-            session.observer.on_note(why_not)
+    if why_not is not None:
+        session.observer.on_note(why_not)
 
 
 def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_over: TakenOver) -> Session:
@@ -306,7 +315,7 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
             f"{ratio.median:.3g} times its speed ({ratio.low:.3g} to {ratio.high:.3g}): the plan is the plain run"
         )
         leader = fallback
-    parity = PLAIN_PARITY if leader.config == plain.config else session.store.parity_of(leader.config)
+    parity = PLAIN_PARITY if session.is_given(leader.config) else session.store.parity_of(leader.config)
     if parity is None or (leader.config == plain.config and session.unchecked and not run.did_not_run):
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
     loading = measure_loading(session, leader)

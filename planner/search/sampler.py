@@ -1,4 +1,4 @@
-"""Samplers of the Optuna study: ours, and any other of Optuna's with its illegal points drawn again.
+"""Samplers of the Optuna study: ours, and any other of Optuna's with its points moved to legal candidates.
 
     candidates = [TrainingConfig(micro_batch=m, precision=p) for m in (1, 2, 4) for p in ("fp32", "bf16")]
     sampler = AutoplanSampler(candidates)
@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,17 +29,13 @@ from pydantic import ValidationError
 
 from autoplan.errors import UsageError
 from autoplan.planner.search.candidate_model import Assessment, CandidateModel, prospects
-from autoplan.planner.search.next_work import score
+from autoplan.planner.search.next_work import ENDS, score
 from autoplan.planner.search.surrogate import Array
 from autoplan.planner.store.optuna_study import choices_of, make_distributions, read_trial, to_params
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
-
-MAX_REDRAWS = 200
-MAX_REPEATS = 5
-"""A sampler that draws the same illegal point so often in a row follows a rule, and would go on with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +46,23 @@ class Stop:
     out_of_time: bool = False
 
 
-class CandidateSampler(optuna.samplers.BaseSampler):
-    """A sampler that gives legal candidates only, each once.
+class AutoplanSampler(optuna.samplers.BaseSampler):
+    """Legal candidates only, each once: the one with the most expected improvement for its cost.
 
     Args:
-        candidates: The legal configurations, or a model of them.
+        candidates: The legal configurations; a search gives a model of them, with its cost model.
         distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
-        seed: Of what is drawn.
+        seed: Of parameters that are no knobs. The choice of a candidate draws nothing.
 
-    A search sets `time_left_s` before it asks: how long the next trial may take, by its expected cost.
+    `distributions` is what to ask a study with: `study.ask(sampler.distributions)`. A search sets `time_left_s` before
+    it asks: how long the next trial may take, by its expected cost.
+
+    Raises:
+        UsageError: there are no candidates.
     """
+
+    draws = False
+    """Whether the next candidate is drawn; else `ranking` knows it."""
 
     def __init__(
         self,
@@ -79,9 +80,20 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         self.time_left_s = math.inf
         self._other_parameters = optuna.samplers.RandomSampler(seed)
 
-    @abstractmethod
+    def worth_a_trial(self) -> NDArray[np.bool_]:
+        """Which candidates are: the untried ones that can still win."""
+        return prospects(self.model.assess())[1]
+
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """The configuration of a trial, among the candidates that are free; there is at least one."""
+        """The configuration of a trial, among the candidates that are free (at least one): the highest score.
+
+        Of those that can win and that fit in the time left, where there are any.
+        """
+        now = self.model.assess()
+        gain, hopeful = prospects(now)
+        masks = (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free)
+        wanted = next(mask for mask in masks if mask.any())
+        return self.model.candidates[ordered(now, gain, wanted)[0]]
 
     def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
         """The untried candidates in the order in which they would be next if no trial taught anything new.
@@ -91,15 +103,25 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         Args:
             in_time: False: as if there was all the time.
         """
-        return []
+        if self.draws:
+            return []
+        now = self.model.assess()
+        gain, hopeful = prospects(now)
+        wanted = hopeful & (now.cost_s <= self.time_left_s) if in_time else hopeful
+        return [self.model.candidates[index] for index in ordered(now, gain, wanted)]
 
-    def is_hopeful(self) -> bool:
-        """Whether any untried candidate could still win, had it the time."""
-        return bool(self.model.assess().untried.any())
-
-    @abstractmethod
     def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
         """Why no further trial is worth making, None while one is. With a study: after the trials that it has now."""
+        if study is not None:
+            self.learn(study)
+        now, worth = self.model.assess(), self.worth_a_trial()
+        if not now.untried.any():
+            return Stop(text="every candidate was tried")
+        if not worth.any():
+            return Stop(text=ENDS["nothing_left"])
+        if not (worth & (now.cost_s <= self.time_left_s)).any():
+            return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
+        return None
 
     # Optuna's contract.
 
@@ -115,7 +137,8 @@ class CandidateSampler(optuna.samplers.BaseSampler):
     ) -> dict[str, Any]:
         """A candidate that no trial has or had; where all were tried, the best one again."""
         self.learn(study)
-        free = self.model.assess().untried & ~self._running(study)
+        running = {_config_of(other) for other in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        free = self.model.assess().untried & np.array([one not in running for one in self.model.candidates])
         best = self.model.best_trial()
         if free.any():
             config = self.choose(study, trial, free)
@@ -133,7 +156,16 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         """Gives what is drawn another seed."""
         self._other_parameters.reseed_rng()
 
-    # The trials of the study.
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """Ends `study.optimize` once nothing could win any more, as Optuna's GridSampler does."""
+        ended = copy.copy(trial)  # Optuna stores the state after this call
+        ended.state, ended.values = state, values
+        self._take_in(ended)
+        if self.reason_to_stop() is not None:
+            with contextlib.suppress(RuntimeError):  # asked and told by the caller: there is no loop to end
+                study.stop()
 
     def learn(self, study: optuna.Study) -> None:
         """Takes in the study's finished trials that were not taken in yet."""
@@ -146,72 +178,6 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         if trial is not None:
             self.model.observe(trial)
 
-    def _running(self, study: optuna.Study) -> NDArray[np.bool_]:
-        """The candidates that other trials are measuring now."""
-        frozen = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        configs = {config for config in map(_config_of, frozen) if config is not None}
-        return np.array([config in configs for config in self.model.candidates])
-
-
-class AutoplanSampler(CandidateSampler):
-    """The candidate with the most expected improvement per square root of its cost: expensive ones wait, not starve.
-
-    Args:
-        candidates: The legal configurations; a search gives a model of them, with its cost model.
-        distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
-        seed: Of parameters that are no knobs. The choice of a candidate draws nothing.
-
-    `distributions` is what to ask a study with: `study.ask(sampler.distributions)`.
-    """
-
-    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """The one with the highest score; of those that can win and that fit in the time left, where there are any."""
-        now = self.model.assess()
-        gain, hopeful = prospects(now)
-        for wanted in (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free):
-            for found in ordered(now, gain, wanted):
-                return self.model.candidates[found]
-        raise AssertionError("choose() was called with no free candidate")
-
-    def is_hopeful(self) -> bool:
-        """Whether any untried candidate could still win, had it the time."""
-        return bool(prospects(self.model.assess())[1].any())
-
-    def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
-        """As `choose` would take them, one after the other."""
-        now = self.model.assess()
-        gain, hopeful = prospects(now)
-        wanted = hopeful & (now.cost_s <= self.time_left_s) if in_time else hopeful
-        return [self.model.candidates[index] for index in ordered(now, gain, wanted)]
-
-    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
-        """Nothing untried could still win, or what could does not fit in the time left."""
-        if study is not None:
-            self.learn(study)
-        now = self.model.assess()
-        if not now.untried.any():
-            return Stop(text="every candidate was tried")
-        _, hopeful = prospects(now)
-        if not hopeful.any():
-            return Stop(
-                text="no untried candidate could still win: each is predicted, at its most optimistic, to be no faster "
-                "than the best"
-            )
-        if not (hopeful & (now.cost_s <= self.time_left_s)).any():
-            return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
-        return None
-
-    def after_trial(
-        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
-    ) -> None:
-        """Ends `study.optimize` once nothing could win any more, as Optuna's GridSampler does."""
-        ended = copy.copy(trial)  # Optuna stores the state after this call
-        ended.state, ended.values = state, values
-        self._take_in(ended)
-        if self.reason_to_stop() is not None:
-            with contextlib.suppress(RuntimeError):  # asked and told by the caller: there is no loop to end
-                study.stop()
-
 
 def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int]:
     """The indices of the wanted candidates, the highest score first (`next_work.score`)."""
@@ -219,20 +185,21 @@ def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int
     return [int(places[i]) for i in np.argsort(-score(gain[places], now.cost_s[places]), kind="stable")]
 
 
-class RedrawingSampler(CandidateSampler):
-    """Another sampler of Optuna, whose illegal and already tried points are drawn again at no trial's cost.
+class MovingSampler(AutoplanSampler):
+    """Another sampler of Optuna, each of whose points is moved to the nearest legal candidate that is free.
 
-    It draws in a study of its own, in memory: there each knob has the candidates' values alone, each trial of the real
-    study is told as it ended, and a point that is drawn again is told as failed, which Optuna's samplers ignore. After
-    MAX_REDRAWS points, MAX_REPEATS times the same one in a row, or the last point of a grid, a legal candidate is drawn
-    at random.
+    The nearest is the one that differs in the fewest knobs; of several, one is drawn. The other sampler draws in a
+    study of its own, in memory, in which each knob has the candidates' values alone. It is told of each trial at the
+    point where it was made.
 
     Args:
         candidates: The legal configurations, or a model of them.
         inner: The sampler that draws.
         distributions: The real study's distribution of each knob; None: one categorical of the candidates' own values.
-        seed: Of the candidate that is drawn at random in the end.
+        seed: Of the candidate that is drawn among several.
     """
+
+    draws = True
 
     def __init__(
         self,
@@ -244,89 +211,67 @@ class RedrawingSampler(CandidateSampler):
     ) -> None:
         super().__init__(candidates, distributions=distributions, seed=seed)
         self.inner = inner
-        self._random = random.Random(seed)
-        self._mirror = optuna.create_study(direction="minimize", sampler=inner)
-        self._mirrored: set[int] = set()
+        self._rng = np.random.default_rng(seed)
+        self._own = optuna.create_study(direction="minimize", sampler=inner)
         self._asked: dict[int, optuna.Trial] = {}
-        self._ended = False
+        self._told: set[int] = set()
         self._choices = choices_of(self.model.candidates)
-        self._narrow: dict[str, BaseDistribution] = {
-            knob: CategoricalDistribution(choices) for knob, choices in self._choices.items()
+        self._spaces: dict[str, BaseDistribution] = {
+            knob: CategoricalDistribution(values) for knob, values in self._choices.items()
         }
+        rows = [[getattr(one, knob) for knob in self._choices] for one in self.model.candidates]
+        self._knobs = np.array(rows, dtype=object)
+
+    def worth_a_trial(self) -> NDArray[np.bool_]:
+        """Every untried candidate."""
+        return self.model.assess().untried
 
     def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """What the other sampler draws, once it is legal, untried, and fits in the time left where anything does."""
-        self._tell_mirror(study)
+        """The nearest to what the other sampler draws, of those that fit in the time left where any does."""
+        self._tell(study)
         affordable = free & (self.model.assess().cost_s <= self.time_left_s)
-        wanted = affordable if affordable.any() else free
-        legal = [self.model.candidates[i] for i in np.flatnonzero(wanted)]
-        allowed = frozenset(legal)
-        last: Mapping[str, Any] | None = None
-        repeats = 0
-        for _ in range(MAX_REDRAWS):
-            if self._ended:
-                break
-            asked = self._mirror.ask(self._narrow)
-            config = _config_of(asked)
-            if config in allowed:
-                self._asked[trial.number] = asked
-                return config
-            self._tell(asked, TrialState.FAIL)
-            repeats = repeats + 1 if asked.params == last else 1
-            last = asked.params
-            if repeats >= MAX_REPEATS:
-                break
-        return self._random.choice(legal)
-
-    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
-        """Every candidate was tried, or none that was not fits in the time left."""
-        if study is not None:
-            self.learn(study)
-        now = self.model.assess()
-        if not now.untried.any():
-            return Stop(text="every candidate was tried")
-        if not (now.untried & (now.cost_s <= self.time_left_s)).any():
-            return Stop(text="no untried candidate fits in the time left", out_of_time=True)
-        return None
+        places = np.flatnonzero(affordable if affordable.any() else free)
+        asked = self._own.ask(self._spaces)
+        point = np.array([asked.params[knob] for knob in self._choices], dtype=object)
+        away = (self._knobs[places] != point).sum(axis=1)
+        if away.min() == 0:  # it is told how this very trial ended
+            self._asked[trial.number] = asked
+        else:
+            self._end(asked, TrialState.FAIL)
+        return self.model.candidates[int(self._rng.choice(places[away == away.min()]))]
 
     def reseed_rng(self) -> None:
         """Gives what is drawn another seed, in the other sampler too."""
         super().reseed_rng()
         self.inner.reseed_rng()
 
-    def _tell_mirror(self, study: optuna.Study) -> None:
-        """Tells the study in memory what became of the real study's trials; never a NaN or a missing value."""
+    def _tell(self, study: optuna.Study) -> None:
+        """Tells the other sampler what became of the real study's trials; never a NaN or a missing value."""
         for trial in study.get_trials(deepcopy=False):
-            if not trial.state.is_finished() or trial.number in self._mirrored:
+            if not trial.state.is_finished() or trial.number in self._told:
                 continue
-            self._mirrored.add(trial.number)
+            self._told.add(trial.number)
             asked = self._asked.pop(trial.number, None)
             if asked is not None:
                 for name, violation in trial.constraints.items():
                     asked.set_constraint(name, violation)
-                self._tell(asked, trial.state, trial.value if trial.state is TrialState.COMPLETE else None)
-            elif trial.state is not TrialState.FAIL and self._is_within(trial.params):
-                self._mirror.add_trial(
+                self._end(asked, trial.state, trial.value if trial.state is TrialState.COMPLETE else None)
+            elif trial.state is not TrialState.FAIL and all(
+                knob in trial.params and trial.params[knob] in values for knob, values in self._choices.items()
+            ):
+                self._own.add_trial(
                     optuna.trial.create_trial(
                         state=trial.state,
                         value=trial.value,
-                        params={knob: trial.params[knob] for knob in self._narrow},
-                        distributions=dict(self._narrow),
+                        params={knob: trial.params[knob] for knob in self._spaces},
+                        distributions=self._spaces,
                         constraints=trial.constraints,
                     )
                 )
 
-    def _tell(self, asked: optuna.Trial, state: TrialState, value: float | None = None) -> None:
-        """Tells one trial of the study in memory, and notes whether the sampler has no further points."""
-        try:
-            self._mirror.tell(asked, value, state=state)
-        except RuntimeError as error:
-            if "Study.stop" not in str(error):  # what a GridSampler or a BruteForceSampler does after its last point
-                raise
-            self._ended = True
-
-    def _is_within(self, params: Mapping[str, Any]) -> bool:
-        return all(knob in params and params[knob] in choices for knob, choices in self._choices.items())
+    def _end(self, asked: optuna.Trial, state: TrialState, value: float | None = None) -> None:
+        with contextlib.suppress(RuntimeError):  # a grid's last point: "Study.stop" outside of a loop
+            self._own.tell(asked, value, state=state)
 
 
 def make_sampler(
@@ -335,32 +280,28 @@ def make_sampler(
     distributions: Mapping[str, BaseDistribution],
     *,
     seed: int,
-) -> CandidateSampler:
+) -> AutoplanSampler:
     """The sampler of a search: ours, or one of Optuna's by its name or as an object.
 
     Raises:
         UsageError: an AutoplanSampler as an object: it would not have the search's cost model.
     """
-    if isinstance(wanted, CandidateSampler):
+    if isinstance(wanted, AutoplanSampler):
         raise UsageError(
             f"--sampler is {type(wanted).__name__} with candidates of its own",
             hint='Leave it out: a search uses it by itself ("autoplan"), with its own candidates and cost model.',
         )
     if wanted == "autoplan":
         return AutoplanSampler(model, distributions=distributions, seed=seed)
-    inner = _named_sampler(wanted, seed) if isinstance(wanted, str) else wanted
-    return RedrawingSampler(model, inner, distributions=distributions, seed=seed)
+    if wanted == "tpe":
+        wanted = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=5)
+    elif isinstance(wanted, str):
+        assert wanted == "random", wanted
+        wanted = optuna.samplers.RandomSampler(seed=seed)
+    return MovingSampler(model, wanted, distributions=distributions, seed=seed)
 
 
-def _named_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
-    """Optuna's samplers that have a name of their own on the command line."""
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=5)
-    assert name == "random", name
-    return optuna.samplers.RandomSampler(seed=seed)
-
-
-def _config_of(trial: FrozenTrial | optuna.Trial) -> TrainingConfig | None:
+def _config_of(trial: FrozenTrial) -> TrainingConfig | None:
     try:
         return TrainingConfig.model_validate(trial.params)
     except ValidationError:

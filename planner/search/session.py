@@ -6,7 +6,6 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from autoplan.planner.search.objective import best_trial_for, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 from autoplan.planner.search.parity_time import ModelCost
-from autoplan.planner.search.sampler import CandidateSampler
+from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
@@ -82,7 +81,7 @@ class Session:
     context: SearchContext
     budget_s: float
     model: CandidateModel
-    sampler: CandidateSampler
+    sampler: AutoplanSampler
     study: SearchStudy
     runner: TrialRunner
     notes: list[str] = field(default_factory=list)
@@ -169,6 +168,10 @@ class Session:
         """Of the plain run that was measured."""
         return None if self.baseline is None else self.baseline.config
 
+    def is_given(self, config: TrainingConfig) -> bool:
+        """Whether it is the plain run as the user has it: what a parity check compares with, so that it needs none."""
+        return config == self.plain_config and is_plain_run(config)
+
     @property
     def best(self) -> Trial | None:
         """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
@@ -215,11 +218,8 @@ class Session:
 
     @property
     def hand_config(self) -> TrainingConfig | None:
-        """The hand setting that was chosen; None: none was yet. Earlier versions tried two: the faster one."""
-        lines = [line.config for line in self.store.ledger if line.kind == "hand setting" and line.config is not None]
-        older = [trial for trial in self.store.trials if trial.purpose == "reference"]
-        older.sort(key=lambda trial: math.inf if trial.step_time_s is None else trial.step_time_s.median)
-        return next(iter((*lines, *(trial.config for trial in older))), None)
+        """The hand setting that was chosen; None: none was yet."""
+        return next((line.config for line in self.store.ledger if line.kind == "hand setting"), None)
 
     @property
     def hand_is_known(self) -> bool:
@@ -401,6 +401,11 @@ class Session:
     def hard_deadline_s(self, needs_s: float) -> float:
         """Seconds after which a trial that starts now is ended, so that the budget holds what is needed after it."""
         return self.left_s - needs_s + OVERRUN * self.budget_s
+
+
+def is_plain_run(config: TrainingConfig) -> bool:
+    """Whether a configuration is the training as the user has it, in micro-batches of some size."""
+    return config.knobs_off_default().keys() <= {"micro_batch"}
 
 
 def failed_parity(store: Store, config: TrainingConfig) -> bool:

@@ -98,6 +98,7 @@ class SearchContext:
         space: All legal candidates. No piece adds to it; a variant that fails in its trace leaves it.
         held: (knob, value) of what is tried only where nothing else fits.
         profile: The model: its traced variants, and the rough ones.
+        plain_trace_s: What the trace of the plain variant took, in seconds.
         estimator: The cost model.
         candidates: Those worth a trial, in the space's order.
         left_out: Families never tried, by any limit.
@@ -116,6 +117,7 @@ class SearchContext:
     space: Space
     held: tuple[tuple[str, str], ...]
     profile: ModelProfile
+    plain_trace_s: float
     estimator: Estimator
     candidates: tuple[TrainingConfig, ...] = ()
     left_out: tuple[LeftOutFamily, ...] = ()
@@ -206,6 +208,7 @@ def begin_search(
         space=space,
         held=held_back(choices, named),
         profile=profile,
+        plain_trace_s=profile.seconds_spent,
         estimator=_estimator(means, profile, hardware, target.device, facts.spec.global_batch, memory_limit),
     )
     if context.held and _needless(context, [c for c in space.candidates if not context.rough(c)]) is None:
@@ -264,9 +267,9 @@ def trace_cost_s(context: SearchContext, variants: Sequence[VariantKey] | None =
     wanted = _rough(context, variants)
     if not wanted and not _is_untimed(context):
         return 0.0
-    plain_s = context.profile.seconds_spent
+    plain_s = context.plain_trace_s
     more_s = min(VARIANT_SHARE * plain_s * len(wanted), TRACE_SHARE * context.means.budget_s)
-    return plain_s + more_s + _timing_s(context.means)
+    return plain_s + more_s + (_timing_s(context.means) if _is_untimed(context) else 0.0)
 
 
 def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = None) -> SearchContext:

@@ -26,7 +26,7 @@ from autoplan.planner.search.next_work import (
 )
 from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
-from autoplan.planner.search.sampler import AutoplanSampler, ordered
+from autoplan.planner.search.sampler import ordered
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.strategies.config import TrainingConfig
@@ -62,6 +62,9 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     """
     if session.baseline is None and not session.plain_failed:
         return State(baseline=_plain_run(session))
+    plain = session.baseline
+    if plain is not None and _is_to_be_proved(session, plain.config):
+        return State(check=_check_of(session, plain.config, gain=1.0, why="it stands for the plain run"))
     leader = session.leader
     needs_s = 0.0 if leader is None else leader_needs_s(session, leader)
     claim = None if leader is None else _claim(session, leader)
@@ -80,7 +83,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         claim=claim,
         claim_began=began,
         out_of_looks=out_of_looks,
-        hopeful=session.sampler.is_hopeful(),
+        hopeful=bool(session.sampler.worth_a_trial().any()),
     )
 
 
@@ -133,7 +136,7 @@ def looks_of(
 def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
     model, sampler = session.model, session.sampler
-    if isinstance(sampler, AutoplanSampler):
+    if not sampler.draws:
 
         def after(config: TrainingConfig, look_s: float) -> tuple[float, float]:
             return needs_s(session, config, look_s), check_s(session, config)
@@ -248,7 +251,7 @@ def check_s(session: Session, config: TrainingConfig) -> float:
     """Expected seconds of its parity check; 0 where it has passed one."""
     if session.store.parity_of(config) is not None:
         return 0.0
-    predicted_s = parity_time.least_check_s(session.trial_cost, session.parity_cost, config)
+    predicted_s = parity_time.check_s(session.trial_cost, session.parity_cost, config)
     return max(predicted_s * _check_factor(session.store.ledger), LEAST_CHECK_S)
 
 
@@ -278,7 +281,7 @@ def round_s(session: Session, config: TrainingConfig, look_s: float | None = Non
 
 
 def _check(session: Session, leader: CandidateRuns) -> Option | None:
-    if leader.config == session.plain_config or session.store.parity_of(leader.config) is not None:
+    if session.is_given(leader.config) or session.store.parity_of(leader.config) is not None:
         return None
     passed = [c for c in session.eligible if (found := session.store.parity_of(c.config)) is not None and found.passed]
     known = {numerics_of(candidate.config) for candidate in passed}
@@ -292,13 +295,16 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
             max(0.0, math.log(base_s / safe_s)),
             kind_has_passed=numerics_of(leader.config) in known,
         )
-    return Option(
-        kind="parity",
-        config=leader.config,
-        gain=gain,
-        cost_s=check_s(session, leader.config),
-        why="it leads, and is the plan only if it trains the same",
-    )
+    return _check_of(session, leader.config, gain, "it leads, and is the plan only if it trains the same")
+
+
+def _check_of(session: Session, config: TrainingConfig, gain: float, why: str) -> Option:
+    return Option(kind="parity", config=config, gain=gain, cost_s=check_s(session, config), why=why)
+
+
+def _is_to_be_proved(session: Session, config: TrainingConfig) -> bool:
+    """Whether what stands for a plain run that does not fit has no verdict yet: all others are compared with it."""
+    return not (session.is_given(config) or config in session.unchecked or session.store.parity_of(config) is not None)
 
 
 def numerics_of(config: TrainingConfig) -> tuple[object, ...]:

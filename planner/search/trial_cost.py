@@ -56,20 +56,6 @@ class KeptCosts(Record):
     )
     warm_share: float = Field(default=WARM_SHARE, gt=0, le=1, description="of a compilation, with the kernels cached")
     slow_factor: float = Field(default=SLOW_MODE_FACTOR, ge=1, le=100, description="a max-autotune mode over default")
-    seen: tuple[str, ...] | None = Field(
-        default=None,
-        description="which of them the search saw itself, names of fields and scopes of cold; it took the others over. "
-        "None: not known (an earlier version)",
-    )
-
-    def saw(self, name: str) -> bool:
-        """Whether the search saw a figure itself: fixed_s, warm_share, slow_factor, or a scope of `cold`.
-
-        Of an earlier version it is not known: what is there counts; the last two where anything was compiled.
-        """
-        if self.seen is not None:
-            return name in self.seen
-        return name == "fixed_s" or name in self.cold or (name in ("warm_share", "slow_factor") and bool(self.cold))
 
 
 class TrialCost:
@@ -192,9 +178,7 @@ class TrialCost:
             for kind, seen in self._cold.items()
             if kind[1] in SLOW_COMPILE_MODES
         ]
-        parts = {"fixed_s": self._fixed, "warm_share": both, "slow_factor": slow}
         return KeptCosts(
-            seen=(*(name for name, values in parts.items() if values), *cold),
             fixed_s=float(np.median(self._fixed)) if self._fixed else kept.fixed_s,
             cold=kept.cold | cold,
             warm_share=min(1.0, float(np.median(both))) if both else kept.warm_share,

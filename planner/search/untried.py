@@ -17,11 +17,11 @@ from autoplan.planner.search.surrogate import Z_90, expected_improvement, normal
 from autoplan.planner.untried import Untried
 
 if TYPE_CHECKING:
-    from autoplan.planner.search.sampler import CandidateSampler
+    from autoplan.planner.search.sampler import AutoplanSampler
     from autoplan.strategies.config import TrainingConfig
 
 
-def find_untried(sampler: CandidateSampler, found: TrainingConfig, step_time_s: float) -> Untried | None:
+def find_untried(sampler: AutoplanSampler, found: TrainingConfig, step_time_s: float) -> Untried | None:
     """The sampler's own next choice with all the time it needs; None where all candidates were tried.
 
     Where none could still win, or another sampler draws: the untried candidate with the largest expected gain. None too

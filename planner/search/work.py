@@ -16,9 +16,9 @@ from autoplan.planner.search import parity_time
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import to_beat
-from autoplan.planner.search.references import needed_offload, plain_configs
+from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.selection import is_late
-from autoplan.planner.search.session import BudgetOver, Session
+from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
@@ -57,22 +57,24 @@ def do(session: Session, work: Work, ahead: CompileAhead) -> None:
 
 
 def run_baseline(session: Session, work: Work) -> None:
-    """Measures the plain fp32 run, with smaller micro-batches if it runs out of memory.
+    """Measures the plain fp32 run; if it runs out of memory with smaller micro-batches, then with what saves memory.
 
     Raises:
         WorkloadError: the workload itself cannot be used.
         DidNotRunError: something outside ended it each time.
         BudgetOver: the budget ended before it was measured.
     """
-    moved = needed_offload(session)
-    plain = "the plain fp32 run" + ("" if moved == "none" else f" with offload={moved}, without which nothing fits")
-    session.observer.on_phase("baseline", plain)
+    session.observer.on_phase("baseline", "the plain fp32 run")
     for config in plain_configs(session):
+        if not is_plain_run(config):
+            session.observer.on_phase("baseline", f"the plain fp32 run does not fit; {config.describe()} in its place")
         deadline_s = session.hard_deadline_s(0.0)
         if _has_verdict(session, "baseline", config, deadline_s):
             continue
         trial = session.measure("baseline", config, deadline_s=deadline_s, deadline_of_budget=True)
         if trial.outcome is Outcome.OK:
+            if not is_plain_run(config):
+                session.note(f"the plain run does not fit; all others are compared with {config.describe()}")
             return
         if trial.did_not_run:
             raise DidNotRunError(f"the plain fp32 run, with which all others are compared: {trial.reason}")

@@ -261,6 +261,22 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
     }
 
 
+def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_file, monkeypatch, capsys) -> None:
+    from autoplan.cli.search_result import show_result
+    from autoplan.planner.search.options import SearchResult
+
+    plan = make_plan()
+    show_result(SearchResult(status="plan_found", plan=plan, plan_path="my plan.json"), Path("plan.json"), "tokens")
+    printed = capsys.readouterr()
+    lines = [*printed.out.splitlines(), *printed.err.split("\n\n")[-1].splitlines()]
+    assert len(lines) <= 12, lines
+    assert lines[0].startswith("speed-up: ") and "the speed of the plain baseline" in lines[0]
+    assert "changed: " in printed.out and "precision=bf16 (fp32)" in printed.out and "\nparity: passed" in printed.out
+    assert "plan: my plan.json; apply it with" in printed.err
+    assert "more: autoplan show 'my plan.json' has the reasons" in printed.err
+    assert "Ruled out" not in printed.out and "Ruled out" in cli("show", plan_file).out
+
+
 def test_show_json_holds_the_plan(cli, plan_file) -> None:
     document = cli("show", plan_file, "--json").document
     assert Plan.model_validate(document["plan"]) == make_plan() and document["schema_version"] == 1

@@ -56,7 +56,7 @@ class Simulated(Session):
         self.model: Any = SimpleNamespace(
             trial_cost=SimpleNamespace(repeat_s=lambda trial: trial.seconds_spent), cost_s=lambda config: 1.0
         )
-        self.sampler: Any = SimpleNamespace(is_hopeful=lambda: False)
+        self.sampler: Any = SimpleNamespace(worth_a_trial=lambda: np.zeros(1, dtype=bool))
         self.budget_s, self.loading_s = left_s, 0.0
         self.notes, self.taken_over = [], NOTHING
         self.unchecked, self.ended_claims, self.unpaired = set(), set(), set()

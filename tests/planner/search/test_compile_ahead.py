@@ -23,7 +23,7 @@ from autoplan.planner.search.compile_ahead import (
     choose,
     slowdown,
 )
-from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, make_sampler
+from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.optuna_study import choices_of, make_distributions
 from autoplan.planner.store.store import Store
@@ -176,7 +176,7 @@ def searching(
     model = CandidateModel(candidates, estimates, cost, memory_limit_bytes=64 * 2**30)
     for number, config in enumerate(c for c in candidates if c.compile == "off"):
         model.observe(trial_of(config, number, 1.0 + 0.1 / config.micro_batch))
-    chosen: CandidateSampler = make_sampler(sampler, model, make_distributions(choices_of(candidates)), seed=0)
+    chosen: AutoplanSampler = make_sampler(sampler, model, make_distributions(choices_of(candidates)), seed=0)
     return SimpleNamespace(
         store=Store(folder, "0" * 16, summary={}),
         model=model,

@@ -103,7 +103,6 @@ def test_trials_find_the_kernels_that_were_compiled_ahead(tmp_path: Path) -> Non
         trials = measure(found, tmp_path)
         assert [trial.outcome.value for trial in trials] == ["ok", "ok"]
         assert all(was_warm(trial) for trial in trials), [trial.warnings for trial in trials]
-        assert all(0 <= share < 1 for share in ahead._serial_shares) and len(ahead._serial_shares) == 2
         found.store.close()
 
 

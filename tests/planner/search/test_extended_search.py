@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,10 @@ from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, match_rounds, rank
 from autoplan.planner.search.session import BudgetOver
-from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
-from tests.planner.search.stand_in import PLAIN, Killed, Searched, Searches, World, searches, usual_s, verdict
+from tests.planner.search.stand_in import PLAIN, Killed, Searched, Searches, World, searches
 
 __all__ = ["searches"]
 
@@ -102,7 +100,7 @@ def test_a_hand_setting_that_was_interrupted_is_looked_at_by_the_next_call(searc
             raise KeyboardInterrupt
         return None
 
-    slow_hand = TrainingConfig(micro_batch=16, precision="bf16")
+    slow_hand = TrainingConfig(micro_batch=8, precision="bf16")
     world = World(candidates=[*FEW, TrainingConfig(micro_batch=2, precision="bf16", optimizer_step="fused")], fate=fate)
     with pytest.raises(KeyboardInterrupt):
         searches.search(world)
@@ -165,47 +163,6 @@ def test_a_loader_that_is_given_later_is_no_reason_for_another_claim(
     assert again.session.budget_s < 100.0 == again.session.whole_budget_s
     assert after.made == [] and again.result.plan is not None and first.result.plan is not None
     assert again.result.plan.claim == first.result.plan.claim
-
-
-# Stores of the version before: no ledger, claims without their number of rounds, two hand settings.
-
-
-def test_an_older_store_goes_on(searches: Searches):
-    wide, narrow = TrainingConfig(micro_batch=16, precision="bf16"), TrainingConfig(micro_batch=8)
-    runs: list[tuple[str, TrainingConfig, int | None]] = [
-        ("baseline", PLAIN, None),
-        ("reference", narrow, None),
-        ("reference", wide, None),
-        ("search", BEST, None),
-        ("repeat", PLAIN, None),
-        *(("finalist", config, number) for number in (0, 1) for config in (BEST, wide)),
-        *(("claim", config, number) for number in (0, 1) for config in (PLAIN, BEST)),
-    ]
-    with Store(searches.folder, "0" * 16, summary={}) as store:
-        store.set_budget(100.0)
-        for number, (purpose, config, round) in enumerate(runs):
-            store.add_trial(a_trial(number, purpose, config, usual_s(config), round=round))
-        store.add_parity(BEST, verdict(True))
-    world = World(candidates=(PLAIN, BEST, wide, narrow))
-    found = searches.search(world, budget=100.0)
-    assert found.result.status == "plan_found" and found.result.plan is not None, found.result.reason
-    assert set(world.purposes()) == {"claim"} and world.checked == [], "its looks, pairs and check still count"
-    (claim,) = found.session.store.claims
-    assert claim.first_round == 2 and set(found.result.plan.claim.trials) & set(range(len(runs))) == set()
-    assert found.result.plan.hand is not None and found.result.plan.hand.config == wide, "the faster of the two"
-    assert [line.kind for line in found.result.ledger] == ["claim"] * claim.rounds
-
-
-def test_a_finished_older_store_answers_from_its_record(searches: Searches):
-    found = searches.search(World(candidates=FEW), budget=100.0)
-    path = searches.folder / "record.jsonl"
-    documents = [json.loads(line) for line in path.read_text().splitlines()]
-    old = [one for one in documents if one["kind"] not in ("work", "claim")]
-    assert len(old) < len(documents)
-    path.write_text("".join(json.dumps(one) + "\n" for one in old))
-    world = World(candidates=FEW)
-    again = searches.search(world, budget=100.0)
-    assert again.result.from_record and again.result.plan == found.result.plan and world.made == []
 
 
 # Runs of the choice, earlier and later.
@@ -271,7 +228,6 @@ class WithBaseline:
 
 def test_a_baseline_that_the_budget_ended_runs_again_with_a_larger_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search_work, "plain_configs", lambda session: [BASE])
-    monkeypatch.setattr(search_work, "needed_offload", lambda session: "none")
     piece = Work(kind="baseline", config=BASE)
     short: Any = WithBaseline(left_s=50.0)
     with pytest.raises(BudgetOver, match="the baseline") as over:

@@ -1,4 +1,4 @@
-"""What searches on a device learn starts the next one: pooled with care, kept safely, said, and left out by --fresh."""
+"""What a search on a device learns starts the next one: widened, kept safely, said, and left out by --fresh."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from autoplan.planner.cost.calibrate import FACTORS, PRIOR_SD, Calibration, Time
 from autoplan.planner.search.learned import (
     LEAST_SPREAD,
     NOTHING,
-    LearnedStudy,
+    Learned,
     keep_learned,
     load_learned,
     starting_point,
@@ -47,8 +47,10 @@ def calibration_of(fit: TimeFit) -> Calibration:
     )
 
 
-def study(name: str, factor: float = 1.5, observations: int = 6, **given: Any) -> LearnedStudy:
+def study(name: str, factor: float = 1.5, observations: int = 6, **given: Any) -> Learned:
     facts: dict[str, Any] = {
+        "device": "Test CPU",
+        "torch": "2.13.0",
         "study": name,
         "workload": f"model of {name}",
         "when": "2026-01-01T00:00:00+00:00",
@@ -58,12 +60,11 @@ def study(name: str, factor: float = 1.5, observations: int = 6, **given: Any) -
         "spread": 0.012,
         "freedom": 3,
     }
-    return LearnedStudy(**(facts | given))
+    return Learned(**(facts | given))
 
 
-def keep(path: Path, *studies: LearnedStudy) -> None:
-    for one in studies:
-        assert keep_learned(path, one, device="Test CPU", torch="2.13.0") is None
+def keep(path: Path, learned: Learned) -> None:
+    assert keep_learned(path, learned) is None
 
 
 def test_a_second_search_starts_near_the_first_and_less_sure_than_it(tmp_path: Path):
@@ -83,7 +84,7 @@ def test_a_second_search_starts_near_the_first_and_less_sure_than_it(tmp_path: P
     assert np.allclose(fit.theta[others], 0.0)
     assert np.allclose(np.diag(fit.covariance)[others], np.square(list(PRIOR_SD.values()))[others])
     assert start.text is not None
-    assert "1 earlier search on this device (model of a; the newest" in start.text
+    assert "from the last search on this device (model of a; " in start.text
     assert "the calibration of predicted times (memory)" in start.text
     # Trials of another model win over what was taken over, and teach without it.
     parts = np.zeros(len(FACTORS))
@@ -96,23 +97,19 @@ def test_a_second_search_starts_near_the_first_and_less_sure_than_it(tmp_path: P
     assert np.allclose(fit.by_itself().covariance, alone.covariance)
 
 
-def test_several_searches_say_more_and_a_search_does_not_count_itself(tmp_path: Path):
+def test_the_last_search_counts_and_a_search_does_not_take_over_from_itself(tmp_path: Path):
     path = tmp_path / "device.json"
-    keep(path, study("a", 1.5), study("b", 1.5), study("c", 1.5), study("b", 1.4))
+    keep(path, study("a", 1.5))
+    keep(path, study("b", 1.4))
     learned, _ = load_learned(path)
-    assert learned is not None
-    assert [one.study for one in learned.studies] == ["a", "c", "b"]  # the newest of b alone
-    one, three = (take_over(learned.model_copy(update={"studies": learned.studies[:n]}), "z") for n in (1, 3))
-    assert one.calibration is not None
-    assert three.calibration is not None
-    assert three.calibration.covariance[MEMORY][MEMORY] < one.calibration.covariance[MEMORY][MEMORY]
-    assert take_over(learned.model_copy(update={"studies": learned.studies[:1]}), "a") is NOTHING
-    assert three.assumed_spread == pytest.approx(0.012)
-    assert one.assumed_spread == RUN_SPREAD  # three repeats are too few
+    assert learned is not None and learned.study == "b"
+    assert take_over(learned, "b") is NOTHING
+    assert take_over(learned, "z").assumed_spread == RUN_SPREAD, "three repeats are too few"
+    assert take_over(learned.model_copy(update={"freedom": 4}), "z").assumed_spread == pytest.approx(0.012)
 
 
 def test_a_quiet_device_narrows_what_is_assumed_and_not_what_is_measured():
-    quiet = take_over_of(study("a", freedom=12, spread=0.001))
+    quiet = take_over(study("a", freedom=12, spread=0.001), "other")
     assert quiet.assumed_spread == LEAST_SPREAD
     assumed = Spread.of([[1.0]], quiet.assumed_spread)
     assert (assumed.freedom, assumed.sd) == (0, LEAST_SPREAD)
@@ -121,12 +118,6 @@ def test_a_quiet_device_narrows_what_is_assumed_and_not_what_is_measured():
     assert (
         Spread.of(runs, quiet.assumed_spread).of_ratio() == Spread.of(runs).of_ratio()
     )  # three repeats: measured alone
-
-
-def take_over_of(*studies: LearnedStudy) -> Any:
-    from autoplan.planner.search.learned import Learned
-
-    return take_over(Learned(device="d", torch=None, studies=studies), "other")
 
 
 def test_the_cost_of_compiling_is_taken_over_for_a_model_of_another_depth():
@@ -141,25 +132,7 @@ def test_the_cost_of_compiling_is_taken_over_for_a_model_of_another_depth():
     second = TrialCost([compiled], **(options | {"num_blocks": 2}), kept=kept)
     assert second.compile_s(compiled) == 50.0
     assert second.fixed_s == 1.0
-    assert second.learned() == kept.model_copy(update={"seen": ()})  # what it did not see stays known
-
-
-def test_costs_that_a_search_took_over_are_not_pooled_as_its_own():
-    compiled = TrainingConfig(micro_batch=1, compile="block")
-    options: dict[str, Any] = {"global_batch": 4, "num_blocks": 12, "device": "cpu"}
-    studies: list[LearnedStudy] = []
-    for number, compile_s in enumerate([75.0, 0.0, 0.0, 0.0, 0.0, 0.0, 25.0]):  # 25 s are expected of a block
-        cost = TrialCost([compiled], **options, kept=take_over_of(*studies).costs if studies else None)
-        config = compiled if compile_s else TrainingConfig(micro_batch=1)
-        phases = {"start": 1.0 + number, "measure": 1.0} | ({"compile": compile_s} if compile_s else {})
-        cost.observe(make_trial(0, config, 0.1, phase_seconds=phases))
-        studies.append(study(str(number), costs=cost.learned()))
-    assert studies[5].costs.cold == {"block": 3.0}  # taken over: nothing was compiled
-    pooled = take_over_of(*studies).costs
-    assert (pooled.cold, pooled.fixed_s) == ({"block": 2.0}, 4.0)
-    assert take_over_of(*studies[1:6]).costs.cold == {"block": 3.0}  # the first is too old to be kept
-    earlier = {"fixed_s": 2.0, "cold": {"block": 1.5}, "warm_share": 0.1, "slow_factor": 5.0}
-    assert take_over_of(study("a", costs=KeptCosts.model_validate(earlier))).costs == KeptCosts(**earlier)
+    assert second.learned() == kept  # what it did not see stays known
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 99, "device": "", "torch": null}', "\x00"])
@@ -178,7 +151,7 @@ def test_figures_that_no_calibration_has_are_not_used(tmp_path: Path):
     path = tmp_path / "device.json"
     keep(path, study("a"))
     document = json.loads(path.read_text())
-    document["studies"][0]["calibration"]["covariance"][2][2] = -1.0
+    document["calibration"]["covariance"][2][2] = -1.0
     path.write_text(json.dumps(document))
     assert load_learned(path)[0] is None
 

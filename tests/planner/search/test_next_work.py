@@ -87,7 +87,7 @@ def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
 
 
 def test_the_next_best_that_fits_is_taken_where_the_best_does_not():
-    state = State(looks=[look(A, gain=0.5, cost_s=50.0), look(B, gain=0.1, cost_s=5.0)])
+    state = State(looks=[look(A, gain=0.9, cost_s=50.0), look(B, gain=0.1, cost_s=5.0)])
     assert next_work(state, 100.0).config == A
     assert next_work(state, 20.0).config == B
 
@@ -247,8 +247,8 @@ def test_what_comes_before_a_look_was_preferred_to_that_look():
 
 
 def test_what_is_dear_waits_and_does_not_starve():
-    """Four times the seconds need twice the gain; below a second nothing is cheaper still."""
-    assert float(score(0.2, 40.0)) == pytest.approx(float(score(0.1, 10.0)))  # type: ignore[arg-type]
+    """Sixteen times the seconds need eight times the gain; below a second nothing is cheaper still."""
+    assert float(score(0.8, 160.0)) == pytest.approx(float(score(0.1, 10.0)))  # type: ignore[arg-type]
     assert float(score(0.1, 0.01)) == float(score(0.1, 1.0))  # type: ignore[arg-type]
 
 

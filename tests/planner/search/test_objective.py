@@ -12,7 +12,7 @@ from autoplan.errors import UsageError
 from autoplan.planner.plan import Plan
 from autoplan.planner.records import Objective, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel, prospects
-from autoplan.planner.search.objective import THROUGHPUT, contenders, order, to_beat
+from autoplan.planner.search.objective import THROUGHPUT, contenders, drop_level, order, to_beat
 from autoplan.planner.search.run import SearchOptions
 from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import collect_runs
@@ -69,7 +69,7 @@ def test_cost_counts_each_rank():
     def beaten_s(objective: Objective) -> float:
         found = to_beat(objective, best, two, Spread(), 10)
         assert found is not None and found.sd > found.run_sd == pytest.approx(RUN_SPREAD)
-        assert found.level == pytest.approx(0.005)
+        assert found.level == pytest.approx(drop_level(10))
         return math.exp(found.log_s)
 
     assert beaten_s(objective) == pytest.approx(0.5 * seconds)

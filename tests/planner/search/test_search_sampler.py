@@ -12,7 +12,7 @@ import pytest
 from autoplan.errors import StoreError, UsageError
 from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import AutoplanSampler, CandidateSampler, RedrawingSampler, make_sampler
+from autoplan.planner.search.sampler import AutoplanSampler, MovingSampler, make_sampler
 from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
@@ -88,7 +88,7 @@ class Search:
         cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu")
         estimator: Any = Estimates()
         self.model = CandidateModel(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT)
-        self.sampler: CandidateSampler = make_sampler(kind, self.model, SPACES, seed=0)
+        self.sampler: AutoplanSampler = make_sampler(kind, self.model, SPACES, seed=0)
         self.study = SearchStudy(SPACES, sampler=self.sampler)
 
     def run_one(self, number: int) -> TrainingConfig | None:
@@ -126,12 +126,12 @@ FOREIGN = {
 def test_every_trial_of_a_foreign_sampler_is_legal_and_new_until_all_were_tried(kind: str):
     search = Search(FOREIGN[kind]())
     done = search.run()
-    assert isinstance(search.sampler, RedrawingSampler)
+    assert isinstance(search.sampler, MovingSampler)
     assert len(set(done)) == len(done) and set(done) == set(CANDIDATES)
     stop = search.sampler.reason_to_stop()
     assert stop is not None and not stop.out_of_time
     states = {trial.state.name for trial in search.study.study.trials}
-    assert states == {"COMPLETE", "PRUNED"}, "what was drawn again is no trial of the search"
+    assert states == {"COMPLETE", "PRUNED"}, "what was moved is no further trial of the search"
 
 
 def test_a_gaussian_process_of_optunas_copes_with_every_outcome_and_learns():
@@ -148,7 +148,7 @@ def test_a_gaussian_process_of_optunas_copes_with_every_outcome_and_learns():
     assert min(fitting, key=true_time) in done
 
 
-def test_a_sampler_that_draws_one_illegal_point_for_ever_is_left_for_a_random_legal_one():
+def test_a_sampler_that_draws_one_point_for_ever_is_moved_to_its_nearest_neighbours():
     class Stubborn(optuna.samplers.RandomSampler):
         drawn = 0
 
@@ -158,8 +158,11 @@ def test_a_sampler_that_draws_one_illegal_point_for_ever_is_left_for_a_random_le
 
     stubborn = Stubborn()
     search = Search(stubborn)
-    assert len(set(search.run(4))) == 4
-    assert 4 <= stubborn.drawn <= 20
+    done = search.run(4)
+    assert len(set(done)) == 4 == stubborn.drawn
+    drawn = TrainingConfig.model_validate({knob: values[0] for knob, values in VALUES.items()})
+    away = [sum(getattr(one, knob) != getattr(drawn, knob) for knob in VALUES) for one in done]
+    assert away == sorted(away) and away[-1] == 1
 
 
 def test_every_trial_of_ours_is_legal_and_new():
