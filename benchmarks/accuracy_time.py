@@ -17,13 +17,15 @@ import functools
 import gzip
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autoplan.planner.cost.calibrate import most_informative
+from autoplan.planner.cost.calibrate import NOISE_SD, TimeFit
+from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.records import Outcome, Trial
 from autoplan.planner.trace.model_profile import ModelProfile
@@ -131,6 +133,36 @@ def read(folder: Path) -> tuple[HardwareProfile, list[Family]]:
         profile = ModelProfile.model_validate(document["profile"])
         families.append(Family(name=path.name.removesuffix(".json.gz"), profile=profile, rounds=(first, second)))
     return hardware, families
+
+
+def most_informative(fit: TimeFit, parts: Floats, count: int, *, known: Sequence[int] = ()) -> list[int]:
+    """Which trials would teach the fit most about the times of all candidates: one after another, A-optimally.
+
+    Each is the one after which the summed variance of all predicted logarithms is least (Chaloner and Verdinelli 1995,
+    section 2.2); a linear fit's variance does not depend on what the trial will measure.
+
+    Args:
+        fit: What is known so far.
+        parts: Predicted parts of shape (factors, candidates).
+        count: How many to name.
+        known: Candidates that are tried anyway.
+    """
+    scaled = parts * np.exp(fit.theta)[:, None]
+    slope = scaled / np.maximum(scaled.sum(axis=0), 1e-30)
+    covariance = fit.covariance
+    chosen: list[int] = []
+    for place in range(len(known) + min(count, slope.shape[1] - len(known))):
+        toward = covariance @ slope  # (factors, candidates)
+        own = np.einsum("fc,fc->c", slope, toward)
+        if place < len(known):
+            best = known[place]
+        else:
+            gain = np.square(slope.T @ toward).sum(axis=0) / (own + NOISE_SD**2)
+            gain[[*known, *chosen]] = -1.0
+            best = int(np.argmax(gain))
+            chosen.append(best)
+        covariance = covariance - np.outer(toward[:, best], toward[:, best]) / (own[best] + NOISE_SD**2)
+    return chosen
 
 
 def score(family: Family, hardware: HardwareProfile) -> dict[str, Any]:

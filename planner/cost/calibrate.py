@@ -11,7 +11,7 @@ what they have not seen stays wide.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,36 +185,6 @@ class TimeFit:
         off = np.square(self.surprises)
         wider = max((1 + off.sum()) / (1 + len(off)), 1.0)
         return seconds, np.sqrt(variance * wider)
-
-
-def most_informative(fit: TimeFit, parts: Floats, count: int, *, known: Sequence[int] = ()) -> list[int]:
-    """Which trials would teach the fit most about the times of all candidates: one after another, A-optimally.
-
-    Each is the one after which the summed variance of all predicted logarithms is least (Chaloner and Verdinelli 1995,
-    section 2.2); a linear fit's variance does not depend on what the trial will measure.
-
-    Args:
-        fit: What is known so far.
-        parts: Predicted parts of shape (factors, candidates).
-        count: How many to name.
-        known: Candidates that are tried anyway.
-    """
-    scaled = parts * np.exp(fit.theta)[:, None]
-    slope = scaled / np.maximum(scaled.sum(axis=0), 1e-30)
-    covariance = fit.covariance
-    chosen: list[int] = []
-    for place in range(len(known) + min(count, slope.shape[1] - len(known))):
-        toward = covariance @ slope  # (factors, candidates)
-        own = np.einsum("fc,fc->c", slope, toward)
-        if place < len(known):
-            best = known[place]
-        else:
-            gain = np.square(slope.T @ toward).sum(axis=0) / (own + NOISE_SD**2)
-            gain[[*known, *chosen]] = -1.0
-            best = int(np.argmax(gain))
-            chosen.append(best)
-        covariance = covariance - np.outer(toward[:, best], toward[:, best]) / (own[best] + NOISE_SD**2)
-    return chosen
 
 
 @dataclass(slots=True)

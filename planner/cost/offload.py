@@ -9,7 +9,7 @@ No GPU has measured any of it: the rates of the link are the probe's, the shares
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,18 +46,14 @@ class HostLink:
 
 def host_link(hardware: HardwareProfile, device: str) -> HostLink:
     """The link as the probe measured it, from pinned memory; what it did not measure is assumed."""
-    gpu, cpu = hardware.device(device), None
-    rates = {}
-    for name, found in (
-        ("to_device_bytes_per_s", gpu.host_to_device_bytes_per_s.get("pinned")),
-        ("to_host_bytes_per_s", gpu.device_to_host_bytes_per_s.get("pinned")),
-    ):
-        if found is not None and found.value:
-            rates[name] = found.value
+    gpu = hardware.device(device)
     cpu = next((found.memory_bandwidth_bytes_per_s for found in hardware.devices if found.type == "cpu"), None)
-    if cpu is not None and cpu.value:
-        rates["host_bytes_per_s"] = cpu.value
-    return HostLink(**rates)
+    readings = {
+        "to_device_bytes_per_s": gpu.host_to_device_bytes_per_s.get("pinned"),
+        "to_host_bytes_per_s": gpu.device_to_host_bytes_per_s.get("pinned"),
+        "host_bytes_per_s": cpu,
+    }
+    return HostLink(**{name: found.value for name, found in readings.items() if found is not None and found.value})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +108,11 @@ def device_states(states: StateBytes, moved: Offloaded, columns: Columns, size: 
     piece = piece_share(columns, size)
     in_pieces = np.minimum(PIECES_AT_ONCE * piece, 1.0) * states.optimizer + piece * states.temporaries
     temporaries = np.where(moved.offload == OPTIMIZER, in_pieces, states.temporaries)
-    return StateBytes(
+    return replace(
+        states,
         parameters=np.where(on_host, 0.0, states.parameters),
         gradients=np.where(on_host & ~whole_gradients, 0.0, states.gradients),
         optimizer=np.where(away, 0.0, states.optimizer),
-        gathered=states.gathered,
         stepped_gradients=np.where(on_host, 0.0, states.stepped_gradients),
         temporaries=np.where(on_host, 0.0, temporaries),
     )

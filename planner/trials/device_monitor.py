@@ -219,12 +219,6 @@ class CompileMonitor:
         """How often Inductor recorded no CUDA graph where the mode asks for one; it says so in this counter alone."""
         return int(_counters().get("inductor", {}).get("cudagraph_skips", 0))
 
-    @staticmethod
-    def cache_state() -> str:
-        """Hits and misses of the compile cache, as a sentence."""
-        hits, misses = CompileMonitor.cache_counts()
-        return f"compile cache: {hits} hit(s), {misses} miss(es)"
-
 
 def _counters() -> dict[str, Any]:
     from torch._dynamo.utils import counters

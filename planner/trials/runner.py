@@ -258,14 +258,12 @@ def make_trial(
     else by the answers of the ranks; never by log text alone.
     """
     verdict, cause = _verdict(report), cause_of(report)
-    answers = [_answer(rank) for rank in report.ranks]
-    good = [answer for answer in answers if answer is not None]
-    first = good[0] if good else None
-    timed = first is not None and first.step_time_s is not None and verdict.outcome in (Outcome.OK, Outcome.PRUNED)
-    fragile = verdict.outcome is Outcome.OUT_OF_MEMORY and first is not None
-    step = first.step_time_s if first is not None and (timed or fragile) else None
-    items = first.items_per_step if first is not None else 0
+    good = [answer for rank in report.ranks if (answer := _answer(rank)) is not None]
+    first = good[0] if good else TrialAnswer()
+    # what an allocator barely held was timed all the same
+    fragile = verdict.outcome is Outcome.OUT_OF_MEMORY and bool(good)
     failed = verdict.outcome not in (Outcome.OK, Outcome.PRUNED)
+    step = first.step_time_s if not failed or fragile else None
     total = report.ended is Ended.DEADLINE and report.phase_deadline_s == order.deadline_s
     shown = report.first_failure or (report.ranks[0] if report.ranks else None)
     return Trial(
@@ -279,20 +277,20 @@ def make_trial(
         budget_ended=total and order.deadline_of_budget,
         phase=report.phase,
         step_time_s=step,
-        tokens_per_s=invert(step, items) if step is not None else None,
-        items_per_step=items,
-        method=first.method if first is not None else None,
-        at_least_s=_at_least_s(order, report, global_batch) if first is None else first.at_least_s,
-        parts_s=first.parts_s if first is not None else {},
-        samples_s=first.samples_s if first is not None else {},
+        tokens_per_s=invert(step, first.items_per_step) if step is not None else None,
+        items_per_step=first.items_per_step,
+        method=first.method,
+        at_least_s=first.at_least_s if good else _at_least_s(order, report, global_batch),
+        parts_s=first.parts_s,
+        samples_s=first.samples_s,
         peak_memory=_peak(good, report, device, memory_limit_bytes),
-        loss=first.loss if first is not None else None,
-        first_losses=first.first_losses if first is not None else (),
+        loss=first.loss,
+        first_losses=first.first_losses,
         **_predicted(order.prediction),
         seconds_spent=report.seconds,
         startup_s=report.startup_s or 0.0,
         phase_seconds=report.phase_seconds,
-        warnings=first.warnings if first is not None else (),
+        warnings=first.warnings,
         window=_window(good),
         last_lines=_last_lines(shown) if failed and shown is not None else "",
         exit_status=_exit_status(shown) if failed and shown is not None else None,

@@ -119,7 +119,8 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
     if timer.skipped:
         warnings.append(f"fp16 loss scaling skipped {timer.skipped} step(s); they do not count")
     if request.config.compile != "off":
-        warnings.append(CompileMonitor.cache_state())
+        hits, misses = CompileMonitor.cache_counts()
+        warnings.append(f"compile cache: {hits} hit(s), {misses} miss(es)")
         breaks = CompileMonitor.graph_breaks()
         if breaks:
             warnings.append(f"torch.compile broke the graph {breaks} time(s)")
