@@ -30,6 +30,9 @@ class SampleOrder(Sampler[int]):
     ranks. What a sampler of the user's own draws comes from the seed and the epoch, so that all ranks, which are seeded
     apart, share one order; the process's own random numbers stay as they are.
 
+    It has no state_dict: a loader's workers are ahead of the training, so where an order is says nothing of what was
+    trained. torchdata's StatefulDataLoader took one that it had for the place, and gave 64 samples where 52 were left.
+
     Args:
         samples: Of the dataset; or a sampler of the user's own, which gives their numbers.
         shuffle: Each epoch in an order of its own, drawn from the seed and the epoch; else as the dataset has them. A
@@ -62,9 +65,14 @@ class SampleOrder(Sampler[int]):
         self.whole = max(multiple_of, 1) if multiple_of % ranks == 0 else multiple_of * ranks
         if isinstance(samples, int) and samples < self.whole:
             raise _too_few(f"the dataset has {samples}", self.whole, "a larger dataset")
-        self._place = (0, 0)  # the epoch of the next pass, and how many of its samples were seen
-        self._begun: tuple[int, int] | None = None  # where the last pass began
-        self.load_state_dict({"seed": seed, "start": start})
+        self.seed = seed
+        try:
+            per_epoch = self.per_epoch if start else 0
+        except (TypeError, NotImplementedError):  # epochs are gone over one by one
+            per_epoch = 0
+        # The epoch of the next pass, and how many of its samples were seen; the same where the last pass began.
+        self._place = divmod(start, per_epoch) if per_epoch else (0, start)
+        self._begun: tuple[int, int] | None = None
 
     @property
     def epoch(self) -> int:
@@ -98,25 +106,6 @@ class SampleOrder(Sampler[int]):
         """Tells the sampler of the user's own, where it has such a method."""
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the order is: the seed, and the samples of whole epochs before this one or before `start`.
-
-        A loader's workers are ahead of the training, so the position within an epoch is the training's own to know: set
-        `start` to steps x global batch.
-        """
-        epoch, offset = self._place
-        return {"seed": self.seed, "start": offset + (epoch and epoch * self.per_epoch)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from a state: its `start` may have been set to steps x global batch."""
-        self.seed, start = int(state["seed"]), int(state["start"])
-        try:
-            per_epoch = self.per_epoch if start else 0
-        except (TypeError, NotImplementedError):  # epochs are gone over one by one
-            per_epoch = 0
-        self._place = divmod(start, per_epoch) if per_epoch else (0, start)
-        self._begun = None
 
     def _rest_of_plain(self) -> Iterator[int]:
         epoch, offset = self._place
