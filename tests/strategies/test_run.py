@@ -99,12 +99,12 @@ def test_a_checkpoint_is_loaded_into_the_state_of_a_new_run(tmp_path):
         {"checkpointing": "full"},
         {"checkpointing": "selective", "loss": "fused", "optimizer_step": "fused"},
         {"precision": "fp16", "optimizer_step": "foreach", "micro_batch": 4},
-        pytest.param({"compile": "block", "checkpointing": "every_2"}, marks=pytest.mark.slow),
-        pytest.param({"compile": "model"}, marks=pytest.mark.exhaustive),
+        {"compile": "block", "checkpointing": "every_2"},
+        {"compile": "model"},
     ],
     ids=str,
 )
-def test_a_state_loads_under_another_config(other):
+def test_a_state_loads_under_another_config(other, graphs_alone):
     workload = language(NO_DROPOUT)
     workload.build_schedule = warm_up
     plain = prepare(workload, PLAIN)

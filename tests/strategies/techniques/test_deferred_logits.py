@@ -206,8 +206,7 @@ def test_padded_rows_change_nothing(precision, cap, monkeypatch):
         torch.testing.assert_close(padded, plain, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_compiled_model_defers_its_logits_in_one_graph():
+def test_a_compiled_model_defers_its_logits_in_one_graph(graphs_alone):
     workload = dataclasses.replace(language(LLAMA, length=16), loss=model_loss, head=None, count=None)
     losses = {}
     for value in ("full", "fused"):

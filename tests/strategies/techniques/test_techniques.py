@@ -29,7 +29,6 @@ from autoplan.strategies.techniques.optimizer import reason_against
 from autoplan.strategies.workloads.optimizers import rebuild
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from autoplan.strategies.workloads.workload import LossSum
-from tests.cases import some
 from tests.recorded import make_hardware
 from tests.strategies.tiny import LLAMA, classifier, language
 
@@ -175,9 +174,8 @@ def test_checkpointing_keeps_dropout(value):
         assert torch.allclose(plain, recomputed, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", some(["none", "full", "selective"], ["selective"]))
-def test_compiled_blocks_share_their_code_and_keep_dropout(checkpointing):
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_compiled_blocks_share_their_code_and_keep_dropout(checkpointing, graphs_alone):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
