@@ -73,6 +73,7 @@ def run_parity(
     memory_limit_bytes: int | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
     own_shapes: bool = False,
+    plain_fits: bool = True,
 ) -> Parity:
     """Checks a configuration against one plain process, on fewer and shorter samples.
 
@@ -89,6 +90,7 @@ def run_parity(
         on_attempt: Is told of each run that something outside ended; it is then made again.
         own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
             that does not come to its end (its copies of the parameters may not fit beside them), small ones are taken.
+        plain_fits: The plain run fits; if it does not, the sequences of the workload's own length are left out.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
@@ -102,7 +104,7 @@ def run_parity(
         on_attempt=on_attempt,
     )
     for own in (True, False) if own_shapes else (False,):
-        reference = _reference(launch, spec, config, device, cache_dir or directory, own)
+        reference = _reference(launch, spec, config, device, cache_dir or directory, own, plain_fits)
         if isinstance(reference, str):
             verdict = unfinished(config, reference)
             continue
@@ -286,7 +288,13 @@ class Launch:
 
 
 def _reference(
-    launch: Launch, spec: WorkloadSpec, config: TrainingConfig, device: str, folder: Path, own_shapes: bool
+    launch: Launch,
+    spec: WorkloadSpec,
+    config: TrainingConfig,
+    device: str,
+    folder: Path,
+    own_shapes: bool,
+    plain_fits: bool,
 ) -> Samples | str:
     """The plain run, kept by what decides it; or why there is none.
 
@@ -295,6 +303,7 @@ def _reference(
     micro_batch = config.micro_batch if own_shapes else min(config.micro_batch, CHECK_MICRO_BATCH)
     sizes = [micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
     key = [FORMAT, spec.identity, device, *sizes, *(["own shapes"] if own_shapes else [])]
+    key += [] if plain_fits else ["the plain run does not fit"]
     key += ["bf16 parameters"] if config.parameters != "own" else []
     key += [f"fp8={config.fp8}"] if config.fp8 != "off" else []
     key += [config.batch_norm] if config.batch_norm != "own" else []
@@ -309,6 +318,7 @@ def _reference(
         device=device,
         time_s=REFERENCE_SHARE * deadline_s,
         own_shapes=own_shapes,
+        plain_fits=plain_fits,
     )
     report, samples = _run(launch, request, kept, 1, deadline_s)
     return samples[0] if samples else why_unfinished(report, "the plain reference")

@@ -192,6 +192,9 @@ class ParityRequest(Measure):
     own_shapes: bool = Field(
         default=False, description="with the candidate's own micro-batch and sequences, whose kernels are in the cache"
     )
+    plain_fits: bool = Field(
+        default=True, description="the plain run at its own sequence length; else that length is not checked"
+    )
     time_s: float | None = Field(
         default=None, description="seconds for all of it; what is not needed for a verdict is left out where it is late"
     )

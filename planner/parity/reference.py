@@ -91,6 +91,7 @@ class Check:
         limit: What is not needed for a verdict is left out where it is late.
         own_shapes: With the candidate's own micro-batch and sequence length. The plain loop takes fewer samples at
             once: what a checkpointed or 16-bit candidate fits in may be too little for it.
+        plain_fits: The plain run fits at its own sequence length, so that a pass of that length can be compared.
     """
 
     workload: Workload
@@ -100,6 +101,7 @@ class Check:
     phase: Callable[[str], None] = lambda name: None
     limit: TimeLimit = field(default_factory=TimeLimit)
     own_shapes: bool = False
+    plain_fits: bool = True
 
     @property
     def small_config(self) -> TrainingConfig:
@@ -343,6 +345,8 @@ class _Reference:
             return None, ()
         if self.config.pp > 1:
             return None, (f"a forward at its own {whole} tokens: the stages of a pipeline are built for one length",)
+        if not self.check.plain_fits:
+            return None, (f"a forward and backward at its own {whole} tokens: the plain run does not fit",)
         samples = (self.workload.fixed_micro_batch or 1) * self.config.dp
         if not self.check.limit.allows(sample_s * samples * whole / length):
             return None, (f"a forward and backward at its own {whole} tokens: there was no time",)

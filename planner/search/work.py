@@ -251,7 +251,9 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
     others: dict[str, Any] = {}
     if not opaque:
         own_shapes = trials.is_warm(config) and parity_time.takes_own_shapes(trials, cost, config)
-        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes}
+        plain_fits = session.plain_config is None or is_plain_run(session.plain_config)
+        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and plain_fits}
+        others["plain_fits"] = plain_fits
     run: Callable[..., Parity] = run_step_parity if opaque else run_parity
     try:
         parity = run(
