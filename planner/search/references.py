@@ -5,8 +5,12 @@ In: a `Session`. Out: configurations; nothing runs here.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from autoplan.planner.records import Prediction
+from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.request import VERY_EXPENSIVE_S
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
@@ -56,6 +60,11 @@ def rungs(session: Session) -> list[dict[str, Any]]:
     return ladder
 
 
+def _fits(session: Session, config: TrainingConfig, predicted: Prediction) -> bool:
+    share = memory_share_bytes(config, session.context.memory_limit_bytes, session.context.device)
+    return predicted.peak_memory_high_bytes <= share
+
+
 def _is_cheap_and_fits(session: Session, config: TrainingConfig) -> bool:
     prediction = session.predict(config)
     micro_step_s = prediction.step_time_s / config.accumulation(session.context.spec.global_batch)
@@ -80,16 +89,31 @@ def needed_offload(session: Session) -> Any:
 def hand_setting(session: Session) -> TrainingConfig | None:
     """What a careful person would set: the predicted fastest of a few usual settings that should fit; None: none does.
 
-    On CUDA bf16, the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled. The micro-batch is a power
-    of two: the smallest whose step is predicted within NEAR of the shortest, since a larger one takes more memory, and
-    a longer look, for nothing. What the user fixed is kept.
+    The micro-batch is a power of two: the smallest whose step is predicted within NEAR of the shortest, since a larger
+    one takes more memory, and a longer look, for nothing. With several devices DDP on all of them is among the
+    settings, and where that does not fit, FSDP.
     """
-    values = session.context.space.values
+    devices, fitting = session.context.nproc, dict[TrainingConfig, float]()
+    for spread in ("dp_replicate", "dp_shard"):
+        settings = list(_usual_settings(session, spread))
+        predicted = zip(settings, session.context.estimator.estimate(settings), strict=True)
+        fitting = {config: found.step_time_s for config, found in predicted if _fits(session, config, found)}
+        if devices == 1 or any(config.world_size == devices for config in fitting):
+            break
+    near = [config for config, seconds in fitting.items() if seconds <= (1 + NEAR) * min(fitting.values())]
+    return min(near, key=lambda config: (config.micro_batch, fitting[config]), default=None)
+
+
+def _usual_settings(session: Session, spread: str) -> Iterator[TrainingConfig]:
+    """The legal ones of: each power-of-two micro-batch, on one device and spread over all of them.
+
+    On CUDA bf16, the fused optimizer, sdpa and compile; on CPU fp32 or bf16, not compiled. What the user fixed is kept.
+    """
+    values, on_cuda = session.context.space.values, session.context.device == "cuda"
 
     def pick(knob: str, *wanted: object) -> object:
         return next((value for value in wanted if value in values[knob]), values[knob][0])
 
-    on_cuda = session.context.device == "cuda"
     usual: dict[str, object] = {}
     if on_cuda:
         usual = {
@@ -97,16 +121,12 @@ def hand_setting(session: Session) -> TrainingConfig | None:
             "attention": pick("attention", "sdpa", "own"),
             "compile": pick("compile", "model", "block"),
         }
-    sizes = [size for size in values["micro_batch"] if isinstance(size, int)]
-    settings = []
-    for precision in ("bf16",) if on_cuda else ("fp32", "bf16"):
-        for size in [size for size in sizes if size & (size - 1) == 0] or sizes:
-            knobs = usual | {"precision": precision, "micro_batch": size} | dict(session.options.fix)
-            config = TrainingConfig.model_validate(knobs)
-            if precision in values["precision"] and incompatible(config, session.context.spec.global_batch) is None:
-                settings.append(config)
-    limit = session.context.memory_limit_bytes
-    predicted = zip(settings, session.context.estimator.estimate(settings), strict=True)
-    fitting = {config: found.step_time_s for config, found in predicted if found.peak_memory_high_bytes <= limit}
-    near = [config for config, seconds in fitting.items() if seconds <= (1 + NEAR) * min(fitting.values())]
-    return min(near, key=lambda config: (config.micro_batch, fitting[config]), default=None)
+    whole = [size for size in values["micro_batch"] if isinstance(size, int)]
+    sizes = [size for size in whole if size & (size - 1) == 0] or whole
+    precisions = [one for one in (("bf16",) if on_cuda else ("fp32", "bf16")) if one in values["precision"]]
+    all_devices = [{spread: session.context.nproc}] if session.context.nproc in values.get(spread, ()) else []
+    for ranks, precision, size in itertools.product([{}, *all_devices], precisions, sizes):
+        knobs = usual | ranks | {"precision": precision, "micro_batch": size} | dict(session.options.fix)
+        config = TrainingConfig.model_validate(knobs)
+        if incompatible(config, session.context.spec.global_batch) is None:
+            yield config

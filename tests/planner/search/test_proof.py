@@ -476,21 +476,26 @@ def test_the_hand_setting_is_what_the_predictions_like_of_what_fits():
     """Its micro-batch is not the largest that fits, and on CPU bf16 is taken only if it is predicted to gain."""
     from autoplan.planner.search.references import hand_setting
 
-    def session(best: int, bf16: float, **fixed: Any) -> Any:
+    def session(best: int, bf16: float, nproc: int = 1, **fixed: Any) -> Any:
         def predict(config: TrainingConfig) -> Any:
-            step_s = (1.0 + abs(math.log2(config.micro_batch / best))) * (bf16 if config.precision == "bf16" else 1.0)
+            step_s = 1.2 / config.world_size if config.world_size > 1 else 1.0
+            step_s *= (1.0 + abs(math.log2(config.micro_batch / best))) * (bf16 if config.precision == "bf16" else 1.0)
             return SimpleNamespace(step_time_s=step_s, peak_memory_high_bytes=10 * config.micro_batch)
 
         context = SimpleNamespace(
-            space=SimpleNamespace(values={"micro_batch": [1, 2, 3, 4, 8, 12, 24], "precision": ["fp32", "bf16"]}),
+            space=SimpleNamespace(values=values | {"dp_replicate": (1, 2), "dp_shard": (1, 2)}),
             device="cpu",
+            nproc=nproc,
             memory_limit_bytes=90,
             spec=SimpleNamespace(global_batch=24),
             estimator=SimpleNamespace(estimate=lambda configs: [predict(config) for config in configs]),
         )
         return SimpleNamespace(context=context, options=SimpleNamespace(fix=fixed), predict=predict)
 
+    values = {"micro_batch": [1, 2, 3, 4, 8, 12, 24], "precision": ["fp32", "bf16"]}
     assert hand_setting(session(2, 0.5)) == TrainingConfig(micro_batch=2, precision="bf16")
+    spread = hand_setting(session(2, 0.5, nproc=2))
+    assert spread == TrainingConfig(micro_batch=2, precision="bf16", dp_replicate=2), "both devices"
     assert hand_setting(session(2, 1.5)) == TrainingConfig(micro_batch=2)
     assert hand_setting(session(64, 1.5)) == TrainingConfig(micro_batch=8), "12 and 24 do not fit"
     assert hand_setting(session(2, 0.5, micro_batch=4)) == TrainingConfig(micro_batch=4, precision="bf16")
