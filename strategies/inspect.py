@@ -331,30 +331,19 @@ def _facts(
     config: Any = getattr(next(trained, model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parameters = list(model.parameters())
-    by_dtype: dict[str, int] = {}
-    for parameter in parameters:
-        name = str(parameter.dtype).removeprefix("torch.")
-        by_dtype[name] = by_dtype.get(name, 0) + parameter.numel() * parameter.element_size()
     optimizer = workload.build_optimizer(trainable(model))
     vocabulary = _whole_number(text, "vocab_size")
     logits = None if vocabulary is None or spec.sequence_length is None else spec.sequence_length * vocabulary
-    blocks = structure.blocks
     return WorkloadFacts(
         spec=spec,
-        model_class=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
         embedding_parameters=sum(part.numel() for _, module in structure.embeddings for part in module.parameters()),
-        parameter_bytes=sum(by_dtype.values()),
-        parameter_bytes_by_dtype=by_dtype,
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        num_blocks=len(blocks),
-        block_class=type(blocks[0][1]).__name__ if blocks else None,
-        block_names=tuple(name for name, _ in blocks),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        num_blocks=len(structure.blocks),
         hidden_size=_whole_number(text, "hidden_size"),
         num_heads=_whole_number(text, "num_attention_heads"),
         num_key_value_heads=_whole_number(text, "num_key_value_heads"),
-        vocabulary_size=vocabulary,
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
         optimizer=type(optimizer).__name__,
@@ -387,13 +376,25 @@ def _build_optimizer(workload: Workload, model: nn.Module) -> Any:
 
 def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload) -> ParallelFacts:
     """What the model allows of tp and pp; no pipeline where batches differ in size."""
-    from autoplan.strategies.analysis.parallel_facts import find_parallel_facts
+    from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
+    from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
 
-    found = find_parallel_facts(model, structure, workload)
-    if found.pp_reason is None and spec.batch_sizes is not None and spec.batch_sizes.vary:
-        why = "its batches differ in size, and the stages of a pipeline are built for one size"
-        return found.model_copy(update={"pp_reason": why})
-    return found
+    plan = find_tensor_plan(model, structure, workload.tensor_plan)
+    trace = trace_pipeline(model, structure, workload)
+    pp_reason = trace if isinstance(trace, str) else None
+    if pp_reason is None and spec.batch_sizes is not None and spec.batch_sizes.vary:
+        pp_reason = "its batches differ in size, and the stages of a pipeline are built for one size"
+    length = workload.tokens_per_sample
+    return ParallelFacts(
+        num_blocks=len(structure.blocks),
+        tp_unit=None if isinstance(plan, str) else plan.unit,
+        tp_unit_of="" if isinstance(plan, str) else plan.unit_of,
+        tp_reason=plan if isinstance(plan, str) else None,
+        pp_reason=pp_reason,
+        block_costs=() if isinstance(trace, str) else tuple(cost / length for cost in trace.block_costs),
+        first_cost=0.0 if isinstance(trace, str) else trace.first_cost / length,
+        last_cost=0.0 if isinstance(trace, str) else trace.last_cost / length,
+    )
 
 
 def _whole_number(config: Any, name: str) -> int | None:

@@ -2,10 +2,10 @@
 
 In the order of the data:
 
-- compare.py: starts the reference and the candidate, gives the verdict (runs in the planner);
+- compare.py: starts the reference and the candidate, gives the verdict and says what it rests on (in the planner);
 - records.py: what a run of the check is asked, and what it measures;
 - worker.py: one run of the check, in a rank: reference.py or candidate.py, on the small workload of batches.py;
-- recorder.py, replay.py: what both keep of each step, and the optimizer run again by itself;
+- recorder.py, replay.py, rounded_products.py: what both keep of each step, the optimizer run again by itself, fp8;
 - judge.py, differences.py, tolerances.py: the comparisons, their numbers, and what passes;
-- text.py: what a check says for people; time_limit.py: which parts there is time for.
+- step_losses.py: the check of a step function, of which losses alone are known.
 """

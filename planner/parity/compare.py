@@ -23,7 +23,7 @@ import numpy as np
 from autoplan.errors import DidNotRunError
 from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
-from autoplan.planner.parity.judge import Judgement, judge, names_of, not_finite
+from autoplan.planner.parity.judge import SAME_MASKS, Judgement, buffers_to_compare, judge, names_of, not_finite
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
     ParityMeasurement,
@@ -31,14 +31,14 @@ from autoplan.planner.parity.records import (
     check_accumulation,
     dropout_accumulation,
 )
-from autoplan.planner.parity.text import LIMITS, describe_check, describe_failures, not_checked
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
-from autoplan.planner.records import Parity
+from autoplan.planner.records import Parity, ParityCheck
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import TrainingConfig, knobs
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 MEASUREMENTS = "measurements.json"
+LIMITS = "What no check of a few steps can see is listed in docs/parity.md"
 
 FORMAT = 4
 """Of the kept reference. One of an earlier format is made anew."""
@@ -200,6 +200,62 @@ def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) 
     if all(measurement.changes.get(name, 0.0) == 0.0 for name in measurement.parameters):
         problems.append("no parameter changed within three plain steps, so nothing could be compared")
     return problems
+
+
+def describe_failures(checks: Sequence[ParityCheck]) -> tuple[str, ...]:
+    """A sentence for each comparison that failed, the worst first."""
+    failed = sorted((check for check in checks if excess(check) > 1.0), key=excess, reverse=True)
+    return tuple(
+        f"{check.name}: {check.where + ' ' if check.where else ''}differs by {check.difference:.2g} "
+        f"(at most {check.allowed:.2g} passes)"
+        for check in failed
+    )
+
+
+def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> str:
+    """What was compared and on what, in a few short phrases."""
+    size = f"{ours.global_batch} samples"
+    if ours.sequence_length is not None:
+        size += f" of {ours.sequence_length} tokens"
+    phrases = [
+        f"checked on {size} in micro-batches of {ours.micro_batch} ({ours.accumulation} per rank and step), "
+        f"{len(ours.steps)} steps, dropout off",
+        "compared for each parameter: gradients, clipping, optimizer groups and what the optimizer did",
+    ]
+    if ours.deterministic is False:
+        phrases.append("the loss draws noise of its own: every micro-batch was seeded alike in both runs")
+    if ours.has_labels and not ours.labels_masked:
+        phrases.append("all micro-batches counting the same: the loss does not leave masked labels out")
+    scaled = [step.gradient_factor for step in ours.steps if step.gradient_factor != 1.0]
+    if scaled:
+        phrases.append(f"clipping did not bind by itself, and was checked on gradients scaled by {scaled[0]:.3g}")
+    if ours.replay is not None and ours.replay.method != "norms":
+        phrases.append("the workload's own optimizer replayed on the candidate's gradients")
+    if ours.own_length is not None:
+        phrases.append(f"one forward and backward at {ours.own_length.sequence_length} tokens")
+    if ours.chunk_rows is not None:
+        phrases.append(f"the fused loss in chunks of {ours.chunk_rows} rows")
+    if ours.dropout:
+        same = any(check.name == SAME_MASKS for check in checks)
+        phrases.append("dropout on: " + ("the same masks and gradients" if same else "as much noise as the reference"))
+    return "; ".join(phrases)
+
+
+def not_checked(plain: ParityMeasurement, ours: ParityMeasurement) -> tuple[str, ...]:
+    """What was not compared this time, and why."""
+    found = list(dict.fromkeys((*plain.not_checked, *ours.not_checked)))
+    if ours.accumulation == 1:
+        found.append("accumulation: ddp_static_graph was checked with one micro-batch per step")
+    if ours.replay is not None and ours.replay.method == "norms":
+        found.append(f"the optimizer by replay: {ours.replay.reason}; the norms of the changes were compared")
+    elif ours.replay is not None and ours.replay.unresolved:
+        share = f"{len(ours.replay.unresolved)} of {len(plain.parameters)}"
+        found.append(
+            f"the optimizer's step of {share} parameters: in the first steps it is smaller than their rounding"
+        )
+    if any(plain.buffers.values()) and not buffers_to_compare(plain, ours):
+        found.append("buffers: ranks share the model, or each has those of its own samples in micro-batches that vary")
+    return tuple(found)
 
 
 def _difference(judgement: Judgement, name: str) -> float:

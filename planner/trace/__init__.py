@@ -4,8 +4,7 @@ In the order of the data:
 
 - trace.py: the entry; from a WorkloadSpec to a ModelProfile, with a cache;
 - build_profile.py: traces every variant and puts the profile together;
-- variant_tracer.py: one variant, from recordings at two micro-batches and two depths;
-- truncated_models.py: the models that are recorded, whole or with few blocks;
+- variant_tracer.py: one variant, from recordings at two micro-batches, of models with few blocks;
 - record_step.py: runs one micro-step under the recorder;
 - op_recorder.py: records each operation and the bytes alive;
 - linear_fit.py: from recordings to straight lines in the samples;

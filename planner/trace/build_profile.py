@@ -36,8 +36,7 @@ from autoplan.planner.trace.model_profile import (
 from autoplan.planner.trace.op_benchmark import time_operations
 from autoplan.planner.trace.record_step import make_batch
 from autoplan.planner.trace.rough_profile import with_rough_variants
-from autoplan.planner.trace.truncated_models import gradient_bytes, uniform_depth
-from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer
+from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer, gradient_bytes, uniform_depth
 from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights

@@ -3,7 +3,6 @@
 structure.py       blocks, embeddings, head, attention, tied weights of any nn.Module
 tensor_plans.py    which projections are split over tensor-parallel ranks
 pipeline_trace.py  what runs before, inside and after the blocks, for a pipeline cut
-parallel_facts.py  both of these as facts for a search
 additivity.py      whether the loss of a batch is the sum of its samples' losses
 facts.py           records of what the analysis found
 """

@@ -76,7 +76,7 @@ class Dependence(Record):
 
 
 class ParallelFacts(Record):
-    """What a model allows of tensor and pipeline parallelism (`autoplan.strategies.analysis.parallel_facts`)."""
+    """What a model allows of tensor and pipeline parallelism (`autoplan.strategies.inspect`)."""
 
     num_blocks: int
     tp_unit: int | None = Field(default=None, description="tp divides this; None: no tensor parallelism")
@@ -95,20 +95,14 @@ class WorkloadFacts(Record):
     """
 
     spec: WorkloadSpec
-    model_class: str
     parameters: int = Field(description="each tied tensor counted once")
     trainable_parameters: int
     embedding_parameters: int
     parameter_bytes: int
-    parameter_bytes_by_dtype: dict[str, int]
-    buffer_bytes: int
     num_blocks: int
-    block_class: str | None
-    block_names: tuple[str, ...]
     hidden_size: int | None = None
     num_heads: int | None = None
     num_key_value_heads: int | None = None
-    vocabulary_size: int | None = None
     logits_per_sample: int | None = Field(default=None, description="elements: sequence length x vocabulary")
     attention_dropout: float = 0.0
     optimizer: str

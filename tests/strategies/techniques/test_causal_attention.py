@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 from autoplan.planner.trace.model_profile import VariantKey
 from autoplan.planner.trace.record_step import record_step
-from autoplan.planner.trace.truncated_models import TruncatedModels
+from autoplan.planner.trace.variant_tracer import TruncatedModels
 from autoplan.strategies.analysis.structure import language_models
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
