@@ -62,7 +62,7 @@ test-timing: $(VENV)/.installed-test
 
 .PHONY: test-plans
 test-plans: $(VENV)/.installed-test
-	$(PYTEST) -s tests/planner/test_plan_fuzz.py
+	$(PYTEST) -s tests/planner/records/test_plan_fuzz.py
 
 # The environments are in .venv-exports/; each is made again where its requirements changed.
 .PHONY: test-exports

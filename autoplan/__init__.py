@@ -18,11 +18,11 @@ _MEMBERS = {
     "autoplan.api": ("search", "probe", "load_plan", "export"),
     "autoplan.trainings": ("from_trainer", "from_loop", "from_step"),
     "autoplan.planner.cost.analytical.api": ("estimate",),
-    "autoplan.planner.plan": ("Plan",),
-    "autoplan.planner.current": ("current_plan",),
+    "autoplan.planner.plan.plan": ("Plan",),
+    "autoplan.planner.plan.current": ("current_plan",),
     "autoplan.planner.verify.measure": ("verify",),
     "autoplan.planner.verify.verdict": ("Verification",),
-    "autoplan.planner.watch.loop": ("watch",),
+    "autoplan.planner.verify.loop": ("watch",),
     "autoplan.frameworks.transformers.watch": ("TransformersWatch",),
     "autoplan.frameworks.lightning.watch": ("LightningWatch",),
     "autoplan.planner.space.bounds": ("Bound",),
@@ -80,16 +80,16 @@ if TYPE_CHECKING:
     from autoplan.frameworks.lightning.watch import LightningWatch
     from autoplan.frameworks.transformers.watch import TransformersWatch
     from autoplan.planner.cost.analytical.api import estimate
-    from autoplan.planner.current import current_plan
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.current import current_plan
+    from autoplan.planner.plan.plan import Plan
     from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
     from autoplan.planner.search.run import run_search
     from autoplan.planner.search.sampler import AutoplanSampler
     from autoplan.planner.space.bounds import Bound
     from autoplan.planner.store.optuna_study import load_study
+    from autoplan.planner.verify.loop import watch
     from autoplan.planner.verify.measure import verify
     from autoplan.planner.verify.verdict import Verification
-    from autoplan.planner.watch.loop import watch
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun

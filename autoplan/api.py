@@ -35,9 +35,9 @@ from autoplan.errors import (
     as_keywords,
 )
 from autoplan.planner.export.run import Exported, export_plan
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trust import secrets_note
 from autoplan.planner.search.options import DeviceName, SearchKeywords, SearchObserver, SearchOptions, SearchResult
-from autoplan.planner.trust import secrets_note
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.workloads.frameworks import framework_of, is_one_of
 from autoplan.strategies.workloads.spec import WorkloadSpec

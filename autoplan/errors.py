@@ -17,7 +17,7 @@
     └── InterruptedSearchError  130   Ctrl-C; the state is saved
 
 The text of an error says what was given, which rule it broke and, in the hint, what to do next. What a
-trial does wrong is not an error of ours: it is an outcome (`autoplan.planner.records`).
+trial does wrong is not an error of ours: it is an outcome (`autoplan.planner.records.trials`).
 
 Texts name options as the command line does (`--max-trials 20`). In Python an error reads as keyword arguments
 (`max_trials=20`): `message`, `hint` and `str(error)` are in that form, `flag_message` and `flag_hint` in the other.

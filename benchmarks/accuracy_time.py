@@ -27,7 +27,7 @@ import numpy as np
 from autoplan.planner.cost.calibrate import NOISE_SD, TimeFit
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.traced.estimator import Estimator
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trace.trace import trace_profile
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner

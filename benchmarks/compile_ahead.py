@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.records import Compiled, CompiledAhead, Interval, Outcome, Trial
+from autoplan.planner.records.trials import Compiled, CompiledAhead, Interval, Outcome, Trial
 from autoplan.planner.search.compile_ahead import Choice, CompileAhead, Machine, Waiting, compile_task, slowdown
 from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.preload import preload_for

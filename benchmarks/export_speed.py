@@ -28,7 +28,7 @@ import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 from autoplan.planner.export.run import export_plan
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_plan

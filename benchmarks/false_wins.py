@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoplan.planner.records import ClaimRounds, Outcome, Purpose, Trial
+from autoplan.planner.records.trials import ClaimRounds, Outcome, Purpose, Trial
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over, rounds_needed
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.preload import PRELOAD

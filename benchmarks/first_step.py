@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from autoplan.planner.records import Trial
+from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
 
 PARTS = ("imports", "inspect", "probe", "trace", "space", "refine", "baseline", "warmup")

@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from autoplan.planner.cost.traced.estimator import CostTable, Estimator
-from autoplan.planner.records import ClaimRounds, CompiledAhead, Outcome, Parity, Trial, WorkLine
+from autoplan.planner.records.trials import ClaimRounds, CompiledAhead, Outcome, Parity, Trial, WorkLine
 from autoplan.planner.search.candidate_model import Assessment, CandidateModel
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead

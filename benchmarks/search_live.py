@@ -37,7 +37,7 @@ from typing import Any
 
 import optuna
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler

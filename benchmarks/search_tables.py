@@ -32,7 +32,7 @@ from typing import Any
 
 from autoplan.errors import AutoplanError, UsageError
 from autoplan.files import replace_file
-from autoplan.planner.records import Trial
+from autoplan.planner.records.trials import Trial
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.setup import prepare_search

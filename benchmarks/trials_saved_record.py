@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import KNOBS, TrainingConfig

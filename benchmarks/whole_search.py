@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search.objective import THROUGHPUT
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.preload import preload_for

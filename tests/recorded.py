@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_record import Alternative, Choice, Environment, Measurement
-from autoplan.planner.records import (
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan import Alternative, Choice, Environment, Measurement
+from autoplan.planner.records.trials import (
     Claim,
     Interval,
     LeftOutFamily,
@@ -18,8 +18,8 @@ from autoplan.planner.records import (
     Trial,
     WorkLine,
 )
+from autoplan.planner.records.trust import Call
 from autoplan.planner.search.plan_maker import PLAIN_PARITY
-from autoplan.planner.trust import Call
 from autoplan.probes.profile import Device, HardwareProfile, Host
 from autoplan.record import Reading
 from autoplan.strategies.config import TrainingConfig

@@ -11,9 +11,9 @@ import pytest
 
 from autoplan.errors import StoreError
 from autoplan.planner.export.run import export_plan
+from autoplan.planner.plan.surroundings import read_environment
 from autoplan.planner.store.journal import RecordFile, write_atomically
 from autoplan.planner.store.store import Store
-from autoplan.planner.surroundings import read_environment
 from tests.recorded import make_plan
 
 IDENTITY = "0123456789abcdef"

@@ -51,7 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_imports_from_another_folder(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import autoplan, autoplan.planner.plan, autoplan.strategies.config, autoplan.probes.profile as p;"
+        "import autoplan, autoplan.planner.plan.plan, autoplan.strategies.config, autoplan.probes.profile as p;"
         "print(autoplan.__file__); print(p.__file__)"
     )
     for line in call(installed / "python", "-c", code, cwd=tmp_path).splitlines():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
 from autoplan.planner.store.store import Store
 from autoplan.processes.files import read_json, write_json

@@ -10,7 +10,7 @@ from autoplan.cli import output
 from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.plan import Plan
 
 
 def explain_command(

@@ -53,7 +53,7 @@ def export_command(
     text, is kept too, unless with --force.
     """
     from autoplan.planner.export.run import export_plan
-    from autoplan.planner.trust import secrets_note
+    from autoplan.planner.records.trust import secrets_note
 
     loaded = load_plan(plan, unverified_ok)
     said = secrets_note(loaded.workload)

@@ -10,7 +10,7 @@ import typer
 from autoplan.cli import output
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.plan import Plan
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="[PLAN]", help="A plan file, as autoplan search writes it.")]
 DEFAULT_PLAN = Path("plan.json")
@@ -40,7 +40,7 @@ UnverifiedOption = Annotated[
 
 def load_plan(path: Path, unverified_ok: bool = False) -> Plan:
     """The plan in a file; what is to be known of the file goes to stderr; PlanError says what is wrong with it."""
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.plan import Plan
 
     plan = Plan.load(path)
     for note in plan.load_notes:

@@ -18,7 +18,7 @@ from autoplan.errors import ConfigError, DeviceError, UsageError
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.plan import Plan
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import Counted
 
@@ -76,7 +76,7 @@ def run_script(
         ConfigError: this is a rank of a world of another size.
         DeviceError: the machine has not the plan's devices.
     """
-    from autoplan.planner.apply.prepare import check_before_use
+    from autoplan.planner.plan.prepare import check_before_use
 
     if not script.is_file():
         raise UsageError(
@@ -112,7 +112,7 @@ def _runner(script: Path) -> list[str]:
 
 def _say_too_many_threads(plan: Plan, path: Path) -> None:
     """Once, before the ranks: a rank that this command started says nothing."""
-    from autoplan.planner.current import PLAN_VARIABLE, too_many_threads, variables_for
+    from autoplan.planner.plan.current import PLAN_VARIABLE, too_many_threads, variables_for
 
     if not is_first_rank() or ("RANK" in os.environ and PLAN_VARIABLE in os.environ):
         return
@@ -128,7 +128,7 @@ def start(arguments: list[str], plan: Plan, path: Path) -> int:
     Returns:
         The exit code of the ranks.
     """
-    from autoplan.planner.current import not_taken, variables_for
+    from autoplan.planner.plan.current import not_taken, variables_for
 
     ranks = plan.config.world_size
     world = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
@@ -174,8 +174,8 @@ def _refuse_options(**given: Any) -> None:
 
 def _refuse_unusable(plan: Plan, model: str | None, *, changed_ok: bool) -> None:
     """What `prepare` asks of each rank, before any is started, and who named what is called first of all."""
-    from autoplan.planner.apply.prepare import check_before_use
-    from autoplan.planner.trust import own_workload
+    from autoplan.planner.plan.prepare import check_before_use
+    from autoplan.planner.records.trust import own_workload
 
     named = own_workload(plan.workload, plan.study, model)
     check_before_use(plan.model_copy(update={"workload": named}), changed_ok=changed_ok)

@@ -12,8 +12,8 @@ from autoplan.cli import ends, output
 from autoplan.text import printable
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import Plan
-    from autoplan.planner.records import LeftOutFamily, Trial
+    from autoplan.planner.plan.plan import Plan
+    from autoplan.planner.records.trials import LeftOutFamily, Trial
     from autoplan.planner.search.options import Candidate, SearchResult
 
 SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all

@@ -12,7 +12,7 @@ from autoplan.errors import AutoplanError, DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
 if TYPE_CHECKING:
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.plan import Plan
     from autoplan.planner.verify.verdict import Verification
 
 

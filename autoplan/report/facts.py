@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_record import Measurement
-from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan import Measurement
+from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
 from autoplan.report.pieces import ledger_end_s, minutes, time_words
 from autoplan.strategies.workloads.spec import WorkloadSpec

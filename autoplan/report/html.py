@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.report import facts
 from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_rates, draw_tradeoff

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search.selection import collect_runs
 from autoplan.report.facts import Rows
 from autoplan.strategies.config import TrainingConfig

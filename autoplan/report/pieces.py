@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autoplan.planner.records import Trial, WorkLine
+from autoplan.planner.records.trials import Trial, WorkLine
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.planner.records import LeftOutFamily, Outcome, Prediction, Trial
+from autoplan.planner.records.trials import LeftOutFamily, Outcome, Prediction, Trial
 from autoplan.planner.search.options import BudgetState, SearchObserver
 from autoplan.probes.profile import HardwareProfile
 from autoplan.report import facts, pieces

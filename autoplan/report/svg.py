@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.units import format_bytes, format_number
 
 WIDTH = 900

@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import LeftOutFamily, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import LeftOutFamily, Trial
 from autoplan.report import facts, pieces
 from autoplan.text import printable
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ConfigError
-from autoplan.planner.records import Prediction
+from autoplan.planner.records.trials import Prediction
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.setup import SearchContext, prepare_search

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from autoplan.planner.apply.key_tables import installed_version, key_table
-from autoplan.planner.apply.trainer_arguments import device_not_carried, refuse_fp16_on_cpu
 from autoplan.planner.export.base import Export, companion_name, same_or_error
 from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
 from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import installed_version, key_table
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import device_not_carried, refuse_fp16_on_cpu
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext

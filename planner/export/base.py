@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autoplan.errors import ExportError
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_file import one_line
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan_file import one_line
 
 CODING = "# -*- coding: utf-8 -*-"
 """The first line of each Python file: Python reads the encoding from a comment, and the next ones have names in them

@@ -20,7 +20,7 @@ from autoplan.planner.export.training import (
     training_of,
     why_not_made,
 )
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
 

@@ -1,6 +1,6 @@
 """The export target deepspeed: its JSON configuration, and a companion module.
 
-In: a plan. Out: two files. The names of the keys are in planner/apply/keys/deepspeed.json. The check gives the JSON to
+In: a plan. Out: two files. The names of the keys are in planner/plan/keys/deepspeed.json. The check gives the JSON to
 DeepSpeedConfig in a process of its own, at the plan's number of ranks, and compares what it holds with the plan:
 DeepSpeed takes unknown keys at the top level without a word.
 """
@@ -11,14 +11,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.key_tables import installed_version, key_table
-from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import Export, companion_name, same_or_error
 from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
 from autoplan.planner.export.nearest import refuse_model_parallelism
 from autoplan.planner.export.training import last_part, training_of
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import installed_version, key_table
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import device_not_carried
 from autoplan.strategies.config import PLAIN
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_file import with_shown_texts
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan_file import with_shown_texts
 
 DOCUMENT_VERSION = 1
 

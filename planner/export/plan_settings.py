@@ -6,9 +6,9 @@ import pprint
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.planner.apply.loader import setting_of
 from autoplan.planner.export.kit import settings
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import ATTENTION_BACKENDS, CHECKPOINT_EVERY, CUDAGRAPH_MODES, PLAIN, TrainingConfig
 
 REMARKS = {

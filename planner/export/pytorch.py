@@ -20,7 +20,7 @@ from autoplan.planner.export.model_summary import ModelSummary, summarize_model
 from autoplan.planner.export.nearest import refusal
 from autoplan.planner.export.plan_settings import plan_settings
 from autoplan.planner.export.variables import rank_variables
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.rounding_knobs import rounds_steps
 
 

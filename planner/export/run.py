@@ -13,13 +13,13 @@ from pathlib import Path
 
 from autoplan.errors import ExportError, UsageError
 from autoplan.files import is_special, replace_file
-from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.export.base import Export, Target
 from autoplan.planner.export.user_code import LIMITS, make_limits
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_file import shown_text
-from autoplan.planner.trust import own_workload
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.prepare import check_before_use
+from autoplan.planner.records.plan_file import shown_text
+from autoplan.planner.records.trust import own_workload
 
 # Target: its module and class. A module is imported only when its target is used.
 TARGETS: Mapping[str, tuple[str, str]] = {

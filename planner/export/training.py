@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from autoplan.planner.export.base import is_python_name
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import OPTIMIZER_FLAGS
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from autoplan.planner.current import PLAN_VARIABLE, variables_for
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.current import PLAN_VARIABLE, variables_for
+from autoplan.planner.plan.plan import Plan
 
 _CARRIED = re.compile(r"CUDA_DEVICE_MAX_CONNECTIONS|(TORCH_)?NCCL_[A-Z0-9_]+")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -6,7 +6,7 @@ import json
 
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.document import plan_document
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 
 class YamlTarget:

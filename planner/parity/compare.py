@@ -32,7 +32,7 @@ from autoplan.planner.parity.records import (
     dropout_accumulation,
 )
 from autoplan.planner.parity.tolerances import TOLERANCES, tolerance_of
-from autoplan.planner.records import Parity, ParityCheck
+from autoplan.planner.records.trials import Parity, ParityCheck
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import TrainingConfig, knobs
 from autoplan.strategies.workloads.spec import WorkloadSpec

@@ -15,7 +15,7 @@ from autoplan.planner.parity.tolerances import (
     SCALE_OF_RESIDUAL,
     Tolerance,
 )
-from autoplan.planner.records import ParityCheck
+from autoplan.planner.records.trials import ParityCheck
 
 CAP = 1e6  # of a relative difference: JSON has no infinity
 _TINY = 1e-30

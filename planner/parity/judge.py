@@ -41,7 +41,7 @@ from autoplan.planner.parity.tolerances import (
     Tolerance,
 )
 from autoplan.planner.parity.tolerances import START as START_TOLERANCE
-from autoplan.planner.records import ParityCheck
+from autoplan.planner.records.trials import ParityCheck
 
 SAME_MASKS = "gradients, dropout on"  # compared where both runs drew the same masks
 _TINY = 1e-30

@@ -16,7 +16,7 @@ from autoplan.files import replace_file
 from autoplan.planner.parity.compare import Launch, unfinished
 from autoplan.planner.parity.differences import make_check, relative
 from autoplan.planner.parity.tolerances import TOLERANCES
-from autoplan.planner.records import Parity
+from autoplan.planner.records.trials import Parity
 from autoplan.processes import Ended, ProcessReport, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import PlanError
-from autoplan.planner.loading import Loading
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Outcome
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.loading import Loading
+from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan

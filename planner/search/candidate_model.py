@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.records import Objective, Outcome, Trial
+from autoplan.planner.records.trials import Objective, Outcome, Trial
 from autoplan.planner.search.objective import THROUGHPUT, view
 from autoplan.planner.search.selection import has_lasting_load
 from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate, expected_improvement

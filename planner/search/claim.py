@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.planner.records import Claim, ClaimRounds, Interval, Outcome, Trial
+from autoplan.planner.records.trials import Claim, ClaimRounds, Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, match_rounds
 from autoplan.planner.trials.measure import Spread, half_width, ratio_interval
 from autoplan.strategies.config import TrainingConfig

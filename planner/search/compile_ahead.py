@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoplan.planner.records import Compiled, CompiledAhead, Outcome
+from autoplan.planner.records.trials import Compiled, CompiledAhead, Outcome
 from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.target import context_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoplan.planner.loading import LoaderTrial, Loading
+from autoplan.planner.records.loading import LoaderTrial, Loading
 from autoplan.planner.search.selection import CandidateRuns
 from autoplan.planner.search.session import Session
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records import Interval, Objective, Outcome, Trial
+from autoplan.planner.records.trials import Interval, Objective, Outcome, Trial
 from autoplan.planner.search.selection import MOST_CONTENDERS, CandidateRuns, rank
 from autoplan.planner.search.selection import contenders as near_leader
 from autoplan.planner.search.surrogate import Posterior, normal_cdf

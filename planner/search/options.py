@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from autoplan.errors import ConfigError, UsageError
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import (
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import (
     Attempt,
     LeftOutFamily,
     Objective,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from autoplan.planner.loading import Loading
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_record import Alternative, HandSetting, Measurement
-from autoplan.planner.records import Objective, Parity, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.surroundings import read_environment
+from autoplan.planner.records.loading import Loading
+from autoplan.planner.records.plan import Alternative, HandSetting, Measurement
+from autoplan.planner.records.trials import Objective, Parity, Trial
 from autoplan.planner.search.claim import compare, drift
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.reasons import (
@@ -32,7 +33,6 @@ from autoplan.planner.search.selection import (
 )
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.untried import find_untried
-from autoplan.planner.surroundings import read_environment
 from autoplan.planner.trace.input_benchmark import describe_input
 from autoplan.planner.trials.measure import Spread, invert
 from autoplan.probes.profile import Device

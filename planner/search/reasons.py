@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.planner.plan_record import Choice
-from autoplan.planner.records import Interval, Outcome, Trial
+from autoplan.planner.records.plan import Choice
+from autoplan.planner.records.trials import Interval, Outcome, Trial
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, match_rounds
 from autoplan.planner.search.session import Session
 from autoplan.planner.trials.measure import ratio_interval

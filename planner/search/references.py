@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.records import Prediction
+from autoplan.planner.records.trials import Prediction
 from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.request import VERY_EXPENSIVE_S
 from autoplan.strategies.config import TrainingConfig

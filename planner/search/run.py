@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError
-from autoplan.planner.records import Objective, WorkLine
+from autoplan.planner.records.trials import Objective, WorkLine
+from autoplan.planner.records.trust import remember_code
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
@@ -39,7 +40,6 @@ from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
 from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
-from autoplan.planner.trust import remember_code
 from autoplan.processes import Zygote
 from autoplan.strategies.config import micro_batches
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.planner.records import Interval, Outcome, Trial
+from autoplan.planner.records.trials import Interval, Outcome, Trial
 from autoplan.planner.trials.measure import ASSUMED, RUN_SPREAD, Spread, pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 

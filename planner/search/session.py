@@ -11,7 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.records import REPEATS, ClaimRounds, Objective, Outcome, Prediction, Purpose, Trial, WorkLine
+from autoplan.planner.records.trials import (
+    REPEATS,
+    ClaimRounds,
+    Objective,
+    Outcome,
+    Prediction,
+    Purpose,
+    Trial,
+    WorkLine,
+)
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
 from autoplan.planner.search.learned import NOTHING, TakenOver

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autoplan.planner.records import LeftOutFamily
+from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.search.inspection import UserCodeLimits, look_at
 from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.planner.search.target import degree_combinations, find_target, limits

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records import WorkLine
+from autoplan.planner.records.trials import WorkLine
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import prospects
 from autoplan.planner.search.claim import claim_progress, rounds_needed

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.measure import RUN_SPREAD
 from autoplan.strategies.config import KNOBS, NUMBERS, TrainingConfig

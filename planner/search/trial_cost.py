@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.request import look_s
 from autoplan.record import Record
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.planner.records import Interval
+from autoplan.planner.records.trials import Interval
+from autoplan.planner.records.untried import Untried
 from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.surrogate import Z_90, expected_improvement, normal_cdf
-from autoplan.planner.untried import Untried
 
 if TYPE_CHECKING:
     from autoplan.planner.search.sampler import AutoplanSampler

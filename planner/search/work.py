@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, WorkloadError
-from autoplan.planner.records import ClaimRounds, Outcome, Parity, Purpose, Trial
+from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work

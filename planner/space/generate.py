@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.planner.records import LeftOutFamily
+from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
 from autoplan.strategies.analysis.facts import Choices, LeftOut
 from autoplan.strategies.config import (

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autoplan.errors import ConfigError
 from autoplan.planner.cost.calibrate import PRIOR_SD
 from autoplan.planner.cost.columns import Floats
-from autoplan.planner.records import LeftOutFamily
+from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.space.generate import Space
 from autoplan.planner.trace.model_profile import PLAIN as PLAIN_VARIANT
 from autoplan.planner.trace.model_profile import VariantKey, variants_of

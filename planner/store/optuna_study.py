@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from autoplan.errors import StoreError
-from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
+from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.store.journal import RECORD, read_documents
 from autoplan.strategies.config import KNOBS, TrainingConfig, knob_values
 

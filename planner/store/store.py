@@ -29,7 +29,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import is_special, make_private_folder, read_regular, refuse_foreign
-from autoplan.planner.records import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
+from autoplan.planner.records.trials import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import RECORD, RecordFile, store_error, write_atomically
 from autoplan.planner.store.locks import OwnedLock

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoplan.planner.records import PeakMemory
+from autoplan.planner.records.trials import PeakMemory
 
 SAMPLE_PERIOD_S = 0.2
 """Between two questions to the GPU's driver: each takes some hundred microseconds."""

@@ -26,7 +26,7 @@ from statistics import median
 
 import torch
 
-from autoplan.planner.records import RECOMPILED, Window
+from autoplan.planner.records.trials import RECOMPILED, Window
 from autoplan.planner.trials.device_monitor import CompileMonitor, GpuMonitor
 from autoplan.planner.trials.ranks import RankSync
 

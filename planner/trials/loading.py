@@ -19,7 +19,7 @@ from pydantic import Field
 from torch.utils.data import default_collate
 
 from autoplan.errors import AutoplanError, WorkloadError
-from autoplan.planner.loading import LoaderTrial
+from autoplan.planner.records.loading import LoaderTrial
 from autoplan.planner.trials.ranks import RankSync, join_ranks, pick_device
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig

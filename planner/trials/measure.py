@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from pydantic import Field
 
-from autoplan.planner.records import Interval
+from autoplan.planner.records.trials import Interval
 from autoplan.record import Record
 
 RUN_SPREAD = 0.025

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from autoplan.planner.records import Interval, Outcome, PeakMemory, Window
+from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Window
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from autoplan.planner.records import Attempt, Outcome, PeakMemory, Prediction, Purpose, Trial, Window
+from autoplan.planner.records.trials import Attempt, Outcome, PeakMemory, Prediction, Purpose, Trial, Window
 from autoplan.planner.trials.measure import ToBeat, invert
 from autoplan.planner.trials.request import FITS_MICRO_STEPS, MOST_MEASURING_S, TrialAnswer, TrialRequest
 from autoplan.processes import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from autoplan.planner.records import Interval
+from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.batches import TrialBatches, first_samples
 from autoplan.planner.trials.load import LoadMonitor, Stretches
 from autoplan.planner.trials.measure import (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoplan.planner.records import Interval, Outcome
+from autoplan.planner.records.trials import Interval, Outcome
 from autoplan.planner.trials.batches import first_samples
 from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor
 from autoplan.planner.trials.load import LoadMonitor

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autoplan.errors import PlanError
-from autoplan.planner.apply.prepare import check_before_use
 from autoplan.planner.parity.compare import run_parity
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Recheck
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.prepare import check_before_use
+from autoplan.planner.plan.surroundings import find_differences
+from autoplan.planner.records.trials import Recheck
+from autoplan.planner.records.trust import own_workload
 from autoplan.planner.search.options import SearchOptions, SearchResult
 from autoplan.planner.search.target import limits
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.locks import DeviceLock, device_names
-from autoplan.planner.surroundings import find_differences
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
-from autoplan.planner.trust import own_workload
 from autoplan.planner.verify.verdict import Verification, judge
 from autoplan.probes.run import pick_device, read_host_profile
 from autoplan.processes import Zygote, folder_prefix

@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Interval, Outcome, Parity, Trial, Window
-from autoplan.planner.surroundings import Difference
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.surroundings import Difference
+from autoplan.planner.records.trials import Interval, Outcome, Parity, Trial, Window
 from autoplan.planner.trials.measure import RUN_SPREAD, Spread, invert, ratio_interval
 from autoplan.probes.nvml import SLOWDOWNS
 from autoplan.record import Record

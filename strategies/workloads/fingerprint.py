@@ -239,7 +239,7 @@ class Collector:
             values = {}
             for key, value in sorted(vars(part).items()):
                 if key.startswith("_") or key in _NOT_TRAINING or (key == "p" and isinstance(part, _DropoutNd)):
-                    continue  # other dropout rates are a warning: planner/apply/prepare.py
+                    continue  # other dropout rates are a warning: planner/plan/prepare.py
                 if is_plain(value):
                     values[key] = plain(value)
                 if _is_own(value) or _is_own(type(value)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.records import Interval, Outcome, Trial
+from autoplan.planner.records.trials import Interval, Outcome, Trial
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import anytime, anytime_table, whole_search
 from benchmarks.anytime import Bench, main_jobs, zoo_jobs

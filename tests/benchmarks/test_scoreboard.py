@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from autoplan.errors import UsageError
-from autoplan.planner.records import Interval, Outcome, Trial, Window
+from autoplan.planner.records.trials import Interval, Outcome, Trial, Window
 from autoplan.planner.search import next_work, sampler
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.journal import RecordFile

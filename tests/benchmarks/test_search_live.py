@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.records import Interval, Outcome, Trial
+from autoplan.planner.records.trials import Interval, Outcome, Trial
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import search_live
 from benchmarks.search_cases import CASES, GLOBAL_BATCHES, case_spec

@@ -15,7 +15,7 @@ import pytest
 from autoplan.cli import app
 from autoplan.cli.search import PANELS
 from autoplan.errors import PlanError
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search.plan_maker import UNCHECKED
 from tests.recorded import make_plain_plan, make_plan
 
@@ -344,8 +344,8 @@ def unverified_file(tmp_path: Path) -> Path:
 def test_a_command_refuses_an_unverified_plan_without_the_flag(
     cli, unverified_file: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoplan.planner.apply import prepare
     from autoplan.planner.export import run
+    from autoplan.planner.plan import prepare
     from autoplan.planner.verify import measure
 
     ended = cli(verb, unverified_file)

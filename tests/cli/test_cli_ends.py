@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from tests.cases import some
 from tests.recorded import make_plan
 

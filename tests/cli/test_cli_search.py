@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("probed_machine")]
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.reference import Check, run_reference
-from autoplan.planner.records import Parity
+from autoplan.planner.records.trials import Parity
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
 

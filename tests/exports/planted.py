@@ -15,7 +15,7 @@ import yaml
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.run import load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from tests.exports.six_steps import make_plan
 from tests.exports.trained import on_gpus
 

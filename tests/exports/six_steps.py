@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from tests.exports import workloads

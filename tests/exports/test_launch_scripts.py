@@ -17,7 +17,7 @@ from autoplan.errors import ExportError, UsageError
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.launch import launch_script, slurm_script, torchrun_script
 from autoplan.planner.export.run import export_plan, load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
 from tests.recorded import make_hardware, make_plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoplan.planner.export.run import load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from tests import recorded
 from tests.exports.environments import needs_environment, run_python
@@ -77,7 +77,7 @@ import json, sys
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.run import load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 found = {}
 for name, path, target, old, new in json.load(open(sys.argv[1])):

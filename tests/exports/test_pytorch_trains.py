@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autoplan.planner.export.run import export_plan
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from tests.cases import some
 from tests.exports import script_runner
 from tests.exports.six_steps import BATCH_NORM, WORKLOAD, SixSteps, compare, make_plan, plain_loop, prepared

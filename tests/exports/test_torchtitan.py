@@ -15,7 +15,7 @@ import json, sys
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.run import load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 found, target = {}, load_target("torchtitan")
 for name, document, old, new in json.load(open(sys.argv[1])):

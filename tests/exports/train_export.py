@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from tests.exports import workloads
 from tests.exports.six_steps import SixSteps, function_of, global_batches, samples, tensors_of
 

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from tests.exports.six_steps import SixSteps, function_of, samples, tensors_of
 
 

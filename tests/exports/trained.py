@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.planner.export.run import Exported, export_plan
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from tests.exports import train_export
 from tests.exports.environments import run_python
 from tests.exports.six_steps import WORKLOAD, SixSteps, compare, make_plan, plain_loop, prepared

@@ -17,10 +17,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import autoplan
 from autoplan.errors import PlanError, WorkloadError
 from autoplan.frameworks.transformers.speed import describe_speed, run_own_loop
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.trainer_arguments import compiles_in_place, plan_values
-from autoplan.planner.loading import Loading
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import compiles_in_place, plan_values
+from autoplan.planner.records.loading import Loading
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.sources import spec_from_objects

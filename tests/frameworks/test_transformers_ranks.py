@@ -16,7 +16,7 @@ from transformers import Trainer
 
 import autoplan
 from autoplan.errors import PlanError
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_record import Choice, HandSetting, broken_rules
-from autoplan.planner.records import Claim, Interval, LeftOutFamily, Outcome
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan import Choice, HandSetting, broken_rules
+from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import BudgetState
 from autoplan.report import facts, pieces, terminal

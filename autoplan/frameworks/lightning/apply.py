@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from autoplan.frameworks.lightning.read import ModuleReading, read_module, steps_between
-from autoplan.planner.apply.lightning_arguments import lightning_arguments
-from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.prepare import check_training, refuse_other_training
-from autoplan.planner.plan_record import PlanRecord
+from autoplan.planner.plan.lightning_arguments import lightning_arguments
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.prepare import check_training, refuse_other_training
+from autoplan.planner.records.plan import PlanRecord
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import apply_to_model
 from autoplan.strategies.workloads.loops.mean_loss import CountLabels

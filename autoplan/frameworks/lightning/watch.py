@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from autoplan.errors import MissingExtraError
-from autoplan.planner.plan import Plan
-from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter, Watcher, give, log_to_wandb
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.verify.meter import SHORTFALL, WINDOW_S, Figures, Meter, Watcher, give, log_to_wandb
 
 
 def _callback_class() -> Any:

@@ -32,11 +32,11 @@ from autoplan.frameworks.transformers.rebuild import (
     switch_on,
 )
 from autoplan.frameworks.transformers.speed import describe_speed, run_own_loop
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.prepare import check_training, refuse_other_training
-from autoplan.planner.apply.trainer_arguments import loader_values, named_arguments, plan_values
-from autoplan.planner.plan_record import PlanRecord
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.prepare import check_training, refuse_other_training
+from autoplan.planner.plan.trainer_arguments import loader_values, named_arguments, plan_values
+from autoplan.planner.records.plan import PlanRecord
 from autoplan.processes.compile_cache import use_own_cache
 from autoplan.strategies.analysis.additivity import buffers_kept
 from autoplan.strategies.analysis.structure import find_structure

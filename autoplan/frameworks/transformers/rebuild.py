@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoplan.frameworks.transformers.loss import OF_ONE_TRAINER
-from autoplan.planner.apply.trainer_arguments import compiles_in_place
+from autoplan.planner.plan.trainer_arguments import compiles_in_place
 from autoplan.strategies.analysis.structure import find_structure, language_models
 from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 from autoplan.strategies.techniques.allocator import keep_freed_memory

@@ -20,7 +20,7 @@ import torch
 
 from autoplan.frameworks.transformers.loss import OF_ONE_TRAINER, travels
 from autoplan.frameworks.transformers.rebuild import build_anew, divide_loss, switch_on
-from autoplan.planner.plan_record import PlanRecord
+from autoplan.planner.records.plan import PlanRecord
 from autoplan.processes import Ended, RankContext, Task, Zygote
 from autoplan.strategies.workloads.devices import on_the_host
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from autoplan.planner.plan import Plan
-from autoplan.planner.watch.meter import SHORTFALL, WINDOW_S, Figures, Meter, Watcher, give, log_to_wandb
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.verify.meter import SHORTFALL, WINDOW_S, Figures, Meter, Watcher, give, log_to_wandb
 
 
 class TransformersWatch(Watcher, TrainerCallback):

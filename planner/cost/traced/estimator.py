@@ -28,7 +28,7 @@ from autoplan.planner.cost.traced.step_time import (
     model_flops,
     step_parts,
 )
-from autoplan.planner.records import Outcome, Prediction, Trial
+from autoplan.planner.records.trials import Outcome, Prediction, Trial
 from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.rough_profile import rough_variant
 from autoplan.probes.profile import HardwareProfile

@@ -16,7 +16,7 @@ from autoplan.errors import ExportError
 from autoplan.planner.export.base import same_or_error
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.export.variables import rank_variables
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext

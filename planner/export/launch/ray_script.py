@@ -18,7 +18,7 @@ from autoplan.planner.export.companion import read_constants
 from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.export.variables import not_carried, rank_variables
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext

@@ -27,7 +27,7 @@ from autoplan.planner.export.launch.launch_script import (
     variable_lines,
 )
 from autoplan.planner.export.variables import not_carried
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 SIGNAL_BEFORE_END_S = 120
 """Seconds before the job's time is over at which TERM is sent."""

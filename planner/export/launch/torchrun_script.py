@@ -16,7 +16,7 @@ from autoplan.planner.export.launch.launch_script import (
     variable_lines,
 )
 from autoplan.planner.export.variables import not_carried
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 
 class TorchrunTarget:

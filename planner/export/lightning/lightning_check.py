@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.apply.lightning_arguments import PACKAGES, Call, Kind, LightningArguments, installed_version
 from autoplan.planner.export.user_code import read_by_tool
+from autoplan.planner.plan.lightning_arguments import PACKAGES, Call, Kind, LightningArguments, installed_version
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.lightning_arguments import (
+from autoplan.planner.export.base import Export, same_or_error
+from autoplan.planner.export.companion import COMPILES_MODEL, check_module, head, loop_settings, module_text
+from autoplan.planner.export.lightning.lightning_check import expected, read_back
+from autoplan.planner.export.training import optimizer_settings, training_not_carried, training_of
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.lightning_arguments import (
     Call,
     Kind,
     LightningArguments,
@@ -18,11 +22,7 @@ from autoplan.planner.apply.lightning_arguments import (
     installed_version,
     lightning_arguments,
 )
-from autoplan.planner.export.base import Export, same_or_error
-from autoplan.planner.export.companion import COMPILES_MODEL, check_module, head, loop_settings, module_text
-from autoplan.planner.export.lightning.lightning_check import expected, read_back
-from autoplan.planner.export.training import optimizer_settings, training_not_carried, training_of
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 
 class LightningTarget:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.pretraining.megatron_model import model_flags
 from autoplan.planner.export.pretraining.shared import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import device_not_carried
 from autoplan.strategies.config import CHECKPOINT_EVERY, PLAIN
 from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.pretraining.shared import NEAREST, is_tied
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 LLAMA_LIKE: dict[str, dict[str, bool]] = {
     "llama": {},

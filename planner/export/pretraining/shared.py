@@ -10,7 +10,7 @@ from typing import Any
 from autoplan.errors import ExportError
 from autoplan.planner.export.pytorch import model_fields
 from autoplan.planner.export.training import ADAMW, last_part, training_of
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 
 NEAREST = "Nearest targets: pytorch, lightning, fabric, transformers; or plan.prepare() under torchrun."

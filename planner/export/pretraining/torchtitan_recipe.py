@@ -2,7 +2,7 @@
 
 In: a plan of a causal language model. Out: `NAME.py` for `--module NAME --config plan_recipe`, and `NAME_model.json`,
 the model's configuration, which torchtitan's backend for models of transformers builds. The fields are in
-planner/apply/keys/torchtitan.json. The check has the real ConfigManager read the module, where torchtitan is installed.
+planner/plan/keys/torchtitan.json. The check has the real ConfigManager read the module, where torchtitan is installed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.trainer_arguments import device_not_carried
 from autoplan.planner.export.base import CODING, Export, comment, is_python_name, provenance_lines, same_or_error
 from autoplan.planner.export.pretraining.shared import (
     ADAMW_OPTIONS,
@@ -28,7 +26,9 @@ from autoplan.planner.export.pretraining.shared import (
     is_tied,
 )
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import device_not_carried
 from autoplan.strategies.config import CUDAGRAPH_MODES, PLAIN
 from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
 

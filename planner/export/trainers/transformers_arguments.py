@@ -1,6 +1,6 @@
 """The export target transformers: TrainingArguments as JSON, and a companion module for the other settings.
 
-In: a plan. Out: two files. What a configuration is in arguments is said by planner/apply/trainer_arguments.py, which
+In: a plan. Out: two files. What a configuration is in arguments is said by planner/plan/trainer_arguments.py, which
 `plan.apply_to(trainer)` uses too; here it becomes files.
 The check loads the file with the real class in its own process (the class sets environment variables) and compares
 every value.
@@ -12,9 +12,6 @@ import importlib.metadata
 import json
 from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.trainer_arguments import compiles_in_place, loader_values, named_arguments, plan_values
 from autoplan.planner.export.base import Export, companion_name, same_or_error
 from autoplan.planner.export.companion import check_module
 from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
@@ -22,7 +19,10 @@ from autoplan.planner.export.trainers.transformers_companion import LOSS_LINE, c
 from autoplan.planner.export.trainers.transformers_training import TrainedParts, trained_parts
 from autoplan.planner.export.training import training_of
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import compiles_in_place, loader_values, named_arguments, plan_values
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext

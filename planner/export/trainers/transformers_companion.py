@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.planner.apply.trainer_arguments import compiles_in_place
 from autoplan.planner.export.companion import head, loop_settings, module_text
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import compiles_in_place
 
 TRAINERS = {"transformers": "Trainer", "trl": "SFTTrainer"}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from autoplan.planner.export.training import ADAMW, last_part, optimizer_settings, training_of, why_not_made
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import ScheduleFacts, TrainingFacts
 
 # Optimizers that the Trainer makes: its name for them, the options that it takes, and options that it leaves at these.

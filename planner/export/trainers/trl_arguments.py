@@ -11,7 +11,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.key_tables import installed_version, key_table, pick_table
 from autoplan.planner.export.base import Export, companion_name, same_or_error
 from autoplan.planner.export.companion import check_module
 from autoplan.planner.export.trainers.transformers_arguments import (
@@ -24,7 +23,8 @@ from autoplan.planner.export.trainers.transformers_arguments import (
 from autoplan.planner.export.trainers.transformers_companion import companion, settings
 from autoplan.planner.export.trainers.transformers_training import trained_parts
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import installed_version, key_table, pick_table
+from autoplan.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from autoplan.errors import ExportError, UsageError
-from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.export.run import TARGETS, export_plan, load_target
 from autoplan.planner.export.trainers import transformers_arguments
 from autoplan.planner.export.trainers.transformers_arguments import TransformersTarget, read_back_arguments
+from autoplan.planner.plan.key_tables import pick_table
 from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plan
 

@@ -14,9 +14,9 @@ import yaml
 
 from autoplan.planner.export.base import comment
 from autoplan.planner.export.run import export_plan, load_target
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_file import shown_text
-from autoplan.planner.plan_record import Environment
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan import Environment
+from autoplan.planner.records.plan_file import shown_text
 from autoplan.report.html import render_page
 from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import TrainingConfig

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply import lightning_arguments as translation
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.lightning_arguments import Call, lightning_arguments
 from autoplan.planner.export.run import export_plan, load_target
+from autoplan.planner.plan import lightning_arguments as translation
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.lightning_arguments import Call, lightning_arguments
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from autoplan.errors import ExportError, PlanError
-from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.trainer_arguments import loader_values
 from autoplan.planner.export.run import TARGETS, export_plan, load_target
-from autoplan.planner.loading import Loading
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import loader_values
+from autoplan.planner.records.loading import Loading
 from autoplan.report import facts
 from autoplan.report.html import render_page
 from autoplan.strategies.config import TrainingConfig

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.key_tables import pick_table
 from autoplan.planner.export.base import Export
 from autoplan.planner.export.pretraining.megatron_flags import MegatronTarget, flags, read_flags
 from autoplan.planner.export.run import load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from tests.contracts.knob_cases import needed_by, tried_values

@@ -17,7 +17,7 @@ import torch
 from autoplan.errors import ExportError
 from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.run import export_plan, load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import load_workload, make_spec
 from autoplan.strategies.workloads.workload import Workload

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from autoplan.planner.parity import compare
-from autoplan.planner.records import Interval, Outcome, Parity, PeakMemory, Prediction, Trial, Window
+from autoplan.planner.records.trials import Interval, Outcome, Parity, PeakMemory, Prediction, Trial, Window
 from autoplan.planner.search import answer
 from autoplan.planner.search import run as search_run
 from autoplan.planner.search.answer import SearchRun

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search.answer import PLAN_FILE, SearchRun, finished_before, nothing_ran
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.store.store import Store

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import ClaimRounds, Interval, Outcome, Trial, Window
+from autoplan.planner.records.trials import ClaimRounds, Interval, Outcome, Trial, Window
 from autoplan.planner.search.claim import (
     MOST_ROUNDS,
     ROUNDS_AGAIN,

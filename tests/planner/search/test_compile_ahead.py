@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Compiled, CompiledAhead, Interval, Outcome, Trial
+from autoplan.planner.records.trials import Compiled, CompiledAhead, Interval, Outcome, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.compile_ahead import (
     COMPILERS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
+from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search import work as search_work
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver

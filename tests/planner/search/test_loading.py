@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import autoplan
 from autoplan.errors import WorkloadError
-from autoplan.planner.loading import LoaderTrial
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.loading import LoaderTrial
 from autoplan.planner.search import inspection
 from autoplan.planner.search.inspection import check_loader
 from autoplan.planner.trials.loading import LoaderMeasurement, LoadingAnswer, LoadingRequest, best_trial

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Objective, PeakMemory, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import Objective, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel, prospects
 from autoplan.planner.search.objective import THROUGHPUT, contenders, drop_level, order, to_beat
 from autoplan.planner.search.run import SearchOptions

@@ -11,7 +11,7 @@ import optuna
 import pytest
 
 from autoplan.cli.search_result import how_to_apply
-from autoplan.planner.records import Outcome
+from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search import state as search_state
 from autoplan.planner.search import work as search_work
 from autoplan.planner.search.next_work import CLAIM_ROUNDS
@@ -142,8 +142,10 @@ def test_what_stands_for_the_plain_run_may_be_the_plan_and_has_passed_its_check(
     world = World(
         fate=needs_full_checkpointing,
         candidates=LADDER,
-        seconds=lambda config: usual_s(config.model_copy(update={"precision": "fp32"}))
-        * (2.0 if config.precision == "bf16" or config.loss == "fused" else 1.0),
+        seconds=lambda config: (
+            usual_s(config.model_copy(update={"precision": "fp32"}))
+            * (2.0 if config.precision == "bf16" or config.loss == "fused" else 1.0)
+        ),
     )
     plan = plan_of(searches.search(world))
     assert plan.config == plan.baseline.config and plan.config.checkpointing == "full"

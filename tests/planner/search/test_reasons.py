@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.planner.records import ClaimRounds, LeftOutFamily, Outcome, Parity, Trial, Window
+from autoplan.planner.records.trials import ClaimRounds, LeftOutFamily, Outcome, Parity, Trial, Window
 from autoplan.planner.search.claim import compare
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, _alternatives
 from autoplan.planner.search.reasons import against, explain_choices, speed_words

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ConfigError, WorkloadError
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search.learned import learned_path, load_learned
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search

@@ -10,7 +10,7 @@ import optuna
 import pytest
 
 from autoplan.errors import StoreError, UsageError
-from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
+from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import AutoplanSampler, MovingSampler, make_sampler
 from autoplan.planner.search.selection import collect_runs, rank, speed_ratio

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Interval, Outcome, Trial
+from autoplan.planner.records.trials import Interval, Outcome, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.parity_time import ModelCost

@@ -14,9 +14,9 @@ import pytest
 
 from autoplan import api
 from autoplan.errors import AutoplanError, DidNotRunError
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_file import with_shown_texts
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan_file import with_shown_texts
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.search import session as search_session
 from autoplan.planner.search import state as search_state
 from autoplan.planner.search.next_work import Work

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Interval, Outcome, Trial, Window
+from autoplan.planner.records.trials import Interval, Outcome, Trial, Window
 from autoplan.planner.search.surrogate import NOISE, Posterior, Prior, Surrogate, as_value
 from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_trial

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Outcome
+from autoplan.planner.records.trials import Outcome
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import replay, trials_saved
 from benchmarks.replay import SearchMethod

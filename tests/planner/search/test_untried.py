@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Interval, Objective, Outcome
+from autoplan.planner.records.trials import Interval, Objective, Outcome
+from autoplan.planner.records.untried import Untried
 from autoplan.planner.search.answer import SearchRun, budget_ended
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
 from autoplan.planner.search.untried import find_untried
-from autoplan.planner.untried import Untried
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.replay import answer, make_estimator

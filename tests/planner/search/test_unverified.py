@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoplan.errors import PlanError, StoreError
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search import answer
 from autoplan.planner.search.answer import PLAN_FILE, SearchRun, keep_leader, keep_unverified
 from autoplan.planner.search.options import SearchObserver, SearchOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.planner.records import Interval, Outcome, Parity, Trial
+from autoplan.planner.records.trials import Interval, Outcome, Parity, Trial
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store import journal as journal_module
 from autoplan.planner.store.journal import RecordFile

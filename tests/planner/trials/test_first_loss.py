@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.batches import first_samples
 from autoplan.planner.trials.runner import is_off, with_first_loss_compared
 from autoplan.strategies.config import TrainingConfig

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Interval
+from autoplan.planner.records.trials import Interval
 from autoplan.planner.trials.measure import (
     drop_warmup,
     invert,

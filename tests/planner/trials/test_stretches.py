@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from autoplan.planner.records import RECOMPILED
+from autoplan.planner.records.trials import RECOMPILED
 from autoplan.planner.trials.load import MOST_RECOMPILES, LoadMonitor, Stretches
 from autoplan.planner.trials.ranks import RankSync
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoplan.planner.records import Outcome, Trial
+from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner, classify_exception
 from autoplan.processes import Zygote

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoplan import api
-from autoplan.planner.records import Interval, Recheck
+from autoplan.planner.records.trials import Interval, Recheck
 from autoplan.planner.search.options import SearchOptions, SearchResult
 from autoplan.planner.verify.measure import make_order, with_recheck
 from autoplan.strategies.workloads.sources import make_spec

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import autoplan
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_record import Environment
-from autoplan.planner.records import Claim, Interval, Outcome, Trial, Window
-from autoplan.planner.surroundings import find_differences, read_environment
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.surroundings import find_differences, read_environment
+from autoplan.planner.records.plan import Environment
+from autoplan.planner.records.trials import Claim, Interval, Outcome, Trial, Window
 from autoplan.planner.verify.verdict import judge
 from autoplan.probes.nvml import SLOWDOWNS
 from autoplan.strategies.config import TrainingConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ConfigError
-from autoplan.planner.records import Outcome
+from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.run import SearchOptions, SearchResult, run_search
 from autoplan.strategies.workloads.sources import make_spec
 from tests.strategies.tiny import GPT2

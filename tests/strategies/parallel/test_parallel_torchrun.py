@@ -22,7 +22,7 @@ SCRIPT = """
 import json, os, sys, warnings
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 warnings.simplefilter("ignore")
 plan = Plan.load(sys.argv[1])

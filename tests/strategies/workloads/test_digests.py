@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoplan.errors import PlanError
-from autoplan.planner.apply.prepare import refuse_changed_code
+from autoplan.planner.plan.prepare import refuse_changed_code
 from autoplan.strategies.workloads.function_file import local_sources
 from autoplan.strategies.workloads.objects import digests_of
 from autoplan.strategies.workloads.sources import changed_parts, make_spec

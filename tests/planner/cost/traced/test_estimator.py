@@ -15,7 +15,7 @@ from autoplan.planner.cost.states import ModelSize, state_widths
 from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.cost.traced.rates import fit_matmul
-from autoplan.planner.records import Interval, Outcome, PeakMemory, Trial
+from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.trace.model_profile import (
     LinearFit,
     ModelProfile,

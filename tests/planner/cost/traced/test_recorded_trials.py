@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.planner.records import Outcome, PeakMemory, Prediction, Trial
+from autoplan.planner.records.trials import Outcome, PeakMemory, Prediction, Trial
 from autoplan.planner.trials.runner import _predicted
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import accuracy_trials

@@ -11,8 +11,8 @@ import torch
 
 import autoplan
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
-from autoplan.planner.apply.prepare import _give_state, prepare_plan
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.prepare import _give_state, prepare_plan
 from autoplan.strategies.analysis.training_facts import optimizer_differences, read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from autoplan.planner.current import variables_for
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_record import Environment
+from autoplan.planner.plan.current import variables_for
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.plan import Environment
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 

@@ -104,7 +104,7 @@ def _is_for(table: dict[str, Any], version: str) -> bool:
 
 @functools.cache
 def _tables(tool: str) -> list[dict[str, Any]]:
-    text = resources.files("autoplan.planner.apply").joinpath("keys", f"{tool}.json").read_text()
+    text = resources.files("autoplan.planner.plan").joinpath("keys", f"{tool}.json").read_text()
     tables: list[dict[str, Any]] = json.loads(text)["tables"]
     return tables
 

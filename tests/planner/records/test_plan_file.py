@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from autoplan.errors import PlanError
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import GroupFacts, TrainingFacts
 from tests.recorded import make_plan
 
-RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import DeviceError, PlanError, WorkloadError
-from autoplan.planner.apply.parts import AS_SEARCHED, Parts, make_workload, refuse_unverified
-from autoplan.planner.changes import HINT, name_pieces, refuse_changed_parts
-from autoplan.planner.plan_record import PlanRecord
-from autoplan.planner.trust import TRAINING_CODE, refuse_odd_file
+from autoplan.planner.plan.parts import AS_SEARCHED, Parts, make_workload, refuse_unverified
+from autoplan.planner.records.changes import HINT, name_pieces, refuse_changed_parts
+from autoplan.planner.records.plan import PlanRecord
+from autoplan.planner.records.trust import TRAINING_CODE, refuse_odd_file
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import autoplan
 from autoplan.errors import PlanError
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.planner.search.plan_maker import UNCHECKED
 from autoplan.planner.verify import measure
 from autoplan.strategies.config import TrainingConfig
@@ -23,7 +23,7 @@ from tests.recorded import make_plan
 from tests.strategies.loops import Points, Regressor
 
 WHY = "the search was interrupted before it had verified a plan"
-WORKLOAD = f"{Path(__file__).parent / 'data' / 'faulty.py'}:make_sound"
+WORKLOAD = f"{Path(__file__).parents[1] / 'data' / 'faulty.py'}:make_sound"
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan was found on other hardware")
 

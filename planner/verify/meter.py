@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Plan
-from autoplan.planner.surroundings import Difference
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.surroundings import Difference
 from autoplan.planner.trials.device_monitor import resident_peak_bytes
 from autoplan.planner.trials.load import LoadMonitor
-from autoplan.planner.watch.causes import Seen, describe_causes, differences_here
+from autoplan.planner.verify.causes import Seen, describe_causes, differences_here
 from autoplan.record import Record
 from autoplan.strategies.workloads.counting import count_on_host
 from autoplan.units import format_number

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import autoplan
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import Interval
-from autoplan.planner.surroundings import read_environment
-from autoplan.planner.watch.causes import Seen, describe_causes
-from autoplan.planner.watch.meter import LEAST_STEPS, WARM_UP_STEPS
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.surroundings import read_environment
+from autoplan.planner.records.trials import Interval
+from autoplan.planner.verify.causes import Seen, describe_causes
+from autoplan.planner.verify.meter import LEAST_STEPS, WARM_UP_STEPS
 from autoplan.probes.run import read_host_profile
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import BatchSizes, Counted, SizeRange
@@ -146,7 +146,7 @@ def test_what_a_monitor_saw_is_a_cause_and_nothing_is_made_up() -> None:
 
 
 def test_a_recompilation_in_a_window_is_seen() -> None:
-    from autoplan.planner.watch.meter import Meter
+    from autoplan.planner.verify.meter import Meter
 
     meter = Meter(plan=plan_at(1e9), window_s=5 * STEP_S)
     compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)

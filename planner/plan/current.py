@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 
 PLAN_VARIABLE = "AUTOPLAN_PLAN"
 """The environment variable with the absolute path of the plan that a script is run with."""

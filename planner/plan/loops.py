@@ -12,9 +12,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import PlanError, WorkloadError
-from autoplan.planner.apply.loader import setting_of
-from autoplan.planner.apply.prepare import check_training, prepare_plan
-from autoplan.planner.plan_record import PlanRecord
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.prepare import check_training, prepare_plan
+from autoplan.planner.records.plan import PlanRecord
 from autoplan.strategies.workloads.frameworks import is_one_of
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import pytest
 
 from autoplan.cli import app
 from autoplan.planner.export.run import TARGETS, load_target
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import GroupFacts, ScheduleFacts, TrainingFacts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import PlanError, UsageError, WorkloadError
 from autoplan.files import is_private_file, make_private_folder, replace_file
-from autoplan.planner.plan_file import one_line
+from autoplan.planner.records.plan_file import one_line
 from autoplan.strategies.workloads.function_file import NAMED
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import PlanError
-from autoplan.planner.changes import refuse_changed_parts
+from autoplan.planner.records.changes import refuse_changed_parts
 from autoplan.strategies.workloads.fingerprint import changed_names, fingerprints
 from autoplan.strategies.workloads.objects import spec_from_objects
 from tests.cases import some
@@ -234,7 +234,7 @@ def workload():
 
 
 def test_the_files_that_a_workload_reads_are_its_data(tmp_path: Path) -> None:
-    from autoplan.planner.apply.prepare import refuse_changed_code
+    from autoplan.planner.plan.prepare import refuse_changed_code
     from autoplan.strategies.inspect import inspect_workload
     from autoplan.strategies.workloads.sources import make_spec
     from tests.recorded import make_hardware

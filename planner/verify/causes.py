@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.errors import AutoplanError
-from autoplan.planner.plan import Plan
-from autoplan.planner.records import RECOMPILED, Window
-from autoplan.planner.surroundings import Difference, find_differences
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.surroundings import Difference, find_differences
+from autoplan.planner.records.trials import RECOMPILED, Window
 from autoplan.planner.verify.verdict import find_causes
 
 DATA_SHARE = 0.05

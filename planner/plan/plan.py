@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
-from autoplan.planner.apply.loader import make_plan_loader
-from autoplan.planner.apply.parts import AS_SEARCHED, refuse_unverified
-from autoplan.planner.apply.prepare import prepare_plan
-from autoplan.planner.plan_file import (
+from autoplan.planner.plan.loader import make_plan_loader
+from autoplan.planner.plan.parts import AS_SEARCHED, refuse_unverified
+from autoplan.planner.plan.prepare import prepare_plan
+from autoplan.planner.records.plan import SCHEMA_VERSION, PlanRecord, broken_rules
+from autoplan.planner.records.plan_file import (
     digests_of_document,
     edited_sections,
     load_notes,
@@ -26,7 +27,6 @@ from autoplan.planner.plan_file import (
     read_document,
     with_shown_texts,
 )
-from autoplan.planner.plan_record import SCHEMA_VERSION, PlanRecord, broken_rules
 from autoplan.processes.script import note_asked
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Plan(PlanRecord):
             WorkloadError: it is no training, or one that a search refuses.
             UsageError: parts were given beside a Trainer, which has all of them.
         """
-        from autoplan.planner.apply.loops import apply_parts
+        from autoplan.planner.plan.loops import apply_parts
         from autoplan.strategies.workloads.frameworks import framework_of, module_of
 
         plan = self.accepted(unverified_ok)

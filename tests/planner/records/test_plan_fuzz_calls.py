@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from autoplan.errors import AutoplanError, NoFeasiblePlanError
-from autoplan.planner.loading import Loading
-from autoplan.planner.plan import Plan
-from autoplan.planner.plan_file import digests_of_document
-from autoplan.planner.trust import remember_code
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.loading import Loading
+from autoplan.planner.records.plan_file import digests_of_document
+from autoplan.planner.records.trust import remember_code
 from autoplan.planner.verify import measure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 from autoplan.strategies.workloads.sources import make_spec
-from tests.planner import test_plan_fuzz as fuzz
+from tests.planner.records import test_plan_fuzz as fuzz
 from tests.recorded import make_plan
 from tests.strategies.tiny import GPT2, Classifier, image_batch, image_loss, sgd
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = """
 from os import system
 from pathlib import Path

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from autoplan.errors import UsageError
-from autoplan.planner.plan import Plan
-from autoplan.planner.watch.meter import (
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.verify.meter import (
     SHORTFALL,
     WINDOW_S,
     Figures,

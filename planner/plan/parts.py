@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import PlanError, WorkloadError
-from autoplan.planner.plan_record import PlanRecord
-from autoplan.planner.trust import own_workload
+from autoplan.planner.records.plan import PlanRecord
+from autoplan.planner.records.trust import own_workload
 
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import Workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from autoplan.planner.records import Interval
+from autoplan.planner.records.trials import Interval
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_number, format_seconds

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autoplan.errors import ExportError
-from autoplan.planner.apply.key_tables import pick_table
-from autoplan.planner.apply.trainer_arguments import device_not_carried
+from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.trainer_arguments import device_not_carried
 from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
 

@@ -18,14 +18,14 @@ import torch
 from autoplan.cli import app
 from autoplan.errors import ExportError, PlanError, UsageError, WorkloadError
 from autoplan.planner.export.run import TARGETS, export_plan
-from autoplan.planner.plan import Plan
+from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from tests.recorded import make_plan
 from tests.strategies.tiny import Classifier, classifier, image_batch, image_loss, sgd
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:the plan was found on other hardware")
 
 # A workload that leaves a mark where it is imported.
@@ -212,7 +212,7 @@ def test_with_every_part_handed_in_nothing_is_imported(named: Case, optimizer) -
 
 
 def remember(named: Case, **changes: object) -> str:
-    from autoplan.planner.trust import remember_code
+    from autoplan.planner.records.trust import remember_code
 
     plan = named.load()
     remember_code(plan.workload.model_copy(update=changes), plan.study)
@@ -242,7 +242,7 @@ def test_a_search_notes_the_file_that_it_ran(named: Case, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("what", ["source", "options", "study", "reference"])
 def test_another_source_or_study_is_not_what_was_searched(named: Case, tmp_path: Path, what: str) -> None:
-    from autoplan.planner.trust import own_workload
+    from autoplan.planner.records.trust import own_workload
 
     study = remember(named)
     plan = named.load()
@@ -268,7 +268,7 @@ def test_the_program_that_runs_names_its_workload(tmp_path: Path) -> None:
 if __name__ == "__main__":
     import sys
     sys.path.insert(0, {str(ROOT)!r})
-    from autoplan.planner.plan import Plan
+    from autoplan.planner.plan.plan import Plan
     print(Plan.load(sys.argv[1]).prepare(workload="train.py:workload").workload.name)
 """
     script.write_text(SOURCE + use)

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from autoplan.errors import ConfigError
-from autoplan.planner.loading import Loading
-from autoplan.planner.records import (
+from autoplan.planner.records.loading import Loading
+from autoplan.planner.records.trials import (
     Attempt,
     Claim,
     Interval,
@@ -23,8 +23,8 @@ from autoplan.planner.records import (
     Trial,
     WorkLine,
 )
-from autoplan.planner.trust import own_workload
-from autoplan.planner.untried import Untried
+from autoplan.planner.records.trust import own_workload
+from autoplan.planner.records.untried import Untried
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
 from autoplan.strategies.analysis.training_facts import TrainingFacts

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import PlanError
-from autoplan.planner.apply.parts import refuse_unverified
+from autoplan.planner.plan.parts import refuse_unverified
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from autoplan.planner.plan_record import PlanRecord
+    from autoplan.planner.records.plan import PlanRecord
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.loading.source import LoaderSource
 

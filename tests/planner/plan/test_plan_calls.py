@@ -17,16 +17,16 @@ import autoplan
 from autoplan.cli import app
 from autoplan.errors import AutoplanError, PlanError, UsageError, WorkloadError
 from autoplan.planner.export.run import export_plan
-from autoplan.planner.plan import Plan
-from autoplan.planner.trust import Call, own_workload, remember_code, secrets_note
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trust import Call, own_workload, remember_code, secrets_note
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.function_file import check_function, import_function
 from autoplan.strategies.workloads.sources import changed_parts, load_workload, make_spec
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from tests.planner.test_trust import SOURCE
+from tests.planner.records.test_trust import SOURCE
 from tests.recorded import make_plan
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = (
     SOURCE.replace('Path(__file__).with_name("MARK").touch()\n', "")
     + """
@@ -153,7 +153,7 @@ def test_autoplans_own_files_are_nobodys_workload(folder: Path) -> None:
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 2 and "autoplan's own" in done.stderr, done.stderr
     assert not (folder / "MARK").exists()
-    for file in ("planner/trust.py", "autoplan/strategies/workloads/sources.py", "probes/run.py"):
+    for file in ("planner/records/trust.py", "autoplan/strategies/workloads/sources.py", "probes/run.py"):
         with pytest.raises(WorkloadError, match="nobody's workload"):
             check_function(f"{ROOT / file}:make_spec")
 
@@ -326,8 +326,8 @@ def test_a_missing_digest_is_a_changed_one(folder: Path, cli) -> None:
 
 @pytest.mark.parametrize("section", ["claim", "hand", "environment"])
 def test_the_seal_covers_the_claim_the_hand_setting_and_the_environment(folder: Path, section: str) -> None:
-    from autoplan.planner.plan_record import HandSetting
-    from autoplan.planner.records import Claim
+    from autoplan.planner.records.plan import HandSetting
+    from autoplan.planner.records.trials import Claim
 
     plan = make_plan()
     claim = Claim(claimed=True, rounds=3, spread=0.01, spread_repeats=12)
@@ -358,7 +358,7 @@ def test_threads_that_no_machine_has_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(("value", "taken"), [("2", True), ("3", False), ("5000", False), ("0", False), ("2,2", False)])
 def test_threads_of_the_environment_are_those_of_the_machine(value: str, taken: bool) -> None:
-    from autoplan.planner.current import variables_for
+    from autoplan.planner.plan.current import variables_for
 
     plan = make_plan()
     environment = plan.environment.model_copy(update={"variables": {"OMP_NUM_THREADS": value}})
