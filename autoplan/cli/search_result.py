@@ -13,8 +13,8 @@ from autoplan.text import printable
 
 if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
-    from autoplan.planner.records.trials import LeftOutFamily, Trial
-    from autoplan.planner.search.options import Candidate, SearchResult
+    from autoplan.planner.records.trials import Trial
+    from autoplan.planner.search.options import SearchResult
 
 SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
 
@@ -93,46 +93,18 @@ def show_dry_run(result: SearchResult) -> None:
 
 
 def search_document(result: SearchResult) -> dict[str, Any]:
-    """The one document of `--json`."""
+    """The one document of `--json`: the result, each trial with its peak as one figure; intervals are {median, low,
+    high, samples}.
+    """
     from autoplan.report.pareto import pareto_document
 
-    return {
-        "status": result.status,
-        "reason": result.reason,
-        "hint": result.hint,
+    def document(trial: Trial | None) -> dict[str, Any] | None:
+        return trial and trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
+
+    return result.model_dump(mode="json", exclude={"schema_version"}) | {
         "exit_code": ends.exit_code(result.exit_code),
-        "baseline": None if result.baseline is None else trial_document(result.baseline),
-        "plan": None if result.plan is None else result.plan.model_dump(mode="json"),
-        "plan_path": result.plan_path,
-        "unverified_path": result.unverified_path,
-        "best": None if result.best is None else trial_document(result.best),
-        "trials": [trial_document(trial) for trial in result.trials],
-        "ledger": [line.model_dump(mode="json") for line in result.ledger],
-        "attempts": [attempt.model_dump(mode="json") for attempt in result.attempts],
-        "left_out": [left_out_document(family) for family in result.left_out],
-        "candidates": [candidate_document(candidate) for candidate in result.candidates],
-        "from_record": result.from_record,
-        "resumed_trials": result.resumed_trials,
-        "budget_s": result.budget_s,
-        "spent_s": result.spent_s,
-        "study": result.study,
-        "store": result.store,
-        "notes": list(result.notes),
+        "baseline": document(result.baseline),
+        "best": document(result.best),
+        "trials": [document(trial) for trial in result.trials],
         "pareto": [] if result.plan is None else pareto_document(result.plan),
-        "recheck": None if result.recheck is None else result.recheck.model_dump(mode="json"),
     }
-
-
-def trial_document(trial: Trial) -> dict[str, Any]:
-    """A trial, with its peak as one figure; intervals are {median, low, high, samples}."""
-    return trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
-
-
-def left_out_document(family: LeftOutFamily) -> dict[str, Any]:
-    """A family that was never tried: which limit, by how much."""
-    return family.model_dump(mode="json")
-
-
-def candidate_document(candidate: Candidate) -> dict[str, Any]:
-    """A candidate of a dry run."""
-    return candidate.model_dump(mode="json")

@@ -186,13 +186,6 @@ class Trial(Record):
         return max(DISTURBED_SD, -math.log(1 - min(self.window.others_cpu_share or 0.0, 0.9)))
 
     @property
-    def censored_s(self) -> float | None:
-        """Seconds that a step takes at least, where no more is known of it; None: its time was measured, or nothing."""
-        if self.outcome is Outcome.PRUNED and self.at_least_s is None and self.step_time_s is not None:
-            return self.step_time_s.low  # a record of an earlier version
-        return self.at_least_s
-
-    @property
     def is_repeat(self) -> bool:
         """Whether it measured a configuration again that an earlier trial had measured."""
         return self.purpose in REPEATS

@@ -116,8 +116,8 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
 
     The noise of a time is what one process differs from the next, the width of its own interval, and what disturbed it.
     """
-    exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.censored_s is None]
-    late = [i for i, trial in enumerate(trials) if trial.censored_s is not None]
+    exact = [i for i, trial in enumerate(trials) if trial.step_time_s is not None and trial.at_least_s is None]
+    late = [i for i, trial in enumerate(trials) if trial.at_least_s is not None]
     steps = [trials[i].step_time_s for i in exact]
     observed = Observed(
         codes=codes[exact],
@@ -128,7 +128,7 @@ def _timed(trials: Sequence[Trial], codes: Array, prior: Prior) -> Observed:
     )
     if not late:
         return observed
-    bounds = np.log(np.array([trials[i].censored_s for i in late], dtype=float))
+    bounds = np.log(np.array([trials[i].at_least_s for i in late], dtype=float))
     values, noise = as_value(bounds, *observed.predict(codes[late], prior.log_time[late], prior.log_time_sd[late]))
     return Observed(
         codes=codes[exact + late],

@@ -260,7 +260,7 @@ class Estimator:
     def observe(self, trial: Trial) -> None:
         """Takes in a finished trial: its time, or how long it takes at least; its peak where it fitted or ran out."""
         known = (Outcome.OK, Outcome.PRUNED, Outcome.OUT_OF_MEMORY)
-        if trial.outcome not in known and trial.censored_s is None:
+        if trial.outcome not in known and trial.at_least_s is None:
             return
         try:
             table = self.table([trial.config])
@@ -278,8 +278,8 @@ class Estimator:
     def _observe_time(self, trial: Trial, table: CostTable) -> None:
         """The optimizer step apart from the micro-steps, where the trial timed them apart; or a lower bound of both."""
         parts, bubble_s = table.parts_s[:, 0], float(table.bubble_s[0])
-        if trial.censored_s is not None:
-            self.time_fit.observe(parts, trial.censored_s - bubble_s, at_least=True)
+        if trial.at_least_s is not None:
+            self.time_fit.observe(parts, trial.at_least_s - bubble_s, at_least=True)
             return
         if trial.step_time_s is None or trial.outcome is not Outcome.OK:
             return
