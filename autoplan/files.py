@@ -86,12 +86,10 @@ def refuse_special(fd: int, path: Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def make_private_folder(path: Path, *, close: bool = True) -> None:
+def make_private_folder(path: Path) -> None:
     """Makes a folder, and the folders above it that are missing, for the user alone (0700).
 
-    Args:
-        path: The folder.
-        close: One that is there, and that others could enter, is closed to them. The folders above it stay as they are.
+    One that is there, and that others could enter, is closed to them. The folders above it stay as they are.
 
     Raises:
         PermissionError: the folder, or the link in its place, belongs to somebody else.
@@ -101,7 +99,7 @@ def make_private_folder(path: Path, *, close: bool = True) -> None:
     for folder in reversed(missing):
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
     refuse_foreign(path)
-    if close and stat.S_IMODE(path.stat().st_mode) & 0o077:
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
         path.chmod(PRIVATE_FOLDER)
 
 

@@ -4,6 +4,10 @@ In: the parts of a workload (model, loss, optimizer, schedule, batches), as a se
 them. Out: for each part, a hash by name: `Block.forward`, `SCALE in the loss`, `attributes of Block`, `helper.py`.
 Compared are the names that both have, so a model that was a function in the search may be an instance here.
 
+`Describer` (digests.py) goes over the same objects and stays another walk: a study's identity needs the order of items,
+which object is met again, and all that a foreign object holds (two transforms in the other order are another training).
+Names that a function and an instance both have can have none of that.
+
 Code is hashed as its syntax tree, so comments, docstrings and line numbers do not count; code without a source text
 (exec) as its bytecode, which is compared within one version of Python only.
 """
