@@ -99,7 +99,9 @@ def search_document(result: SearchResult) -> dict[str, Any]:
     from autoplan.report.pareto import pareto_document
 
     def document(trial: Trial | None) -> dict[str, Any] | None:
-        return trial and trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
+        if trial is None:
+            return None
+        return trial.model_dump(mode="json") | {"peak_memory_bytes": trial.peak_memory_bytes}
 
     return result.model_dump(mode="json", exclude={"schema_version"}) | {
         "exit_code": ends.exit_code(result.exit_code),
