@@ -10,7 +10,7 @@ Importing this module loads no torch: the planner's own process reads configs to
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -135,6 +135,7 @@ class TrainingConfig(Record):
             searched=False,
             needs=_REPLICAS,
             left_out="no BatchNorm in training mode; HSDP, tensor parallelism, a pipeline",
+            without="each rank normalises its own micro-batch",
         ),
     ] = Field(
         default="own",
@@ -143,7 +144,12 @@ class TrainingConfig(Record):
     )
     gelu: Annotated[
         Gelu,
-        Knob(technique="gelu", searched=False, left_out="the model writes no tanh formula of GELU out (GPT-2's)"),
+        Knob(
+            technique="gelu",
+            searched=False,
+            left_out="the model writes no tanh formula of GELU out (GPT-2's)",
+            without="the activation is the model's own",
+        ),
     ] = Field(
         default="own",
         description="own: as the model has it; torch: GPT-2's tanh formula of GELU as torch's one operation, for runs "
@@ -155,6 +161,7 @@ class TrainingConfig(Record):
         Knob(
             technique="loss",
             left_out="no linear output head; more is done with the logits than a cross-entropy; few classes",
+            without="all logits are computed, without the fused loss, which takes more memory",
         ),
     ] = Field(
         default="full",
@@ -171,7 +178,12 @@ class TrainingConfig(Record):
     optimizer_state: OptimizerState = "own"
     threads: Annotated[
         int | None,
-        Knob(technique="threads", device="cpu", offered="torch's own, powers of two up to the cores, the cores"),
+        Knob(
+            technique="threads",
+            device="cpu",
+            offered="torch's own, powers of two up to the cores, the cores",
+            without="the number of threads is another",
+        ),
     ] = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
     allocator: Allocator = "own"
     offload: Offload = "none"
@@ -196,6 +208,7 @@ class TrainingConfig(Record):
             searched=False,
             needs=_SHARDS,
             left_out="a pipeline",
+            without="shards are gathered in another order",
         ),
     ] = Field(
         default=0,
@@ -224,6 +237,7 @@ class TrainingConfig(Record):
             searched=False,
             needs=_REPLICAS,
             left_out="FSDP2; tensor parallelism",
+            without="gradients are reduced in other buckets",
         ),
     ] = Field(
         default=25, ge=1, description="DDP: MiB of gradients per all-reduce; 25 is torch's own (its first bucket: 1)"
@@ -237,6 +251,7 @@ class TrainingConfig(Record):
             searched=False,
             needs=_REPLICAS,
             left_out="FSDP2; tensor parallelism; a pipeline; several micro-batches per step",
+            without="nothing promises that the graph stays the same",
         ),
     ] = Field(
         default=False, description="DDP: the graph is promised to be the same at every step (torch's static_graph)"
@@ -330,6 +345,27 @@ class TrainingConfig(Record):
 
 PLAIN = TrainingConfig(micro_batch=1)
 """The plain run, at the smallest micro-batch: what any knob is that a mapping of knobs does not name."""
+
+
+LEFT_BY_TOOLS = ("fp8", "parameters", "optimizer_state", "kernels", "offload", "loss")
+"""What no tool with steps of its own does."""
+
+
+def not_carried(config: TrainingConfig, tool: str, names: Iterable[str] = LEFT_BY_TOOLS) -> list[str]:
+    """Sentences on what of a configuration a tool does not carry, and what happens without.
+
+    Args:
+        config: The configuration.
+        tool: The tool.
+        names: The knobs that it does not have.
+    """
+    found = []
+    for name in names:
+        value, without = getattr(config, name), knobs()[name].without
+        assert without, f"the Knob of {name} does not say what happens without it"
+        if value != getattr(PLAIN, name):
+            found.append(f"{name}={value}: with {tool} {without}")
+    return found
 
 
 @functools.cache

@@ -16,6 +16,7 @@ Allocator = Annotated[
         memory_only="leaves torch's allocator as it is",
         memory_only_on="cuda",
         left_out="keep: CUDA, a C library that is not glibc; expandable: CPU",
+        without="the allocators stay as they are",
     ),
     Field(
         description="own: as it is; for the whole process, keep (CPU): the C library holds on to freed memory, which "
@@ -29,6 +30,7 @@ Kernels = Annotated[
         technique="kernels",
         device="cuda",
         left_out="no liger-kernel; it does not know the model; anything compiled; tensor parallelism, a pipeline",
+        without="the model keeps its own norms, rotary embeddings and gated MLPs",
     ),
     Field(
         description="own: norms, rotary embeddings and gated MLPs as the model has them; liger: Liger's kernels for "
@@ -45,6 +47,7 @@ Offload = Annotated[
         last_resort=True,
         left_out="any configuration without it fits; the host's memory cannot hold it; tensor parallelism, a pipeline; "
         "parameters: without `dp_shard >= 2`; optimizer: one that looks at all parameters together",
+        without="what the plan keeps on the host stays on the device, where it may not fit",
     ),
     Field(
         description="what lies in the host's memory: none; optimizer (its states; the step runs on the device, piece "

@@ -64,6 +64,7 @@ class Knob:
         last_resort: A search offers its other values only where no configuration with the plain one is sure to fit.
         offered: The values that a search offers, in words, where the knob has no closed list.
         left_out: When a search leaves values out, in words, besides what `device` and `needs` say.
+        without: What happens in a tool that does not carry its value, in words after "with the tool".
     """
 
     technique: str
@@ -79,3 +80,4 @@ class Knob:
     last_resort: bool = False
     offered: str = ""
     left_out: str = ""
+    without: str = ""

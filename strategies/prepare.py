@@ -10,8 +10,7 @@ from torch import nn
 
 from autoplan.errors import ConfigError
 from autoplan.strategies.analysis.structure import find_structure
-from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.rounding_knobs import not_carried
+from autoplan.strategies.config import LEFT_BY_TOOLS, TrainingConfig, not_carried
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.techniques.affinity import place_rank
 from autoplan.strategies.techniques.allocator import AllocatorStrategy, set_allocator
@@ -160,13 +159,9 @@ def apply_to_model(
         left.append(f"attention={config.attention}: wrap what calls the model in torch.nn.attention.sdpa_kernel")
     if config.compile == "model":
         left.append("compile=model: compile the model yourself, torch.compile(model, dynamic=False)")
-    if config.kernels != "own":
-        left.append(f"kernels={config.kernels}: the model keeps its own norms, rotary embeddings and gated MLPs")
-    if config.offload != "none":
-        left.append(f"offload={config.offload}: what it keeps on the host stays on the device, where it may not fit")
     if config.optimizer_step != "own":
         left.append(f"optimizer_step={config.optimizer_step}: give your optimizer that flag")
-    return (*left, *not_carried(config.model_dump(), "Lightning"))
+    return (*left, *not_carried(config, "Lightning", [name for name in LEFT_BY_TOOLS if name != "loss"]))
 
 
 def check_knobs(config: TrainingConfig, global_batch: int) -> None:

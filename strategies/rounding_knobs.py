@@ -21,6 +21,7 @@ Parameters = Annotated[
         lossy=("bf16", "bf16_stochastic"),
         needs=(Need(knob="precision", values=("bf16",)),),
         left_out="no `--numerics lossy`; no parameter in fp32; tensor parallelism, a pipeline; a long accumulation",
+        without="parameters and gradients stay as your model has them, which takes more memory than measured",
     ),
     Field(
         description="own: as the model has them; bf16: stored in bf16, with bf16 gradients, and stepped on fp32 master "
@@ -36,6 +37,7 @@ OptimizerState = Annotated[
         memory_only="rounds no moments",
         lossy=("bf16", "8bit"),
         left_out="no `--numerics lossy`; another optimizer than torch's Adam and AdamW; amsgrad; `8bit`: no torchao",
+        without="the moments stay in the dtype of the parameters, which takes more memory than measured",
     ),
     Field(
         description="how Adam's two moments are kept between steps: own: as the optimizer makes them; bf16: in bf16, "
@@ -54,6 +56,7 @@ Fp8 = Annotated[
         needs=(Need(knob="precision", values=("bf16",)),),
         left_out="no `--numerics lossy`; compute capability below 8.9 (`rowwise`: 9.0); no torchao; no linear layer "
         "that is large enough; no gain is predicted; tensor parallelism, a pipeline",
+        without="the products of linear layers stay in bf16, which takes longer than measured",
     ),
     Field(
         description="products of large linear layers in 8-bit floating point (torchao): off; tensorwise: one scale "
@@ -88,29 +91,6 @@ TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
 
 NEEDS_TORCHAO: Mapping[str, tuple[str, ...]] = {"optimizer_state": ("8bit",), "fp8": ("tensorwise", "rowwise")}
 """By knob, the values that torchao makes."""
-
-
-KEPT_BY_TOOLS: Mapping[str, str] = {
-    "parameters": "parameters and gradients stay as your model has them, which takes more memory",
-    "optimizer_state": "the optimizer keeps its moments in the dtype of the parameters, which takes more memory",
-}
-"""By knob, what happens where another tool takes over the steps."""
-
-
-def not_carried(values: Mapping[str, Any], tool: str) -> list[str]:
-    """Sentences on the lossy choices that a tool with steps of its own does not make.
-
-    Args:
-        values: Of the knobs.
-        tool: As a subject.
-    """
-    recipe = values.get("fp8", "off")
-    in_fp8 = f"fp8={recipe}: with {tool} the products of linear layers stay in bf16, which takes longer than measured"
-    return ([in_fp8] if recipe != "off" else []) + [
-        f"{knob}={values[knob]}: {tool} steps by itself, and {text}; whether that fits was not measured"
-        for knob, text in KEPT_BY_TOOLS.items()
-        if values.get(knob, "own") != "own"
-    ]
 
 
 def rounds_steps(config: Any) -> bool:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.base import Export, companion_name, refusal, refuse_model_parallelism, same_or_error
 from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
-from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, key_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.trainer_arguments import device_not_carried, refuse_fp16_on_cpu
+from autoplan.planner.plan.trainer_arguments import refuse_fp16_on_cpu
+from autoplan.strategies.config import LEFT_BY_TOOLS
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
@@ -140,11 +140,8 @@ def values(plan: Plan) -> dict[str, Any]:
 def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
-    found = loop_not_carried(config, plan)
-    carried = config.offload == "parameters" and config.dp_shard > 1  # offload, above
-    found += device_not_carried(config.model_copy(update={"offload": "none"}) if carried else config, "accelerate")
-    if config.fsdp_prefetch:
-        found.append(f"fsdp_prefetch={config.fsdp_prefetch}: accelerate leaves FSDP2 in torch's own order")
+    names = {*LEFT_BY_TOOLS, "fsdp_prefetch"} - ({"offload"} if config.offload == "parameters" else set())
+    found = loop_not_carried(plan, "accelerate", sorted(names))
     if config.dp_shard > 1 and config.precision == "fp16":
         found.append("gradients reduced in fp32: under FSDP2, accelerate gathers and reduces in fp16")
     if config.precision in ("bf16", "fp16"):

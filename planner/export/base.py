@@ -1,15 +1,16 @@
-"""What all export targets share: the protocol of a target, the files it makes, the comments about the plan."""
+"""What all export targets share: the protocol of a target, its files, the comments about the plan, refusals."""
 
 from __future__ import annotations
 
 import keyword
 import re
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan_file import one_line
+from autoplan.strategies.config import TrainingConfig
 
 CODING = "# -*- coding: utf-8 -*-"
 """The first line of each Python file: Python reads the encoding from a comment, and the next ones have names in them
@@ -113,3 +114,49 @@ def same_or_error(what: str, read_back: object, wanted: object) -> None:
             f"the export's own check failed: {what} reads back as {read_back!r}, the plan has {wanted!r}",
             hint="Nothing was written. The exporter or its support for this version is wrong: please report it.",
         )
+
+
+Need = Literal["tensor parallelism", "pipeline parallelism", "replicas of shards", "shards on a CPU"]
+
+_CARRIED_BY: dict[Need, tuple[str, ...]] = {
+    "tensor parallelism": ("pytorch", "ray", "torchtitan", "megatron"),
+    "pipeline parallelism": ("torchrun", "slurm", "torchtitan", "megatron"),
+    "replicas of shards": ("pytorch", "accelerate", "torchtitan"),
+    "shards on a CPU": ("pytorch", "deepspeed", "lightning", "fabric"),
+}
+
+
+def nearest(need: Need) -> str:
+    """A hint that names what carries it."""
+    return f"the targets {' and '.join(_CARRIED_BY[need])}, or plan.prepare() in your own loop, under torchrun."
+
+
+def refusal(tool: str, need: Need, given: str) -> ExportError:
+    """The error of a target that cannot express a plan.
+
+    Args:
+        tool: The tool, as a subject.
+        need: What it lacks.
+        given: What the plan has.
+    """
+    return ExportError(f"{tool} cannot run {need}, and the plan has {given}", hint=f"What does: {nearest(need)}")
+
+
+def refuse_model_parallelism(tool: str, config: TrainingConfig, *, replicas_of_shards: bool) -> None:
+    """Refuses tensor and pipeline parallelism, and replicas of shards.
+
+    Args:
+        tool: The tool, as a subject.
+        config: The plan's.
+        replicas_of_shards: Whether the tool has them.
+
+    Raises:
+        ExportError: the plan has one of these.
+    """
+    if config.tp > 1:
+        raise refusal(tool, "tensor parallelism", f"tp={config.tp}")
+    if config.pp > 1:
+        raise refusal(tool, "pipeline parallelism", f"pp={config.pp}")
+    if config.dp_shard > 1 and config.dp_replicate > 1 and not replicas_of_shards:
+        given = f"dp_replicate={config.dp_replicate} dp_shard={config.dp_shard}"
+        raise refusal(tool, "replicas of shards", given)

@@ -169,11 +169,36 @@ class _Uses(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._into(self._found, *node.decorator_list, node.args)
         self._into(self.annotated, node.returns)
-        self._into(self.later, *node.body)
+        outer, inside = self._found, set[str]()
+        self._found = inside
+        for statement in node.body:
+            self.visit(statement)
+        self._found = outer
+        (self.later if outer is self.at_once else outer).update(inside - _local_names(node))
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         self._into(self._found, node.args)
         self._into(self.later, node.body)
+
+
+_SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""What has names of its own."""
+
+
+def _local_names(node: ast.FunctionDef) -> set[str]:
+    """The arguments of a function, and what it assigns itself, but for what it says is global."""
+    found = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+    shared: set[str] = set()
+    waiting: list[ast.AST] = list(node.body)
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ast.Global):
+            shared |= set(one.names)
+        elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+        elif not isinstance(one, _SCOPES):
+            waiting += ast.iter_child_nodes(one)
+    return found - shared
 
 
 class Bundle:

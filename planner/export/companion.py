@@ -6,7 +6,7 @@ In: a plan, the constants of the kit, and what of the kit a target takes. Out: s
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autoplan.errors import ExportError
@@ -21,8 +21,7 @@ from autoplan.planner.export.training import (
     why_not_made,
 )
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
+from autoplan.strategies.config import LEFT_BY_TOOLS, not_carried
 
 SHOWN = ("GLOBAL_BATCH", "MICRO_BATCH", "ACCUMULATION", "RANKS", "MAX_GRAD_NORM", "SEED")
 """Constants that each module for a loop has: for its user, too."""
@@ -54,14 +53,16 @@ def loop_settings(plan: Plan, tool: str, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def loop_not_carried(config: TrainingConfig, plan: Plan) -> list[str]:
-    """What of plan and workload a module for one's own loop does not say, whichever the tool."""
-    found = rounding_not_carried(config.model_dump(), "your loop")
-    if config.loss == "fused":
-        found.append("the fused loss (loss=fused): the loss is your own code, with all logits; it takes more memory")
-    if config.compile == "model":
-        found.append(COMPILES_MODEL)
-    return found + training_not_carried(plan, "your loop's")
+def loop_not_carried(plan: Plan, tool: str, names: Iterable[str] = LEFT_BY_TOOLS) -> list[str]:
+    """What of plan and workload a module for one's own loop does not say.
+
+    Args:
+        plan: The plan.
+        tool: Whose loop it is.
+        names: The knobs that the tool does not have.
+    """
+    whole = [COMPILES_MODEL] if plan.config.compile == "model" else []
+    return not_carried(plan.config, tool, names) + whole + training_not_carried(plan, "your loop's")
 
 
 COMPILES_MODEL = "compile=model covers the model here, and not its loss, which the measured run compiled with it"

@@ -11,21 +11,21 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.base import Export, companion_name, refuse_model_parallelism, same_or_error
 from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
-from autoplan.planner.export.nearest import refuse_model_parallelism
 from autoplan.planner.export.training import last_part, training_of
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, key_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.trainer_arguments import device_not_carried
-from autoplan.strategies.config import PLAIN
+from autoplan.strategies.config import LEFT_BY_TOOLS
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 """The precisions that use autocast, and DeepSpeed's name of the dtype."""
+
+NOT_CARRIED = (*LEFT_BY_TOOLS, "ddp_bucket_mb", "ddp_static_graph", "fsdp_prefetch")
 
 BY_TENSOR = ("Adafactor", "Muon", "LBFGS")
 """Optimizers whose step looks at whole tensors; ZeRO gives them flat pieces."""
@@ -140,7 +140,7 @@ def values(plan: Plan) -> dict[str, Any]:
 def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
-    found = loop_not_carried(config, plan) + device_not_carried(config, "this file of DeepSpeed")
+    found = loop_not_carried(plan, "DeepSpeed", NOT_CARRIED)
     if stage(plan) and config.gradient_sync == "last" and plan.accumulation > 1:
         found.append(
             "gradient_sync=last: ZeRO scatters gradients at every micro-step, which sends more and keeps less memory"
@@ -152,12 +152,6 @@ def not_carried(plan: Plan) -> list[str]:
             f"parameters gathered in {config.precision}: they are sent in fp32, so that gradients are summed in fp32 "
             "as measured (lower_precision_safe_modules of torch_autocast is empty; one list says both)"
         )
-    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
-        found.append(f"ddp_bucket_mb={config.ddp_bucket_mb}: DeepSpeed has its own buckets")
-    if config.ddp_static_graph:
-        found.append("ddp_static_graph=True: DeepSpeed does not use DDP")
-    if config.fsdp_prefetch:
-        found.append(f"fsdp_prefetch={config.fsdp_prefetch}: ZeRO-3 prefetches by its own stage3_prefetch_bucket_size")
     if config.compile != "off" and stage(plan) == 3:
         found.append(f"compile={config.compile} as measured: the hooks of ZeRO-3 break the compiled graphs")
     return found

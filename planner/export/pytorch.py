@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, comment, provenance_lines
+from autoplan.planner.export.base import Export, comment, provenance_lines, refusal
 from autoplan.planner.export.bundle import defined_names
 from autoplan.planner.export.companion import check_module, module_text
+from autoplan.planner.export.launch import rank_variables
 from autoplan.planner.export.model_summary import ModelSummary, summarize_model
-from autoplan.planner.export.nearest import refusal
 from autoplan.planner.export.plan_settings import plan_settings
-from autoplan.planner.export.variables import rank_variables
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.rounding_knobs import rounds_steps
 

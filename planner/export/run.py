@@ -23,20 +23,20 @@ from autoplan.planner.records.trust import own_workload
 
 # Target: its module and class. A module is imported only when its target is used.
 TARGETS: Mapping[str, tuple[str, str]] = {
-    "json": ("autoplan.planner.export.json_file", "JsonTarget"),
-    "yaml": ("autoplan.planner.export.yaml_file", "YamlTarget"),
+    "json": ("autoplan.planner.export.documents", "JsonTarget"),
+    "yaml": ("autoplan.planner.export.documents", "YamlTarget"),
     "pytorch": ("autoplan.planner.export.pytorch", "PytorchTarget"),
-    "torchrun": ("autoplan.planner.export.launch.torchrun_script", "TorchrunTarget"),
-    "ray": ("autoplan.planner.export.launch.ray_script", "RayTarget"),
-    "slurm": ("autoplan.planner.export.launch.slurm_script", "SlurmTarget"),
+    "torchrun": ("autoplan.planner.export.launch", "TorchrunTarget"),
+    "ray": ("autoplan.planner.export.ray", "RayTarget"),
+    "slurm": ("autoplan.planner.export.launch", "SlurmTarget"),
     "transformers": ("autoplan.planner.export.trainers.transformers_arguments", "TransformersTarget"),
     "trl": ("autoplan.planner.export.trainers.trl_arguments", "TrlTarget"),
     "accelerate": ("autoplan.planner.export.accelerate", "AccelerateTarget"),
     "deepspeed": ("autoplan.planner.export.deepspeed", "DeepspeedTarget"),
     "lightning": ("autoplan.planner.export.lightning.lightning_module", "LightningTarget"),
     "fabric": ("autoplan.planner.export.lightning.lightning_module", "FabricTarget"),
-    "megatron": ("autoplan.planner.export.pretraining.megatron_flags", "MegatronTarget"),
-    "torchtitan": ("autoplan.planner.export.pretraining.torchtitan_recipe", "TorchtitanTarget"),
+    "megatron": ("autoplan.planner.export.megatron", "MegatronTarget"),
+    "torchtitan": ("autoplan.planner.export.torchtitan", "TorchtitanTarget"),
 }
 
 

@@ -14,9 +14,7 @@ from typing import Any, Literal
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan.key_tables import pick_table
-from autoplan.planner.plan.trainer_arguments import device_not_carried
-from autoplan.strategies.config import PLAIN, TrainingConfig
-from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
+from autoplan.strategies.config import PLAIN, TrainingConfig, not_carried
 
 Kind = Literal["trainer", "fabric"]
 PACKAGES = {"trainer": "lightning.pytorch", "fabric": "lightning.fabric"}
@@ -174,9 +172,7 @@ def _refuse(config: TrainingConfig) -> None:
 
 
 def _not_carried(config: TrainingConfig, max_grad_norm: float | None) -> list[str]:
-    found = [*rounding_not_carried(config.model_dump(), "Lightning"), *device_not_carried(config, "Lightning")]
-    if config.loss == "fused":
-        found.append("the fused loss (loss=fused): the loss is your own code, with all logits; it takes more memory")
+    found = not_carried(config, "Lightning")
     if config.precision == "fp16":
         found.append("a step that fp16 skips (inf or NaN in the gradients): Lightning's schedule moves on all the same")
     if drops_fused_step(config, max_grad_norm):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.strategies.config import PLAIN, TrainingConfig
-from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
+from autoplan.strategies.config import LEFT_BY_TOOLS, PLAIN, TrainingConfig
+from autoplan.strategies.config import not_carried as left_out
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 
 
@@ -48,10 +48,7 @@ def plan_values(
     values |= _data_parallel(config, keys, not_carried)
     values |= _checkpointing(config.checkpointing, keys, not_carried)
     values |= _compilation(config, device, not_carried)
-    not_carried += rounding_not_carried(config.model_dump(), "the Trainer")
-    not_carried += device_not_carried(config, "the Trainer")
-    if config.loss == "fused":
-        not_carried.append("the fused loss (loss=fused): the Trainer computes all logits, which takes more memory")
+    not_carried += left_out(config, "the Trainer", (*LEFT_BY_TOOLS, "fsdp_prefetch"))
     return values, not_carried
 
 
@@ -82,25 +79,6 @@ def loader_values(setting: LoaderSetting | None) -> dict[str, Any]:
     }
 
 
-def device_not_carried(config: TrainingConfig, tool: str) -> list[str]:
-    """Sentences where a tool leaves on the device what the plan has on the host, or leaves the model its kernels."""
-    return _kernels_not_carried(config, tool) + offload_not_carried(config, tool)
-
-
-def _kernels_not_carried(config: TrainingConfig, tool: str) -> list[str]:
-    if config.kernels == "own":
-        return []
-    return [f"kernels={config.kernels}: with {tool} the model keeps its own norms, rotary embeddings and gated MLPs"]
-
-
-def offload_not_carried(config: TrainingConfig, tool: str) -> list[str]:
-    """A sentence where a tool leaves on the device what the plan has on the host; none without offload."""
-    if config.offload == "none":
-        return []
-    what = {"optimizer": "optimizer states", "activations": "activations", "parameters": "shards"}[config.offload]
-    return [f"offload={config.offload}: {tool} leaves the {what} on the device, where they may not fit"]
-
-
 def named_arguments(config: TrainingConfig, values: dict[str, Any], keys: dict[str, str | None]) -> dict[str, Any]:
     """The values under the names of the arguments, with those of FSDP; terms without an argument are left out."""
     named = {key: value for term, value in values.items() if value is not None and (key := keys.get(term)) is not None}
@@ -124,8 +102,6 @@ def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], not_carr
     not_carried += [
         f"{knob}={value} is no training argument here" for knob, value in values.items() if keys.get(knob) is None
     ]
-    if config.fsdp_prefetch:
-        not_carried.append(f"fsdp_prefetch={config.fsdp_prefetch}: the Trainer leaves FSDP2 in torch's own order")
     return values
 
 

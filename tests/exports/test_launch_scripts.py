@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from autoplan.errors import ExportError, UsageError
+from autoplan.planner.export import launch
 from autoplan.planner.export.base import Export
-from autoplan.planner.export.launch import launch_script, slurm_script, torchrun_script
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.config import TrainingConfig
@@ -77,8 +77,7 @@ def run_bash(
 def parse_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's parser runs in this process, which has torch already, but for the slow tests."""
     if request.node.get_closest_marker("slow") is None:
-        for module in (torchrun_script, slurm_script):
-            monkeypatch.setattr(module, "parse_torchrun", lambda words: launch_script.parse_in_rank(None, words))  # type: ignore[arg-type]
+        monkeypatch.setattr(launch, "parse_torchrun", lambda words: launch.parse_in_rank(None, words))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("to", ["torchrun", "slurm"])
@@ -98,7 +97,7 @@ def test_bash_starts_the_plans_ranks(to: str, tmp_path: Path) -> None:
     done = run_bash(script, "my train.py", "--lr", "1 2", env={"PATH": path, **(ONE_NODE if to == "slurm" else {})})
     assert done.returncode == 0, done.stderr
     words, seen = json.loads(done.stdout)
-    read = launch_script.parse_in_rank(None, words)  # type: ignore[arg-type]
+    read = launch.parse_in_rank(None, words)  # type: ignore[arg-type]
     assert (read["nproc_per_node"], read["training_script"]) == ("2", "my train.py")
     assert read["training_script_args"] == ["--lr", "1 2"]
     assert read["standalone"] is (to == "torchrun")
@@ -157,7 +156,7 @@ def test_nodes_that_ranks_do_not_divide_over_are_refused(tmp_path: Path) -> None
     script, _ = export_plan(make_plan(config), "slurm", tmp_path / "a.sh").paths
     env = {"PATH": programs(tmp_path / "bin", torchrun=True)} | ONE_NODE
     two = run_bash(script, "train.py", env=env | {"SLURM_JOB_NUM_NODES": "2"})
-    read = launch_script.parse_in_rank(None, json.loads(two.stdout)[0])  # type: ignore[arg-type]
+    read = launch.parse_in_rank(None, json.loads(two.stdout)[0])  # type: ignore[arg-type]
     assert (read["nnodes"], read["nproc_per_node"]) == ("2", "2")
     for nodes in ("3", "4"):  # 4 ranks over 3; a node with half of a tensor
         assert run_bash(script, "train.py", env=env | {"SLURM_JOB_NUM_NODES": nodes}).returncode == 2
@@ -167,7 +166,7 @@ def test_the_options_of_a_job_are_those_of_the_plan(tmp_path: Path) -> None:
     hardware = make_hardware(cores=16, gpu=True)
     plan = make_plan(TrainingConfig(micro_batch=4), hardware=hardware, device="cuda")
     script, _ = export_plan(plan, "slurm", tmp_path / "a.sh").paths
-    options = launch_script.read_script(script.read_text()).options
+    options = launch.read_script(script.read_text()).options
     assert options["gpus-per-node"] == "1" and options["cpus-per-task"] == "16" and options["ntasks-per-node"] == "1"
     assert options["signal"] == "B:TERM@120" and options["exclusive"] is None and options["mem"] == "0"
     first = script.read_text().splitlines().index("set -euo pipefail")
@@ -228,7 +227,7 @@ def test_values_of_a_plan_stay_data(to: str, text: str, tmp_path: Path) -> None:
     _, seen = json.loads(run_bash(script, "train.py", env=env).stdout)
     assert "NCCL_ALGO" not in seen and seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert not list(tmp_path.glob("MARK*"))
-    assert "wrap" not in launch_script.read_script(script.read_text()).options
+    assert "wrap" not in launch.read_script(script.read_text()).options
 
 
 RANK = """

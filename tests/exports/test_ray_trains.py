@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autoplan.errors import ExportError
+from autoplan.planner.export import ray as ray_script
 from autoplan.planner.export.base import Export
-from autoplan.planner.export.launch import ray_script
 from autoplan.planner.export.run import export_plan, load_target
 from autoplan.strategies.config import TrainingConfig
 from tests.exports.environments import needs_environment, run_python
@@ -25,7 +25,7 @@ from tests.recorded import named
 # What is asked of the file alone; the other file is a script, whose own tests are beside this one.
 CHECK = """
 import ast, json, sys
-from autoplan.planner.export.launch.ray_script import read_in_rank
+from autoplan.planner.export.ray import read_in_rank
 given = json.loads(sys.argv[1])
 print(json.dumps(read_in_rank(None, given["SCALING"], given["TORCH"], given["MAX_FAILURES"])))
 """

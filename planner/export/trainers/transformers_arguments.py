@@ -8,18 +8,16 @@ every value.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.export.base import Export, companion_name, same_or_error
+from autoplan.planner.export.base import Export, companion_name, refusal, refuse_model_parallelism, same_or_error
 from autoplan.planner.export.companion import check_module
-from autoplan.planner.export.nearest import refusal, refuse_model_parallelism
 from autoplan.planner.export.trainers.transformers_companion import LOSS_LINE, companion, settings, version_line
 from autoplan.planner.export.trainers.transformers_training import TrainedParts, trained_parts
 from autoplan.planner.export.training import training_of
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.key_tables import installed_version, pick_table
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.trainer_arguments import compiles_in_place, loader_values, named_arguments, plan_values
@@ -55,7 +53,7 @@ class TransformersTarget:
     runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
-        version = installed_version()
+        version = installed_version("transformers")
         table = pick_table("transformers", version or plan.environment.transformers or "5.23")
         trained = trained_parts(plan)
         arguments, not_carried = checked_arguments(plan, table["keys"], trained)
@@ -68,10 +66,10 @@ class TransformersTarget:
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         arguments_text, module_text = export.files.values()
         check_module(module_text, settings(plan, self.name, next(iter(export.files)), trained_parts(plan).optimizers))
-        if installed_version() is None or not _is_installed("accelerate"):
+        if None in (installed_version("transformers"), installed_version("accelerate")):
             return ("not read by the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'",)
         compare_with_plan(plan, arguments_text, read_back_arguments(arguments_text))
-        version = installed_version()
+        version = installed_version("transformers")
         verified = pick_table("transformers", str(version))["verified"]
         if verified == version:
             return ()
@@ -138,7 +136,7 @@ def read_back_arguments(text: str) -> dict[str, Any]:
     Raises:
         ExportError: the class refuses the arguments.
     """
-    tool = f"transformers {installed_version()}"
+    tool = f"transformers {installed_version('transformers')}"
     return read_by_tool(f"{__name__}:read_back_in_rank", (text,), tool=tool, env=OFFLINE)
 
 
@@ -188,19 +186,3 @@ def as_written(value: Any, wanted: Any) -> Any:
     if isinstance(wanted, str) and isinstance(value, str) and "." in value and "." not in wanted:
         return value.rsplit(".", 1)[1].lower()
     return value
-
-
-def installed_version() -> str | None:
-    """The installed version of transformers; None where it is not installed."""
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

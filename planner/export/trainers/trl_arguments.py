@@ -53,7 +53,7 @@ class TrlTarget(TransformersTarget):
             not_carried = [text for text in not_carried if not text.startswith("checkpointing=selective")]
             not_carried.append("checkpointing=selective as measured: TRL's own policy says which results are kept")
         if plan.config.loss == "fused":
-            not_carried = [text for text in not_carried if not text.startswith("the fused loss")]
+            not_carried = [text for text in not_carried if not text.startswith("loss=fused")]
             not_carried.append("loss=fused as measured: SFTTrainer's own loss in chunks takes its place (TRL 1.16)")
         arguments |= table.nest(
             {

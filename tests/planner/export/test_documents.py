@@ -138,7 +138,7 @@ def test_gradient_sync_at_every_micro_step_is_set_in_accelerate(
 def test_what_is_not_carried_is_in_the_companion(tmp_path: Path) -> None:
     export = TransformersTarget().render(make_plan(CONFIGS[3]), "args")
     (_, module) = export.files.values()
-    assert "NOT CARRIED: the fused loss" in module
+    assert "NOT CARRIED: loss=fused: with the Trainer" in module
     assert "THREADS = 2" in module and "torch.set_num_threads(THREADS)" in module
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export
-from autoplan.planner.export.pretraining.megatron_flags import MegatronTarget, flags, read_flags
+from autoplan.planner.export.megatron import MegatronTarget, flags, read_flags
 from autoplan.planner.export.run import load_target
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan

@@ -1,9 +1,11 @@
-"""The short document of the json and yaml exports: configuration, workload, measurement, reasons; no trials."""
+"""The export targets json and yaml: a short document of a plan. The plan file, which is JSON too, has all trials."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan_file import with_shown_texts
 
@@ -40,3 +42,43 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         document["loader"] = plan.loading.setting.arguments | {"waiting_share": plan.loading.waiting_share}
     shown: dict[str, Any] = with_shown_texts(document)  # a U+0085 in a text does not come back from YAML
     return shown
+
+
+class JsonTarget:
+    """The short document as JSON."""
+
+    name = "json"
+    suffix = ".json"
+    runs_code = False
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        return Export(files={f"{stem}{self.suffix}": self.write(plan)})
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        (text,) = export.files.values()
+        same_or_error("the document", self.read(text), json.loads(json.dumps(plan_document(plan))))
+        return ()
+
+    def write(self, plan: Plan) -> str:
+        return json.dumps(plan_document(plan), indent=2) + "\n"
+
+    def read(self, text: str) -> Any:
+        return json.loads(text)
+
+
+class YamlTarget(JsonTarget):
+    """The short document as YAML with its origin as comments, read back with the safe loader."""
+
+    name = "yaml"
+    suffix = ".yaml"
+
+    def write(self, plan: Plan) -> str:
+        import yaml
+
+        body: str = yaml.safe_dump(plan_document(plan), sort_keys=False, allow_unicode=True, width=110)
+        return comment(provenance_lines(plan)) + "\n" + body
+
+    def read(self, text: str) -> Any:
+        import yaml
+
+        return yaml.safe_load(text)

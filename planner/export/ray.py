@@ -8,16 +8,16 @@ lie on every node.
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import CODING, Export, comment, provenance_lines, same_or_error
 from autoplan.planner.export.companion import read_constants
+from autoplan.planner.export.launch import not_carried, rank_variables
 from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.export.variables import not_carried, rank_variables
+from autoplan.planner.plan.key_tables import installed_version
 from autoplan.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class RayTarget:
         for name, value in wanted.items():
             same_or_error(name, constants.get(name), value)
         same_or_error("TRAINING", constants.get("TRAINING"), training)
-        version = installed_version()
+        version = installed_version("ray")
         if version is None:
             return ("not read by Ray's own classes: Ray is not installed (pip install 'ray[train]')",)
         parts = (constants["SCALING"], constants["TORCH"], constants["MAX_FAILURES"])
@@ -129,14 +129,6 @@ def read_in_rank(context: RankContext, scaling: dict[str, Any], torch: dict[str,
     run = RunConfig(failure_config=FailureConfig(max_failures=failures))
     read = {key: getattr(made[0], key) for key in scaling} | {key: getattr(made[1], key) for key in torch}
     return read | {"max_failures": run.failure_config.max_failures}
-
-
-def installed_version() -> str | None:
-    """The installed version of Ray; None where it is not installed."""
-    try:
-        return importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _read_plan(tree: ast.Module) -> Any:

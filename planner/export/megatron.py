@@ -1,8 +1,9 @@
 """The export target megatron: a shell file with the flags of Megatron-LM's pretrain_gpt.py.
 
-In: a plan of a causal language model. Out: one file with the array MEGATRON_FLAGS. Which flags there are, with their
-types and choices, is in keys/megatron.json, per version; it was read from Megatron's own parser. The check reads the
-file back by that table, and by Megatron's own parser where that is installed.
+In: a plan of a causal language model. Out: one file with the array MEGATRON_FLAGS. The model is a GPT-2 or
+one of the Llama family; what Megatron's GPT model is not is refused. Which flags there are, with their types and
+choices, is in keys/megatron.json, per version; it was read from Megatron's own parser. The check reads the file back by
+that table, and by Megatron's own parser where that is installed.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
-from autoplan.planner.export.pretraining.megatron_model import model_flags
-from autoplan.planner.export.pretraining.shared import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
+from autoplan.planner.export.pretraining import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.trainer_arguments import device_not_carried
-from autoplan.strategies.config import CHECKPOINT_EVERY, PLAIN
-from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
+from autoplan.strategies.config import CHECKPOINT_EVERY, LEFT_BY_TOOLS, PLAIN, not_carried
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
 Flags = dict[str, str | int | float | bool]
 """By flag; True for one without a value."""
+
+NOT_CARRIED = (
+    *LEFT_BY_TOOLS,
+    *("ddp_static_graph", "fsdp_prefetch", "batch_norm", "gelu", "threads", "allocator"),
+)
 
 BACKENDS = {"eager": "unfused", "sdpa": "auto", "sdpa_flash": "flash", "sdpa_cudnn": "fused"}
 """By value of attention, what --attention-backend says."""
@@ -170,21 +173,13 @@ def _checkpointing(plan: Plan, fields: dict[str, Any], not_carried: list[str]) -
 def _no_flags(plan: Plan) -> list[str]:
     """The knobs that Megatron has nothing for."""
     config = plan.config
-    found = rounding_not_carried(config.model_dump(), "Megatron")
+    found = not_carried(config, "Megatron", NOT_CARRIED)
     if config.compile != "off":
         found.append(f"compile={config.compile} mode={config.compile_mode}: Megatron has kernels of its own")
     if config.attention not in ("own", *BACKENDS):
         found.append(f"attention={config.attention}: Megatron has no such backend")
-    if config.loss == "fused":
-        found.append("loss=fused: all logits are computed, which takes more memory")
     if config.optimizer_step != "own":
         found.append(f"optimizer_step={config.optimizer_step}: Megatron's Adam is a fused one")
-    found += [
-        f"{knob}={getattr(config, knob)}: Megatron has no such setting"
-        for knob in ("ddp_static_graph", "fsdp_prefetch", "batch_norm", "gelu", "threads", "allocator")
-        if getattr(config, knob) != getattr(PLAIN, knob)
-    ]
-    found += device_not_carried(config, "Megatron, with these flags,")
     if config.dp_shard > 1:
         found.append(f"gradient_sync={config.gradient_sync}: Megatron decides when gradients are scattered")
     return found
@@ -267,3 +262,111 @@ def read_back_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:
                 value = value == action.const
             found[flag] = value if isinstance(value, bool | int | float | str) else getattr(value, "name", str(value))
     return found
+
+
+LLAMA_LIKE: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"--add-qkv-bias": True},
+    "qwen3": {"--qk-layernorm": True},
+}
+"""By type of model, the flags besides those of Llama."""
+
+
+def model_flags(fields: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The flags of a model.
+
+    Raises:
+        ExportError: Megatron's GPT model is another one.
+    """
+    kind = fields["model_type"]
+    if kind == "gpt2":
+        return _gpt2(fields)
+    if kind in LLAMA_LIKE:
+        return _llama(fields, plan) | LLAMA_LIKE[kind]
+    raise ExportError(
+        f"no flags of Megatron are known for models of type {kind}",
+        hint=f"There are some for gpt2, {', '.join(LLAMA_LIKE)}. {NEAREST}",
+    )
+
+
+def _common(fields: dict[str, Any]) -> dict[str, Any]:
+    flags: dict[str, Any] = {
+        "--vocab-size": fields["vocab_size"],
+        "--make-vocab-size-divisible-by": 1,
+        "--init-method-std": fields["initializer_range"],
+    }
+    return flags if is_tied(fields) else flags | {"--untie-embeddings-and-output-weights": True}
+
+
+def _gpt2(fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["activation_function"] != "gelu_new" or fields["attn_pdrop"] is None:
+        raise ExportError(
+            f"a GPT-2 with the activation {fields['activation_function']} is not written for Megatron", hint=NEAREST
+        )
+    if fields["embd_pdrop"] != fields["resid_pdrop"]:
+        raise ExportError(
+            f"the dropout of the embedding is {fields['embd_pdrop']}, that of the residuals {fields['resid_pdrop']}; "
+            "Megatron has one rate for both",
+            hint=NEAREST,
+        )
+    return _common(fields) | {
+        "--num-layers": fields["n_layer"],
+        "--hidden-size": fields["n_embd"],
+        "--ffn-hidden-size": fields["n_inner"] or 4 * fields["n_embd"],
+        "--num-attention-heads": fields["n_head"],
+        "--max-position-embeddings": fields["n_positions"],
+        "--position-embedding-type": "learned_absolute",
+        "--normalization": "LayerNorm",
+        "--norm-epsilon": fields["layer_norm_epsilon"],
+        "--openai-gelu": True,
+        "--no-bias-gelu-fusion": True,
+        "--attention-dropout": fields["attn_pdrop"],
+        "--hidden-dropout": fields["resid_pdrop"],
+    }
+
+
+def _llama(fields: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    kind = fields["model_type"]
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", kind == "mistral") else None
+    if window and window < (plan.workload.sequence_length or 0):
+        raise ExportError(
+            f"the model attends within {window} tokens, and sequences have {plan.workload.sequence_length}",
+            hint=NEAREST,
+        )
+    if fields.get("hidden_act", "silu") != "silu" or fields.get("mlp_bias"):
+        raise ExportError("an MLP with biases or another activation than SiLU is not written", hint=NEAREST)
+    heads = fields["num_attention_heads"]
+    flags = _common(fields) | {
+        "--num-layers": fields["num_hidden_layers"],
+        "--hidden-size": fields["hidden_size"],
+        "--ffn-hidden-size": fields["intermediate_size"],
+        "--num-attention-heads": heads,
+        "--kv-channels": fields.get("head_dim") or fields["hidden_size"] // heads,
+        "--group-query-attention": True,
+        "--num-query-groups": fields.get("num_key_value_heads") or heads,
+        "--max-position-embeddings": fields["max_position_embeddings"],
+        "--position-embedding-type": "rope",
+        "--normalization": "RMSNorm",
+        "--norm-epsilon": fields["rms_norm_eps"],
+        "--swiglu": True,
+        "--disable-bias-linear": True,
+        "--attention-dropout": fields.get("attention_dropout") or 0.0,
+        "--hidden-dropout": 0.0,
+    }
+    if kind not in ("qwen2",) and fields.get("attention_bias"):
+        raise ExportError("attention with biases on its output too is not written for Megatron", hint=NEAREST)
+    return flags | _rotary(fields)
+
+
+def _rotary(fields: dict[str, Any]) -> dict[str, Any]:
+    """The flags of the rotary embedding."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    kind = rope.get("rope_type", "default")
+    base = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
+    flags: dict[str, Any] = {"--rotary-base": int(base)}
+    if kind == "default":
+        return flags
+    if kind == "llama3" and (rope["low_freq_factor"], rope["high_freq_factor"]) == (1.0, 4.0):
+        return flags | {"--use-rope-scaling": True, "--rope-scaling-factor": float(rope["factor"])}
+    raise ExportError(f"a rotary embedding of type {kind} is not written for Megatron", hint=NEAREST)

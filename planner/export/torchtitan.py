@@ -8,8 +8,6 @@ planner/plan/keys/torchtitan.json. The check has the real ConfigManager read the
 from __future__ import annotations
 
 import ast
-import importlib.metadata
-import importlib.util
 import json
 import math
 from collections import defaultdict
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.base import CODING, Export, comment, is_python_name, provenance_lines, same_or_error
-from autoplan.planner.export.pretraining.shared import (
+from autoplan.planner.export.pretraining import (
     ADAMW_OPTIONS,
     NEAREST,
     adamw_of,
@@ -26,11 +24,9 @@ from autoplan.planner.export.pretraining.shared import (
     is_tied,
 )
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import pick_table
+from autoplan.planner.plan.key_tables import installed_version, pick_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.trainer_arguments import device_not_carried
-from autoplan.strategies.config import CUDAGRAPH_MODES, PLAIN
-from autoplan.strategies.rounding_knobs import not_carried as rounding_not_carried
+from autoplan.strategies.config import CUDAGRAPH_MODES, LEFT_BY_TOOLS, not_carried
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
@@ -46,6 +42,11 @@ FORMS = {"own": "foreach", "for_loop": "for-loop", "foreach": "foreach", "fused"
 
 CHECKPOINTING = {"none": None, "selective": "SelectiveAC"}
 """By value of checkpointing; any other is FullAC."""
+
+NOT_CARRIED = (
+    *LEFT_BY_TOOLS,
+    *("ddp_bucket_mb", "ddp_static_graph", "fsdp_prefetch", "batch_norm", "gelu", "threads", "allocator"),
+)
 
 SECTIONS = {
     "training": "TrainingConfig",
@@ -70,7 +71,7 @@ class TorchtitanTarget:
                 f"the file name {stem!r} is no Python name, and torchtitan imports the module",
                 hint="Write --out plan_torchtitan.py.",
             )
-        version = installed_version()
+        version = installed_version("torchtitan")
         table = pick_table("torchtitan", version)
         fields = causal_fields(plan, "torchtitan")
         _refuse_model(fields, table)
@@ -85,9 +86,9 @@ class TorchtitanTarget:
             ast.parse(text)
         except SyntaxError as error:
             raise ExportError(f"the module is not Python: {error}", hint="Please report it.") from error
-        if installed_version() is None:
+        if installed_version("torchtitan") is None:
             return ("not read by torchtitan's own ConfigManager: install torchtitan 0.3.0 to have that checked",)
-        wanted, version = expected(plan), installed_version()
+        wanted, version = expected(plan), installed_version("torchtitan")
         parts = (text, model, name.removesuffix(".py"), list(wanted))
         found = read_by_tool(f"{__name__}:read_back_in_rank", parts, tool=f"torchtitan {version}", what="the recipe")
         for key, value in wanted.items():
@@ -120,7 +121,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     Raises:
         ExportError: torchtitan has no number format or optimizer that the plan has.
     """
-    config, keys = plan.config, pick_table("torchtitan", installed_version())["keys"]
+    config, keys = plan.config, pick_table("torchtitan", installed_version("torchtitan"))["keys"]
     if config.precision == "fp16":
         raise ExportError("torchtitan has no fp16 with loss scaling, and the plan has precision=fp16", hint=NEAREST)
     training = adamw_of(plan, "torchtitan")
@@ -178,7 +179,7 @@ def _adamw_options(plan: Plan) -> dict[str, Any]:
 
 def _not_carried(plan: Plan) -> list[str]:
     config = plan.config
-    found = data_not_carried(plan) + rounding_not_carried(config.model_dump(), "torchtitan")
+    found = data_not_carried(plan) + not_carried(config, "torchtitan", NOT_CARRIED)
     if config.precision == "bf16":
         found.append(
             "precision=bf16 as autocast: torchtitan casts the parameters of each block to bf16, so norms and residuals "
@@ -195,16 +196,6 @@ def _not_carried(plan: Plan) -> list[str]:
         found.append(f"compile_mode={config.compile_mode}: torchtitan compiles in torch's default mode;{graphs}")
     if config.attention != "own":
         found.append(f"attention={config.attention}: torchtitan's backend for models of transformers picks the kernel")
-    if config.gelu != "own":
-        found.append("gelu=torch: the activation is the model's own")
-    if config.loss == "fused":
-        found.append("loss=fused: all logits are computed, which takes more memory")
-    found += [
-        f"{knob}={value}: torchtitan has no such setting"
-        for knob in ("ddp_bucket_mb", "ddp_static_graph", "fsdp_prefetch", "batch_norm", "threads", "allocator")
-        if (value := getattr(config, knob)) != getattr(PLAIN, knob)
-    ]
-    found += device_not_carried(config, "this recipe of torchtitan")
     if config.dp_shard > 1 and config.gradient_sync == "last" and plan.accumulation > 1:
         found.append("gradient_sync=last: torchtitan scatters gradients at every micro-step, with less memory")
     if config.pp > 1:
@@ -278,14 +269,6 @@ def _text(plan: Plan, stem: str, table: dict[str, Any], version: str | None, not
 
 def _literal(value: Any) -> str:
     return 'float("inf")' if value == math.inf else repr(value)
-
-
-def installed_version() -> str | None:
-    """The installed version of torchtitan; None where it is not installed."""
-    try:
-        return importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def read_back_in_rank(context: RankContext, text: str, model: str, stem: str, keys: list[str]) -> dict[str, Any]:

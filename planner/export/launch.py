@@ -1,0 +1,398 @@
+"""The export targets torchrun and slurm: bash scripts that start a plan's ranks, beside the plan's file.
+
+In: a plan. Out: two files. Without arguments the script runs the plan's own workload (`autoplan run`); with arguments
+it runs that script with them. Every value is read back, the command by torchrun's own parser. Traps that the sbatch
+script avoids, of sbatch(1), srun(1) and torchrun:
+
+- the batch script is copied to a spool folder, so files are found from SLURM_SUBMIT_DIR, not beside it;
+- `--signal` without `B:` goes to the steps and not to the script, and bash runs a trap only once a foreground command
+  has ended: so srun runs in the background, and the trap passes TERM on to it;
+- since SLURM 22.05 srun does not take `--cpus-per-task` over from sbatch: it is given again;
+- one task per node, since torchrun starts the ranks of a node itself;
+- torchrun sets OMP_NUM_THREADS to 1 where nobody did.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.export.user_code import read_by_tool
+from autoplan.planner.plan.current import PLAN_VARIABLE, variables_for
+from autoplan.planner.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
+
+_CARRIED = re.compile(r"CUDA_DEVICE_MAX_CONNECTIONS|(TORCH_)?NCCL_[A-Z0-9_]+")
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_PLAIN = re.compile(r"[\w:,.^+-]{1,200}", re.ASCII)
+"""Values that are taken from a plan's file into a script: no paths, no spaces, nothing that a shell reads."""
+_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+
+
+def rank_variables(plan: Plan) -> dict[str, str]:
+    """The environment variables of each rank, besides the plan's file: those of `autoplan run`, and NCCL's.
+
+    torchrun sets OMP_NUM_THREADS to 1 where several ranks have none: not what was measured.
+    """
+    then, cores = plan.environment.variables, plan.hardware.host.cores_usable
+    found = variables_for(plan, Path("plan.json"), {}, cores)
+    del found[PLAN_VARIABLE]
+    if plan.config.world_size > 1:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.config.world_size)))
+    for name in sorted(then):
+        if _CARRIED.fullmatch(name) and _PLAIN.fullmatch(then[name]):
+            found[name] = then[name]
+    for name, other in (_ALLOCATOR_NAMES, _ALLOCATOR_NAMES[::-1]):  # older versions of torch read the second alone
+        if name in found:
+            found.setdefault(other, found[name])
+    return dict(sorted(found.items()))
+
+
+def not_carried(plan: Plan) -> tuple[str, ...]:
+    """Sentences on the variables that the plan was found with and that a script does not set."""
+    then, carried = plan.environment.variables, rank_variables(plan)
+    others = [name for name in sorted(then) if name not in carried and name not in _MACHINE]
+    if not others:
+        return ()
+    values = ", ".join(f"{name}={then[name]}" for name in others)
+    return (f"the plan was found with {values}: set what of it you want, here or in your environment",)
+
+
+WRITTEN_FOR = "torch 2.13 (torchrun), read back by the parser of the torch that is installed"
+
+
+def variable_lines(plan: Plan) -> list[str]:
+    """`export` lines, each with why."""
+    why = {"OMP_NUM_THREADS": "threads per rank, as measured; torchrun's own would be 1 for several ranks"}
+    if plan.config.threads is None and "OMP_NUM_THREADS" not in plan.environment.variables:
+        why["OMP_NUM_THREADS"] = "a rank's share of the cores, as in the trials; torchrun's own would be 1"
+    lines = []
+    for name, value in rank_variables(plan).items():
+        lines += [f"# {why[name]}"] if name in why else []
+        lines.append(f"export {name}={shlex.quote(value)}")
+    return lines
+
+
+def program_lines(plan: Plan) -> list[str]:
+    """What the ranks run: the script and its arguments that are given, else the plan's own workload.
+
+    What runs then is asked by `autoplan run`, which takes the options that are given: `--model train.py:workload`.
+    """
+    lines = ["export AUTOPLAN_PLAN=$PLAN  # for autoplan.current_plan() in a script of yours"]
+    lines.append('if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then')
+    if plan.workload.kind == "object":
+        lines.append('    echo "The plan was made of Python objects: give your script and its arguments." >&2')
+        lines.append("    exit 2")
+    else:
+        lines.append('    set -- -m autoplan run "$PLAN" "$@"')
+    return [*lines, "fi"]
+
+
+def plan_lines(plan_file: str, folder: str) -> list[str]:
+    """Where the plan's file is, with the check that it is there.
+
+    Args:
+        plan_file: Its name.
+        folder: The folder of the script, as bash says it.
+    """
+    return [
+        f"HERE={folder}",
+        f"FILE={shlex.quote(plan_file)}",
+        "PLAN=${PLAN:-$HERE/$FILE}",
+        'if [ ! -f "$PLAN" ]; then',
+        '    echo "There is no $PLAN: the file of the plan lies beside this script, or PLAN=/its/path says where." >&2',
+        "    exit 2",
+        "fi",
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptValues:
+    """What a script sets, as it was read back.
+
+    Attributes:
+        exports: By name of a variable.
+        names: Plain assignments of the script's own.
+        options: Of `#SBATCH` lines, without the dashes; None for a flag.
+        command: The words of the one torchrun command, after `torchrun`.
+    """
+
+    exports: dict[str, str]
+    names: dict[str, str]
+    options: dict[str, str | None]
+    command: list[str]
+
+
+def read_script(text: str) -> ScriptValues:
+    """Reads a script back, line by line, as bash splits words.
+
+    Raises:
+        ExportError: it has no torchrun command, or several.
+    """
+    exports: dict[str, str] = {}
+    names: dict[str, str] = {}
+    options: dict[str, str | None] = {}
+    commands = []
+    code_began = False
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("#SBATCH ") and not code_began:  # sbatch stops reading at the first command
+            name, equals, value = line.removeprefix("#SBATCH ").strip().removeprefix("--").partition("=")
+            options[name] = value if equals else None
+            continue
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        code_began = True
+        words = shlex.split(line, comments=True)
+        into = exports if words[0] == "export" else names
+        assigned = re.fullmatch(r"(\w+)=(.*)", words[1] if words[0] == "export" else words[0])
+        if assigned:
+            into[assigned[1]] = assigned[2]
+        if "torchrun" in words:
+            commands.append(words[words.index("torchrun") + 1 :])
+    if len(commands) != 1:
+        raise ExportError(f"the script has {len(commands)} torchrun commands", hint="Please report it.")
+    return ScriptValues(exports=exports, names=names, options=options, command=commands[0])
+
+
+def check_script(plan: Plan, text: str, plan_file: str) -> tuple[ScriptValues, tuple[str, ...]]:
+    """What both targets are checked for: bash's own syntax check, and every variable.
+
+    Returns:
+        The values that were read back, and notes.
+
+    Raises:
+        ExportError: bash refuses it, or a value is not the plan's.
+    """
+    notes = check_syntax(text)
+    values = read_script(text)
+    wanted = {**rank_variables(plan), "AUTOPLAN_PLAN": "$PLAN"}
+    same_or_error("the exported variables", values.exports, wanted)
+    same_or_error("FILE", values.names.get("FILE"), plan_file)
+    return values, notes
+
+
+def check_syntax(text: str) -> tuple[str, ...]:
+    """`bash -n`; a note where there is no bash.
+
+    Raises:
+        ExportError: bash refuses the script.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        return ("not read by bash, which is not installed here",)
+    done = subprocess.run([bash, "-n"], input=text, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise ExportError(
+            f"bash refuses the script: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}",
+            hint="Nothing was written. Please report it.",
+        )
+    return ()
+
+
+def parse_torchrun(words: list[str]) -> dict[str, Any]:
+    """What torchrun's own parser reads of its arguments, in a process of its own, since that loads torch.
+
+    Raises:
+        ExportError: the parser refuses them.
+    """
+    return read_by_tool(f"{__name__}:parse_in_rank", (words,), tool="torchrun's parser", what="the command")
+
+
+def parse_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:
+    """What torchrun's parser reads, in this process."""
+    from torch.distributed.run import get_args_parser
+
+    try:
+        read = get_args_parser().parse_args(words)
+    except SystemExit as error:
+        raise ValueError(f"torchrun does not take {' '.join(words)}") from error
+    return {name: value for name, value in vars(read).items() if isinstance(value, (str, int, bool, list, type(None)))}
+
+
+class TorchrunTarget:
+    """The torchrun command of a plan, as a script."""
+
+    name = "torchrun"
+    suffix = ".sh"
+    runs_code = False
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        left = not_carried(plan)
+        ranks = plan.config.world_size
+        head = [
+            *provenance_lines(plan),
+            f"Written for {WRITTEN_FOR}.",
+            f"bash {stem}.sh: steps of the plan's own workload on its {ranks} rank(s), by autoplan run, which takes "
+            f"options: bash {stem}.sh --model train.py:workload, where you did not search it.",
+            f"bash {stem}.sh train.py --its arguments: your script on them. It takes the plan with "
+            "autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
+            *(f"NOT CARRIED: {text}." for text in left),
+        ]
+        lines = [
+            "#!/usr/bin/env bash",
+            comment(head),
+            "set -euo pipefail",
+            *plan_lines(f"{stem}.plan.json", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'),
+            *variable_lines(plan),
+            *program_lines(plan),
+            f'exec torchrun --standalone --nproc-per-node {ranks} "$@"',
+        ]
+        files = {f"{stem}.sh": "\n".join(lines) + "\n", f"{stem}.plan.json": plan.file_text()}
+        return Export(files=files, not_carried=left)
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        script, file = export.files
+        values, notes = check_script(plan, export.files[script], file)
+        same_or_error("the plan's file", Plan.model_validate_json(export.files[file]).config, plan.config)
+        read = parse_torchrun(["train.py" if word == "$@" else word for word in values.command])
+        same_or_error("--standalone", read["standalone"], True)
+        same_or_error("--nproc-per-node", read["nproc_per_node"], str(plan.config.world_size))
+        same_or_error("the script of the command", read["training_script"], "train.py")
+        return notes
+
+
+SIGNAL_BEFORE_END_S = 120
+"""Seconds before the job's time is over at which TERM is sent."""
+
+TIME_LIMIT = "24:00:00"
+
+# What the check puts in the place of what SLURM says to the job.
+_ON_ONE_NODE = {"$SLURM_JOB_NUM_NODES": "1", "$HEAD:$PORT": "node1:29500", "$SLURM_JOB_ID": "1", "$@": "train.py"}
+
+
+def options(plan: Plan) -> dict[str, str | None]:
+    """The options of the `#SBATCH` lines."""
+    config, host = plan.config, plan.hardware.host
+    name = re.sub(r"[^\w.-]+", "-", plan.workload.name, flags=re.ASCII)[:40].strip("-")
+    found: dict[str, str | None] = {
+        "job-name": f"autoplan-{name or 'plan'}",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+    }
+    cores = host.cores_usable
+    if plan.device == "cuda":
+        found["gpus-per-node"] = str(config.world_size)
+        gpus = sum(device.type == "cuda" for device in plan.hardware.devices)
+        cores = cores * min(config.world_size, gpus) // gpus if gpus else cores
+    found["cpus-per-task"] = str(max(cores, config.world_size))
+    found |= {"mem": "0", "exclusive": None, "time": TIME_LIMIT, "signal": f"B:TERM@{SIGNAL_BEFORE_END_S}"}
+    return found | {"output": "%x-%j.out"}
+
+
+class SlurmTarget:
+    """The sbatch script of a plan."""
+
+    name = "slurm"
+    suffix = ".sh"
+    runs_code = False
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        left = (
+            *not_carried(plan),
+            f"how long you train: --time is {TIME_LIMIT}, and partition and account are yours (sbatch --time=...)",
+        )
+        config = plan.config
+        head = [
+            *provenance_lines(plan),
+            f"Written for SLURM 22.05 and later, and {WRITTEN_FOR}.",
+            f"sbatch {stem}.sh: steps of the plan's own workload, by autoplan run. Submit it from its folder, with the "
+            "environment of your training active. Options are those of autoplan run: --model train.py:workload, where "
+            "you did not search it.",
+            f"sbatch {stem}.sh train.py --its arguments: your script on the plan's {config.world_size} rank(s). It "
+            "takes the plan with autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
+            "The plan was measured on one node that had nothing else to do: hence --exclusive and all its memory "
+            "(--mem=0). On several: sbatch --nodes=2 --gpus-per-node=... A node needs at least ranks x (loader workers "
+            "+ 1) cores in --cpus-per-task.",
+            *(f"NOT CARRIED: {text}." for text in left),
+        ]
+        lines = [
+            "#!/usr/bin/env bash",
+            *(f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options(plan).items()),
+            comment(head),
+            "set -euo pipefail",
+            *plan_lines(f"{stem}.plan.json", "${SLURM_SUBMIT_DIR:-.}"),
+            *variable_lines(plan),
+            *program_lines(plan),
+            "",
+            f"RANKS={config.world_size}",
+            f"SAME_NODE={config.tp}  # ranks that split a tensor between them talk most, and stay on one node",
+            "RANKS_PER_NODE=$((RANKS / SLURM_JOB_NUM_NODES))",
+            *_CHECK_OF_NODES,
+            "",
+            'mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            "HEAD=${HOSTS[0]}",
+            "PORT=$((29500 + SLURM_JOB_ID % 1000))",
+            "",
+            'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\',
+            '    torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$RANKS_PER_NODE" \\',
+            '    --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$SLURM_JOB_ID" \\',
+            '    "$@" &',
+            *_WAIT,
+        ]
+        files = {f"{stem}.sh": "\n".join(lines) + "\n", f"{stem}.plan.json": plan.file_text()}
+        return Export(files=files, not_carried=left)
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        script, file = export.files
+        values, notes = check_script(plan, export.files[script], file)
+        same_or_error("the plan's file", Plan.model_validate_json(export.files[file]).config, plan.config)
+        same_or_error("the #SBATCH lines", values.options, options(plan))
+        ranks = str(plan.config.world_size)
+        same_or_error("RANKS", values.names.get("RANKS"), ranks)
+        same_or_error("SAME_NODE", values.names.get("SAME_NODE"), str(plan.config.tp))
+        known = _ON_ONE_NODE | {"$RANKS_PER_NODE": ranks}
+        words = [known.get(word, word) for word in values.command if word != "&"]
+        read = parse_torchrun(words)
+        wanted = {
+            "nnodes": "1",
+            "nproc_per_node": ranks,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "node1:29500",
+            "rdzv_id": "1",
+            "standalone": False,
+            "training_script": "train.py",
+        }
+        same_or_error("the torchrun command", {name: read[name] for name in wanted}, wanted)
+        return (*notes, *_test_only(export.files[script]))
+
+
+_CHECK_OF_NODES = [
+    "if [ $((RANKS_PER_NODE * SLURM_JOB_NUM_NODES)) -ne $RANKS ] || [ $((RANKS_PER_NODE % SAME_NODE)) -ne 0 ]; then",
+    '    echo "The plan has $RANKS ranks, $SAME_NODE of them on the same node: not on $SLURM_JOB_NUM_NODES nodes." >&2',
+    "    exit 2",
+    "fi",
+]
+
+_WAIT = [
+    "STEP=$!",
+    "trap 'kill -TERM \"$STEP\"' TERM INT  # srun passes it on to torchrun, and that to the ranks",
+    "CODE=0",
+    'wait "$STEP" || CODE=$?',
+    'while kill -0 "$STEP" 2> /dev/null; do  # a signal ended the wait, not the step',
+    "    CODE=0",
+    '    wait "$STEP" || CODE=$?',
+    "done",
+    'exit "$CODE"',
+]
+
+
+def _test_only(text: str) -> tuple[str, ...]:
+    """What `sbatch --test-only` says, where SLURM is installed; it asks the cluster and submits nothing."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        return ()
+    try:
+        done = subprocess.run([sbatch, "--test-only"], input=text, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return (f"sbatch --test-only did not answer: {error}",)
+    said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+    return (f"sbatch --test-only says: {said[:500]}",)
