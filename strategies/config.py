@@ -18,19 +18,23 @@ from pydantic import Field
 
 from autoplan.errors import ConfigError
 from autoplan.record import Record
-from autoplan.strategies.device_knobs import Allocator, Kernels, Offload
 from autoplan.strategies.knob import Knob, Need
-from autoplan.strategies.rounding_knobs import Fp8, OptimizerState, Parameters
 
 Checkpointing = Literal["none", "selective", "every_4", "every_3", "every_2", "full"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Fp8 = Literal["off", "tensorwise", "rowwise"]
 Compile = Literal["off", "block", "model"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 Attention = Literal["own", "eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
 BatchNorm = Literal["own", "sync"]
 Gelu = Literal["own", "torch"]
+Kernels = Literal["own", "liger"]
 LossHead = Literal["full", "fused"]
 OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
+Parameters = Literal["own", "bf16", "bf16_stochastic"]
+OptimizerState = Literal["own", "bf16", "8bit"]
+Allocator = Literal["own", "keep", "expandable"]
+Offload = Literal["none", "optimizer", "activations", "parameters"]
 GradientSync = Literal["last", "every"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
@@ -60,12 +64,16 @@ OPTIMIZER_FLAGS = {
 INTERLEAVED_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
 """The pipeline schedules with several stages per rank."""
 
+TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
+
 _RANKS = Knob(
     technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
 )
-_REPLICAS = (Need(knob="dp_replicate", at_least=2),)
 _SHARDS = (Need(knob="dp_shard", at_least=2),)
 _STAGES = (Need(knob="pp", at_least=2),)
+_DDP = Need(knob="dp_replicate", at_least=2, why="no gradients are all-reduced")
+_DDP_ALONE = dict.fromkeys(("dp_shard", "tp"), "FSDP2 keeps the replicas' gradients together, not DDP")
+_NOT_COMPARED = dict.fromkeys(("tp", "pp"), "it was not compared over such ranks")
 
 
 class TrainingConfig(Record):
@@ -102,7 +110,35 @@ class TrainingConfig(Record):
         description="fp32; tf32 (fp32 storage, TF32 matmuls, CUDA); bf16 or fp16 autocast over fp32 parameters, "
         "fp16 with dynamic loss scaling",
     )
-    fp8: Fp8 = "off"
+    fp8: Annotated[
+        Fp8,
+        Knob(
+            technique="fp8",
+            numerics="changes",
+            device="cuda",
+            made_by_torchao=("tensorwise", "rowwise"),
+            must_gain=True,
+            needs=(
+                Need(knob="precision", values=("bf16",), why="all but the products of linear layers stays in bf16"),
+            ),
+            excludes=_NOT_COMPARED,
+            left_out="no `--numerics lossy`; compute capability below 8.9 (`rowwise`: 9.0); no torchao; no linear "
+            "layer that is large enough; no gain is predicted",
+            without="the products of linear layers stay in bf16, which takes longer than measured",
+            risks={
+                "tensorwise": "activations and weights keep 4 bits of mantissa in the products of linear layers, "
+                "gradients of outputs 3, and a whole tensor has one scale: beside outliers, which grow over a long "
+                "training, small numbers become zero. Three steps cannot show that",
+                "rowwise": "activations, weights and gradients of outputs keep 4 bits of mantissa in the products of "
+                "linear layers, with a scale for each row: outliers, which grow over a long training, hide small "
+                "numbers of their row alone. Three steps cannot show what that does to the loss",
+            },
+        ),
+    ] = Field(
+        default="off",
+        description="products of large linear layers in 8-bit floating point (torchao): off; tensorwise: one scale "
+        "for each tensor; rowwise: one for each row or column, in powers of two",
+    )
     compile: Annotated[
         Compile, Knob(technique="compilation", left_out="no compiler; `block`: no repeated blocks; `model`: a pipeline")
     ] = Field(default="off", description="torch.compile: off, each repeated block, the whole model")
@@ -111,7 +147,7 @@ class TrainingConfig(Record):
         Knob(
             technique="compilation",
             device="cuda",
-            needs=(Need(knob="compile", values=("block", "model")),),
+            needs=(Need(knob="compile", values=("block", "model"), why="nothing is compiled"),),
             left_out="modes with CUDA graphs need `compile=model`",
         ),
     ] = Field(default="default", description="mode of torch.compile; default when off")
@@ -132,9 +168,10 @@ class TrainingConfig(Record):
         Knob(
             technique="batch_norm",
             device="cuda",
-            searched=False,
-            needs=_REPLICAS,
-            left_out="no BatchNorm in training mode; HSDP, tensor parallelism, a pipeline",
+            needs=(Need(knob="dp_replicate", at_least=2),),
+            excludes=dict.fromkeys(("tp", "pp"), "statistics are shared over data-parallel ranks alone"),
+            unpriced="what SyncBatchNorm exchanges is a few numbers per channel; it was never measured",
+            left_out="no BatchNorm in training mode; HSDP",
             without="each rank normalises its own micro-batch",
         ),
     ] = Field(
@@ -145,8 +182,9 @@ class TrainingConfig(Record):
     gelu: Annotated[
         Gelu,
         Knob(
-            technique="gelu",
-            searched=False,
+            technique="kernels",
+            unpriced="passes over one activation, which a compiled run does not make: variants are traced with the "
+            "model's own",
             left_out="the model writes no tanh formula of GELU out (GPT-2's)",
             without="the activation is the model's own",
         ),
@@ -155,7 +193,20 @@ class TrainingConfig(Record):
         description="own: as the model has it; torch: GPT-2's tanh formula of GELU as torch's one operation, for runs "
         "that are not compiled",
     )
-    kernels: Kernels = "own"
+    kernels: Annotated[
+        Kernels,
+        Knob(
+            technique="kernels",
+            device="cuda",
+            excludes={"compile": "Inductor fuses norms and gates by itself"} | _NOT_COMPARED,
+            left_out="no liger-kernel; it does not know the model",
+            without="the model keeps its own norms, rotary embeddings and gated MLPs",
+        ),
+    ] = Field(
+        default="own",
+        description="own: norms, rotary embeddings and gated MLPs as the model has them; liger: Liger's kernels for "
+        "them, in runs that are not compiled",
+    )
     loss: Annotated[
         LossHead,
         Knob(
@@ -174,8 +225,53 @@ class TrainingConfig(Record):
     ] = Field(
         default="own", description="own: as the workload's optimizer has it; torch's for-loop, foreach or fused form"
     )
-    parameters: Parameters = "own"
-    optimizer_state: OptimizerState = "own"
+    parameters: Annotated[
+        Parameters,
+        Knob(
+            technique="parameters",
+            numerics="changes",
+            needs=(Need(knob="precision", values=("bf16",), why="products of bf16 parameters are in bf16"),),
+            excludes=_NOT_COMPARED,
+            left_out="no `--numerics lossy`; no parameter in fp32; a long accumulation",
+            without="parameters and gradients stay as your model has them, which takes more memory than measured",
+            risks={
+                "bf16": "the forward and the gradients see parameters of 8 bits of mantissa, and gradients of "
+                "micro-batches are added up in bf16; the fp32 master copies keep every update. Three steps cannot "
+                "show what this does to the loss of a long training",
+                "bf16_stochastic": "there is no fp32 copy. An update that is smaller than the last bit of a parameter "
+                "(0.4 to 0.8 % of it) arrives by chance: right on average, as noise in each step. Three steps cannot "
+                "show what the noise does to a long training with a small learning rate",
+            },
+        ),
+    ] = Field(
+        default="own",
+        description="own: as the model has them; bf16: stored in bf16, with bf16 gradients, and stepped on fp32 master "
+        "copies in the optimizer; bf16_stochastic: no copies, each step is rounded up or down by chance",
+    )
+    optimizer_state: Annotated[
+        OptimizerState,
+        Knob(
+            technique="optimizer",
+            numerics="changes",
+            memory_only="rounds no moments",
+            made_by_torchao=("8bit",),
+            excludes=_NOT_COMPARED,
+            left_out="no `--numerics lossy`; another optimizer than torch's Adam and AdamW; amsgrad; `8bit`: no "
+            "torchao",
+            without="the moments stay in the dtype of the parameters, which takes more memory than measured",
+            risks={
+                "bf16": "Adam's moments keep 8 bits of mantissa, rounded by chance: the second moment changes by a "
+                "thousandth a step, less than its last bit. It is right on average and noisy; three steps cannot show "
+                "what that does to a long training",
+                "8bit": "Adam's moments keep 8 bits, with a scale for each 256: small ones beside a large one lose "
+                "most of their bits, which three steps, with moments that have just begun, cannot show",
+            },
+        ),
+    ] = Field(
+        default="own",
+        description="how Adam's two moments are kept between steps: own: as the optimizer makes them; bf16: in bf16, "
+        "rounded up or down by chance; 8bit: in torchao's 8 bits with a scale for each 256",
+    )
     threads: Annotated[
         int | None,
         Knob(
@@ -185,8 +281,38 @@ class TrainingConfig(Record):
             without="the number of threads is another",
         ),
     ] = Field(default=None, ge=1, description="CPU: intra-operation threads per rank; None: torch's")
-    allocator: Allocator = "own"
-    offload: Offload = "none"
+    allocator: Annotated[
+        Allocator,
+        Knob(
+            technique="allocator",
+            numerics="none",
+            memory_only="leaves torch's allocator as it is",
+            memory_only_on="cuda",
+            left_out="keep: CUDA, a C library that is not glibc; expandable: CPU",
+            without="the allocators stay as they are",
+        ),
+    ] = Field(
+        default="own",
+        description="own: as it is; for the whole process, keep (CPU): the C library holds on to freed memory, which "
+        "the next micro-step takes without page faults (glibc); expandable (CUDA): segments that grow, not pieces",
+    )
+    offload: Annotated[
+        Offload,
+        Knob(
+            technique="offload",
+            device="cuda",
+            memory_only="moves nothing between the device and the host",
+            last_resort=True,
+            excludes=_NOT_COMPARED,
+            left_out="any configuration without it fits; the host's memory cannot hold it; parameters: without "
+            "`dp_shard >= 2`; optimizer: one that looks at all parameters together",
+            without="what the plan keeps on the host stays on the device, where it may not fit",
+        ),
+    ] = Field(
+        default="none",
+        description="what lies in the host's memory: none; optimizer (its states; the step runs on the device, piece "
+        "by piece); activations (what the backward needs); parameters (FSDP2 shards, gradients, states and the step)",
+    )
     dp_replicate: Annotated[int, _RANKS] = Field(
         default=1, ge=1, description="data-parallel replicas (DDP; the outer degree of HSDP)"
     )
@@ -205,9 +331,9 @@ class TrainingConfig(Record):
             technique="data_parallel",
             numerics="none",
             role="exchange",
-            searched=False,
-            needs=_SHARDS,
-            left_out="a pipeline",
+            needs=(Need(knob="dp_shard", at_least=2, why="nothing else gathers parameters"),),
+            excludes={"pp": "a stage's parameters stay gathered"},
+            unpriced="how early units are gathered: the share of a gathering that is hidden is one constant",
             without="shards are gathered in another order",
         ),
     ] = Field(
@@ -220,9 +346,11 @@ class TrainingConfig(Record):
         Knob(
             technique="data_parallel",
             role="exchange",
-            needs=_SHARDS,
+            needs=(Need(knob="dp_shard", at_least=2, why="else every rank keeps whole gradients anyway"),),
+            # torch 2.13: PipelineStage.backward_maybe_with_nosync turns FSDP2's reduction off before every backward
+            excludes={"pp": "torch's stages reduce gradients once per pass"},
             memory_only="sends less",
-            left_out="`every`: a pipeline; one micro-batch per step; `last` fits as well",
+            left_out="`every`: one micro-batch per step; `last` fits as well",
         ),
     ] = Field(
         default="last",
@@ -234,9 +362,9 @@ class TrainingConfig(Record):
         Knob(
             technique="data_parallel",
             role="exchange",
-            searched=False,
-            needs=_REPLICAS,
-            left_out="FSDP2; tensor parallelism",
+            needs=(_DDP,),
+            excludes=_DDP_ALONE,
+            unpriced="the size of DDP's buckets: latency per bucket is not modelled",
             without="gradients are reduced in other buckets",
         ),
     ] = Field(
@@ -248,10 +376,11 @@ class TrainingConfig(Record):
             technique="data_parallel",
             numerics="none",
             role="exchange",
-            searched=False,
-            needs=_REPLICAS,
-            left_out="FSDP2; tensor parallelism; a pipeline; several micro-batches per step",
+            needs=(_DDP,),
+            excludes=_DDP_ALONE | {"pp": "a stage has several forwards before a backward"},
+            unpriced="a promise to DDP that saves host time which was never measured apart",
             without="nothing promises that the graph stays the same",
+            left_out="several micro-batches per step",
         ),
     ] = Field(
         default=False, description="DDP: the graph is promised to be the same at every step (torch's static_graph)"
@@ -338,6 +467,16 @@ class TrainingConfig(Record):
             if name == "micro_batch" or value != getattr(PLAIN, name)
         }
 
+    @property
+    def rounds_steps(self) -> bool:
+        """Whether steps round what they keep: parameters, optimizer states or both."""
+        return self.parameters != "own" or self.optimizer_state != "own"
+
+    def risks(self) -> list[str]:
+        """What the parity check cannot show of the lossy choices, a sentence each."""
+        values = {name: getattr(self, name) for name in LOSSY}
+        return [f"{name}={v}: {knobs()[name].risks[v]}" for name, v in values.items() if v in LOSSY[name]]
+
     def describe(self) -> str:
         """One line for people: `micro_batch=4 precision=bf16 compile=block`."""
         return " ".join(f"{name}={value}" for name, value in self.knobs_off_default().items())
@@ -419,8 +558,11 @@ EXCHANGE_KNOBS: tuple[str, ...] = tuple(name for name, knob in knobs().items() i
 MEMORY_ONLY: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.memory_only)
 """The knobs whose other values only save memory, and cost time."""
 
-LOSSY: Mapping[str, tuple[str, ...]] = {name: knob.lossy for name, knob in knobs().items() if knob.lossy}
+LOSSY: Mapping[str, tuple[str, ...]] = {name: tuple(knob.risks) for name, knob in knobs().items() if knob.risks}
 """By knob, its lossy values."""
+
+UNPRICED: Mapping[str, str] = {name: knob.unpriced for name, knob in knobs().items() if knob.unpriced}
+"""The knobs that the cost model does not read, each with the reason. A search varies them only on request."""
 
 DEGREES: tuple[str, ...] = tuple(name for name, knob in knobs().items() if knob.role != "run")
 """The knobs that say how ranks share the work; they come as whole combinations, not one by one."""

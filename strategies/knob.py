@@ -6,7 +6,8 @@ in autoplan are made from them. Loads no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["run", "rank_count", "layout", "exchange"]
@@ -23,11 +24,13 @@ class Need:
         knob: The other knob.
         at_least: The smallest number that will do.
         values: The values that will do, the one that suits every value of the knob last.
+        why: Why the knob is refused without it; "": it then has no effect.
     """
 
     knob: str
     at_least: int = 0
     values: tuple[str, ...] = ()
+    why: str = ""
 
     def is_met(self, value: Any) -> bool:
         """Whether a value of the other knob will do."""
@@ -53,17 +56,20 @@ class Knob:
             in fp32); or the numerics (the plan says so and passes the parity check at that precision).
         role: Whether it belongs to a combination of degrees, and how.
         device: The one device type on which it has more than its plain value.
-        searched: A search varies it by itself; else only where the user fixes or bounds it.
-        needs: What it goes with: without it, it has no effect or is refused.
+        needs: What it goes with: without it, it has no effect or is refused (`Need.why`).
+        excludes: By other knob, why that one keeps its plain value beside this one.
+        unpriced: Why the cost model does not read it: a search then varies it only where the user names its values.
         memory_only: For a knob whose other values only save memory: what its plain value saves, in words. A search
             tries the other values only where the plain one may not fit.
         memory_only_on: The one device type on which that is so; None: all.
-        lossy: The values that lose bits in a way that three steps cannot judge (parameters, optimizer states, products
-            in fewer bits): a search has them only with `--numerics lossy`.
+        risks: By value that loses bits at each step (parameters, optimizer states, products in fewer bits), what a
+            plan says of it: what the three steps of a parity check cannot show. A search has these values only with
+            `--numerics lossy`.
+        made_by_torchao: The values that torchao makes.
         must_gain: A search tries its other values only where they are predicted to be faster than the plain one.
         last_resort: A search offers its other values only where no configuration with the plain one is sure to fit.
         offered: The values that a search offers, in words, where the knob has no closed list.
-        left_out: When a search leaves values out, in words, besides what `device` and `needs` say.
+        left_out: When a search leaves values out, in words, besides what `device`, `needs` and `excludes` say.
         without: What happens in a tool that does not carry its value, in words after "with the tool".
     """
 
@@ -71,11 +77,13 @@ class Knob:
     numerics: Literal["none", "rounding", "changes"] = "rounding"
     role: Role = "run"
     device: Literal["cpu", "cuda"] | None = None
-    searched: bool = True
     needs: tuple[Need, ...] = ()
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    unpriced: str = ""
     memory_only: str = ""
     memory_only_on: Literal["cpu", "cuda"] | None = None
-    lossy: tuple[str, ...] = ()
+    risks: Mapping[str, str] = field(default_factory=dict)
+    made_by_torchao: tuple[str, ...] = ()
     must_gain: bool = False
     last_resort: bool = False
     offered: str = ""

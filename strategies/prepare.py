@@ -12,7 +12,6 @@ from autoplan.errors import ConfigError
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import LEFT_BY_TOOLS, TrainingConfig, not_carried
 from autoplan.strategies.run import TrainingRun
-from autoplan.strategies.techniques.affinity import place_rank
 from autoplan.strategies.techniques.allocator import AllocatorStrategy, set_allocator
 from autoplan.strategies.techniques.attention import AttentionStrategy
 from autoplan.strategies.techniques.base import Build, Strategy
@@ -21,20 +20,18 @@ from autoplan.strategies.techniques.checkpointing import CheckpointingStrategy
 from autoplan.strategies.techniques.compilation import CompilationStrategy, CompileModeStrategy
 from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
 from autoplan.strategies.techniques.fp8 import Fp8Strategy
-from autoplan.strategies.techniques.gelu import GeluStrategy
-from autoplan.strategies.techniques.kernels import KernelsStrategy
+from autoplan.strategies.techniques.kernels import GeluStrategy, KernelsStrategy
 from autoplan.strategies.techniques.loss import LossStrategy
 from autoplan.strategies.techniques.mesh import build_mesh, rank_seed
 from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
 from autoplan.strategies.techniques.offload import OffloadStrategy
-from autoplan.strategies.techniques.optimizer import OptimizerStrategy
-from autoplan.strategies.techniques.optimizer_state import OptimizerStateStrategy
+from autoplan.strategies.techniques.optimizer import OptimizerStateStrategy, OptimizerStrategy
 from autoplan.strategies.techniques.parameters import ParametersStrategy
 from autoplan.strategies.techniques.pipeline_parallel import PipelineEngineStrategy, PipelineStrategy
 from autoplan.strategies.techniques.precision import PrecisionStrategy, set_matmul_tf32
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.tensor_parallel import TensorParallelStrategy
-from autoplan.strategies.techniques.threads import ThreadsStrategy
+from autoplan.strategies.techniques.threads import ThreadsStrategy, place_rank
 from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
 

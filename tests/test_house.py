@@ -25,14 +25,9 @@ ORDER = (
     ("autoplan.processes",),
     ("autoplan.probes.catalog",),
     ("autoplan.probes",),
-    (
-        "autoplan.strategies",
-        "autoplan.strategies.knob",
-        "autoplan.strategies.rounding_knobs",
-        "autoplan.strategies.device_knobs",
-    ),  # the package itself holds no code
+    ("autoplan.strategies", "autoplan.strategies.knob"),  # the package itself holds no code
     ("autoplan.strategies.config",),
-    ("autoplan.strategies.knob_table", "autoplan.strategies.knob_input"),
+    ("autoplan.strategies.knob_text",),
     ("autoplan.strategies.workloads",),
     ("autoplan.strategies.analysis",),
     ("autoplan.strategies.techniques",),

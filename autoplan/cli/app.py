@@ -23,7 +23,7 @@ from autoplan.cli.show import show_command
 from autoplan.cli.verify import verify_command
 from autoplan.errors import AutoplanError, InterruptedSearchError, UsageError
 from autoplan.report.screen import is_plain
-from autoplan.strategies.knob_input import knob_help
+from autoplan.strategies.knob_text import knob_help
 
 HELP = (
     "Finds the fastest way to run a training job on this machine, by measuring. What is trained stays the same. "

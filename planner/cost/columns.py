@@ -37,16 +37,6 @@ COMPILES = ("off", "block", "model")
 # master copies (parameters=bf16_stochastic); elsewhere the states are in 16 bits too.
 STATES = ("fp32", "megatron", "master", "16bit")
 
-KNOBS_LEFT_OUT: dict[str, str] = {
-    "gelu": "passes over one activation, which a compiled run does not make: variants are traced with the model's own",
-    "batch_norm": "what SyncBatchNorm exchanges is a few numbers per channel; it was never measured",
-    "fsdp_prefetch": "how early units are gathered: the share of a gathering that is hidden is one constant",
-    "ddp_bucket_mb": "the size of DDP's buckets: latency per bucket is not modelled",
-    "ddp_static_graph": "a promise to DDP that saves host time which was never measured apart",
-}
-"""The knobs that change no prediction of the search's cost model, each with the reason. A search varies them only on
-request."""
-
 _STATES_OF = {"own": "fp32", "bf16": "master", "bf16_stochastic": "16bit"}
 
 # Of every so many blocks one is checkpointed whole, the first of each stack among them: techniques/checkpointing.py.

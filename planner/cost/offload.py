@@ -19,7 +19,7 @@ from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, ran
 from autoplan.planner.cost.step import BACKWARD_SHARE, OVERLAP
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import knob_values
-from autoplan.strategies.techniques.offload_rules import IN_FLIGHT_BYTES, PIECE_BYTES, PIECES_AT_ONCE
+from autoplan.strategies.techniques.sizes import IN_FLIGHT_BYTES, PIECE_BYTES, PIECES_AT_ONCE
 
 OFFLOADS: tuple[str, ...] = knob_values("offload") or ()
 OPTIMIZER, ACTIVATIONS, PARAMETERS = (OFFLOADS.index(name) for name in ("optimizer", "activations", "parameters"))

@@ -20,7 +20,6 @@ from autoplan.planner.export.launch import rank_variables
 from autoplan.planner.export.model_summary import ModelSummary, summarize_model
 from autoplan.planner.export.plan_settings import plan_settings
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.rounding_knobs import rounds_steps
 
 
 class PytorchTarget:
@@ -64,7 +63,7 @@ _DOCSTRING = "The workload as the plan runs it, in plain PyTorch. Run it with --
 def _refuse_what_cannot_be_carried(plan: Plan) -> None:
     if plan.config.pp > 1:  # the model is cut by what one forward of it shows, when the run is built
         raise refusal("a script of autoplan's own code", "pipeline parallelism", f"pp={plan.config.pp}")
-    if plan.config.dp_shard > 1 and rounds_steps(plan.config):
+    if plan.config.dp_shard > 1 and plan.config.rounds_steps:
         raise ExportError(
             f"the script does not carry parameters={plan.config.parameters} "
             f"optimizer_state={plan.config.optimizer_state} on shards: what FSDP2 holds is rounded by autoplan alone",

@@ -38,9 +38,8 @@ from autoplan.planner.records.trials import (
 from autoplan.planner.space.bounds import Bound, bound_of, parse_bound
 from autoplan.probes.profile import HardwareProfile
 from autoplan.record import Record
-from autoplan.strategies.config import LOSSY, TrainingConfig
-from autoplan.strategies.knob_input import check_knob, parse_knob
-from autoplan.strategies.rounding_knobs import NEEDS_TORCHAO, TORCHAO_INSTALL
+from autoplan.strategies.config import LOSSY, TORCHAO_INSTALL, TrainingConfig, knobs
+from autoplan.strategies.knob_text import check_knob, parse_knob
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s, parse_memory_bytes
@@ -199,7 +198,7 @@ def refuse_lossy(fix: Mapping[str, Any], bound: Mapping[str, Bound]) -> None:
         asked = fixed or (f"{knob} in {', '.join(map(str, values))}" if values and set(values) & set(lossy) else None)
         if asked is not None:
             wanted = {fix[knob]} if fixed else set(values or ())
-            missing = wanted & set(NEEDS_TORCHAO.get(knob, ())) and importlib.util.find_spec("torchao") is None
+            missing = wanted & set(knobs()[knob].made_by_torchao) and importlib.util.find_spec("torchao") is None
             install = f" Besides, it needs torchao, which is not installed here: {TORCHAO_INSTALL}." if missing else ""
             raise ConfigError(
                 f"{asked} loses bits at each step, and --numerics is kept: a lossy choice is tried by your word alone",

@@ -38,7 +38,6 @@ from autoplan.planner.trials.measure import Spread, invert
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.rounding_knobs import risks_of
 
 PEAK_DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -114,7 +113,7 @@ def make_plan(
             *(_input_notes(session, winner) if loading is None or loading.setting is None else loading.notes),
             *_model_notes(session, winner),
             *([] if (drifted := drift(against)) is None else [drifted]),
-            *risks_of(winner.config.knobs_off_default()),
+            *winner.config.risks(),
         ),
         environment=read_environment(),
         training=context.facts.training,

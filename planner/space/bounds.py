@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.errors import ConfigError
 from autoplan.strategies.config import knob_values
-from autoplan.strategies.knob_input import check_knob
+from autoplan.strategies.knob_text import check_knob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

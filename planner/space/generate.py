@@ -26,7 +26,7 @@ from autoplan.strategies.config import (
     knobs,
     micro_batches,
 )
-from autoplan.strategies.knob_input import check_knob
+from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import with_exchange_knobs
 from autoplan.strategies.techniques.rules import Combinations, incompatible
 
@@ -85,7 +85,7 @@ def generate(
     values |= {choice.knob: list(choice.values) for choice in one_by_one}
     dropped = [left_out for choice in one_by_one for left_out in choice.left_out]
     for knob in set(values) - {*fixed, *bounds}:
-        if not knobs()[knob].searched:
+        if knobs()[knob].unpriced:
             values[knob] = [getattr(PLAIN, knob)]
     for knob in list(values):
         values[knob] = narrow(knob, values[knob], dropped, fixed, bounds)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import PLAIN, TrainingConfig
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
 
@@ -151,3 +152,10 @@ class Strategy(Protocol):
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices: ...
 
     def apply(self, build: Build) -> None: ...
+
+
+def check_applies(config: TrainingConfig, knob: str, reason: str | None, hint: str = "") -> None:
+    """Raises ConfigError where there is a reason against a knob's value; without a hint it names the plain value."""
+    if reason is not None:
+        hint = hint or f"Use {knob}={getattr(PLAIN, knob)}."
+        raise ConfigError(f"{knob}={getattr(config, knob)} does not apply: {reason}", hint=hint)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.workloads.workload import Workload
 
 ONLY_ON_CUDA = "torch's SyncBatchNorm runs on CUDA alone"
@@ -35,12 +34,8 @@ class BatchNormStrategy:
         """
         if build.config.batch_norm == "own":
             return
-        reason = reason_against_sync(build.model, build.device.type)
-        if reason is not None:
-            raise ConfigError(
-                f"batch_norm=sync does not apply: {reason}",
-                hint="Use batch_norm=own: each rank then normalises its own micro-batches, as accumulation does.",
-            )
+        hint = "Use batch_norm=own: each rank then normalises its own micro-batches, as accumulation does."
+        check_applies(build.config, self.name, reason_against_sync(build.model, build.device.type), hint)
         axis = "dp_replicate" if build.config.dp_replicate > 1 else "dp_shard"
         synchronise(build.model, build.mesh.get_group(axis))
 

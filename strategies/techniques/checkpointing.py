@@ -17,12 +17,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import CHECKPOINT_EVERY
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.workloads.workload import Workload
 
 # The operations whose results the selective policy keeps: those that cost the most to compute again per byte kept.
@@ -41,6 +40,9 @@ _KEPT_NAMES = (
 )
 
 
+NO_BLOCKS = "the model has no repeated blocks to wrap"
+
+
 class CheckpointingStrategy:
     """Wraps repeated blocks; selective keeps matmuls and attention of every block, the others keep a block's input."""
 
@@ -50,8 +52,7 @@ class CheckpointingStrategy:
         """What the number of blocks allows."""
         count = len(structure.blocks)
         if count == 0:
-            reason = "the model has no repeated blocks to wrap"
-            return offer(self.name, ("none",), dict.fromkeys(CHECKPOINT_EVERY, reason))
+            return offer(self.name, ("none",), dict.fromkeys(CHECKPOINT_EVERY, NO_BLOCKS))
         longest = max(len(stack) for stack in structure.stacks)
         reasons = {
             value: f"the longest run of blocks has {longest}" if every > 1 and every >= longest else None
@@ -69,10 +70,7 @@ class CheckpointingStrategy:
         if value == "none":
             return
         if not build.structure.blocks:
-            raise ConfigError(
-                f"checkpointing={value} does not apply: the model has no repeated blocks to wrap",
-                hint="Use checkpointing=none.",
-            )
+            check_applies(build.config, self.name, NO_BLOCKS)
         compiled = build.config.compile != "off"
         for stack in build.structure.stacks:
             for index, (name, block) in enumerate(stack):

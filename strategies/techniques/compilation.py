@@ -19,7 +19,7 @@ from autoplan.processes.compile_cache import use_own_cache
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import CUDAGRAPH_MODES, knob_values
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -49,8 +49,7 @@ class CompilationStrategy:
         reason = reason_against_compiling(build.device.type)
         if reason is None and config.compile == "block" and not build.structure.blocks:
             reason = "the model has no repeated blocks"
-        if reason is not None:
-            raise ConfigError(f"compile={config.compile} does not apply: {reason}", hint="Use compile=off.")
+        check_applies(config, self.name, reason)
         if config.compile_mode in CUDAGRAPH_MODES and build.device.type != "cuda":
             raise ConfigError(
                 f"compile_mode={config.compile_mode} records CUDA graphs; it needs a CUDA device",

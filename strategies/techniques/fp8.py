@@ -5,7 +5,7 @@ the input, gradient of the weight) to 8 bits with a scale taken at that moment: 
 gradients of outputs e5m2), or one for each row or column (rowwise: e4m3, powers of two). Weights, gradients and
 optimizer states stay as they are, and so do the names in a state.
 
-Taken are plain nn.Linear of the repeated blocks whose weight trains and is large enough (fp8_rules.py). Left as they
+Taken are plain nn.Linear of the repeated blocks whose weight trains and is large enough (sizes.py). Left as they
 are: the output head and embeddings, which lie outside of the blocks; routers, whose small differences choose experts;
 LoRA's adapters; frozen weights, for which torchao would compute gradients that nobody wants; layers with hooks or with
 a forward of their own, which a replaced module would lose; and Conv1D of transformers (GPT-2), which torchao does not
@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.rounding_knobs import TORCHAO_INSTALL
-from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.techniques.fp8_rules import MULTIPLE, RECIPES, reason_against_sizes
+from autoplan.strategies.config import TORCHAO_INSTALL
+from autoplan.strategies.techniques.base import Build, check_applies
+from autoplan.strategies.techniques.sizes import MULTIPLE, RECIPES, reason_against_sizes
 from autoplan.strategies.workloads.workload import Workload
 
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
@@ -58,9 +57,7 @@ class Fp8Strategy:
         recipe = build.config.fp8
         if recipe == "off":
             return
-        reason = reason_against_fp8(build.structure, recipe, build.device.type)
-        if reason is not None:
-            raise ConfigError(f"fp8={recipe} does not apply: {reason}", hint="Use fp8=off.")
+        check_applies(build.config, self.name, reason_against_fp8(build.structure, recipe, build.device.type))
         names = [name for name, _ in selected_linears(build.structure, recipe)]
         use_fp8(build.model, names, recipe, emulates=_EMULATED.get())
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoplan.strategies.techniques.offload_rules import IN_FLIGHT_BYTES
+from autoplan.strategies.techniques.sizes import IN_FLIGHT_BYTES
 
 SMALLEST_BYTES = 2**20
 """Smaller tensors are not worth their copies."""

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoplan.strategies.techniques.mesh import local_tensor
-from autoplan.strategies.techniques.offload_rules import PIECE_BYTES, PIECES_AT_ONCE
+from autoplan.strategies.techniques.sizes import PIECE_BYTES, PIECES_AT_ONCE
 
 _ALIGNMENT = 256
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.additivity import SHORT_LENGTH, shorten
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure, disable_dropout, find_structure
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
 from autoplan.strategies.techniques.loss_kernels_gpu import choose_gpu_kernel
@@ -64,12 +63,8 @@ class LossStrategy:
             return
         if build.pipeline.cut is not None and build.structure.head is None:
             return  # the last stage of the pipeline has the head, and the loss
-        reason = reason_against_fusing(build.workload, build.structure)
-        if reason is not None:
-            raise ConfigError(
-                f"loss=fused does not apply: {reason}",
-                hint="Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full.",
-            )
+        hint = "Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full."
+        check_applies(build.config, self.name, reason_against_fusing(build.workload, build.structure), hint)
         kernel = kernel_on(build.device, build.config.precision, compiled=build.config.compile == "model")
         build.training_module.loss = make_fused_loss(build.workload, build.structure, kernel)
 

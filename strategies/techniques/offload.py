@@ -20,7 +20,7 @@ from autoplan.probes.host import read_host
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.host_activations import HostActivations
 from autoplan.strategies.techniques.host_states import keep_states_on_host, reason_against_pieces
 from autoplan.strategies.techniques.mesh import local_tensor
@@ -59,9 +59,8 @@ class OffloadStrategy:
         assert build.optimizer is not None, "applied after the optimizer strategy"
         parameters = trainable(build.model)
         if value == "optimizer":
-            reason = reason_against_pieces(build.workload.build_optimizer, len(parameters))
-            if reason is not None:
-                raise ConfigError(f"offload=optimizer does not apply: {reason}", hint="Use offload=none.")
+            pieces = reason_against_pieces(build.workload.build_optimizer, len(parameters))
+            check_applies(build.config, self.name, pieces)
         states = count_states(build.workload, len(parameters))
         tensors = states if value == "optimizer" else states + 1  # the parameters lie there already
         sizes = [local_tensor(parameter).numel() * parameter.element_size() for parameter in parameters]

@@ -1,6 +1,9 @@
-"""The optimizer_step knob: torch's for-loop, foreach or fused form of the workload's optimizer.
+"""The optimizer_step and optimizer_state knobs: in which form the workload's optimizer steps, and how it keeps moments.
 
-The optimizer itself, its groups and its hyper-parameters belong to the workload; only how its step runs changes.
+The optimizer itself, its groups and its hyper-parameters belong to the workload. optimizer_step picks torch's for-loop,
+foreach or fused form. optimizer_state has Adam's moments in fp32 for the step alone, and in bf16 or 8 bits between
+steps (techniques/rounded_steps.py, where steps over parameters in bf16 are too); the 8 bits are torchao's, with a scale
+for each 256 (Dettmers et al. 2022, arXiv 2110.02861).
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ import inspect
 
 import torch
 
-from autoplan.errors import ConfigError, WorkloadError
+from autoplan.errors import WorkloadError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import OPTIMIZER_FLAGS
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
+from autoplan.strategies.techniques.rounded_steps import held_by, reason_against_8bit, with_rounding
 from autoplan.strategies.workloads.optimizers import rebuild, trainable
 from autoplan.strategies.workloads.workload import Workload
 
@@ -51,11 +55,41 @@ class OptimizerStrategy:
             )
         value = build.config.optimizer_step
         if value != "own":
-            reason = reason_against(type(optimizer), value, build.device.type)
-            if reason is not None:
-                raise ConfigError(f"optimizer_step={value} does not apply: {reason}", hint="Use optimizer_step=own.")
+            check_applies(build.config, self.name, reason_against(type(optimizer), value, build.device.type))
             optimizer = rebuild(optimizer, OPTIMIZER_FLAGS[value])
         build.optimizer = optimizer
+
+
+class OptimizerStateStrategy:
+    """own: as the optimizer makes them; bf16; 8bit."""
+
+    name = "optimizer_state"
+
+    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
+        """Both forms for torch's Adam and AdamW over fp32 parameters; 8bit where torchao is installed."""
+        reason = reason_against_rounding(workload.build_optimizer(trainable(structure.model)))
+        return offer(self.name, ("own",), {"bf16": reason, "8bit": reason or reason_against_8bit()})
+
+    def apply(self, build: Build) -> None:
+        """Has the optimizer step over what is kept rounded: its states, the parameters, or both.
+
+        Raises:
+            ConfigError: the optimizer is another, or torchao is missing.
+        """
+        config, optimizer = build.config, build.optimizer
+        assert optimizer is not None, "the optimizer strategy comes before this"
+        if config.optimizer_state != "own":
+            reason = reason_against_rounding(optimizer, cast=config.parameters != "own")
+            if config.optimizer_state == "8bit":
+                reason = reason or reason_against_8bit()
+            check_applies(config, self.name, reason)
+        if config.rounds_steps:
+            build.optimizer = with_rounding(
+                optimizer,
+                parameters=config.parameters,
+                states=config.optimizer_state,
+                seed=build.workload.seed,
+            )
 
 
 def reason_against(kind: type[torch.optim.Optimizer], value: str, device: str) -> str | None:
@@ -76,3 +110,20 @@ def fused_devices() -> list[str]:
     except ImportError:
         return ["cuda"]
     return list(_get_fused_kernels_supported_devices())
+
+
+def reason_against_rounding(optimizer: torch.optim.Optimizer, *, cast: bool = False) -> str | None:
+    """Why an optimizer's moments are not kept rounded; None if they can be.
+
+    Args:
+        optimizer: The workload's own.
+        cast: Its parameters were put into bf16 by this run.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        return f"it is for torch.optim.Adam and AdamW; this optimizer is {kind.__module__}.{kind.__qualname__}"
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        return "amsgrad keeps the largest second moment, and rounding by chance would push that up"
+    if not cast and any(parameter.dtype is not torch.float32 for parameter in held_by(optimizer)):
+        return "the parameters are not in fp32, and the moments have their dtype already"
+    return None

@@ -5,7 +5,7 @@ they are: buffers (running statistics, tables of positions), the parameters of B
 dtype of its statistics, and what a model of transformers says it keeps in fp32. A run begins at the rounded parameters.
 
 Gradients are made and, over micro-batches, added up in bf16; FSDP2 reduces them in fp32, DDP in bf16. n additions leave
-a relative error of about sqrt(n) 2^-9: parameters_rules.py bounds n. Clipping measures the norm in fp32.
+a relative error of about sqrt(n) 2^-9: rules.py bounds n. Clipping measures the norm in fp32.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.workloads.workload import Workload
 
 NONE_IN_FP32 = "none of the parameters that train is in fp32"
@@ -43,9 +42,7 @@ class ParametersStrategy:
             return
         found = rounded_parameters(build.model)
         if not any(parameter.requires_grad for parameter in found):
-            raise ConfigError(
-                f"parameters={build.config.parameters} does not apply: {NONE_IN_FP32}", hint="Use parameters=own."
-            )
+            check_applies(build.config, self.name, NONE_IN_FP32)
         cast_parameters(found)
         build.gradients.clip = clip_in_fp32
 

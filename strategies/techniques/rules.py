@@ -1,7 +1,7 @@
-"""Which combinations of knobs no run can have: the rules of all techniques, in one place. Loads no torch.
+"""Which combinations of knobs no run can have. Loads no torch: the planner's process, which makes the space, asks too.
 
-The rules of a technique stand in the file beside it (`compilation_rules.py` beside `compilation.py`), since a
-technique's own file loads torch and the planner's process, which makes the space, does not.
+Most rules follow from the knobs' own metadata (`Knob.needs` with a reason, `Knob.excludes`). What needs more than one
+value beside another is a function here.
 """
 
 from __future__ import annotations
@@ -11,41 +11,198 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.techniques import (
-    attention_rules,
-    compilation_rules,
-    data_parallel_rules,
-    fp8_rules,
-    kernels_rules,
-    offload_rules,
-    parameters_rules,
-    pipeline_rules,
-)
+from autoplan.strategies.config import CUDAGRAPH_MODES, INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig, knobs
+from autoplan.strategies.knob import Knob
+
+SIXTEEN_BITS_ONLY = ("sdpa_flash", "sdpa_cudnn")
+"""Kernels that take bf16 and fp16 alone: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_dtypes."""
+
+MOST_ADDITIONS = 32
+"""Gradients in bf16 that are added up in a row, over micro-batches and DDP's replicas: sqrt(32) 2^-9 is 1.1 %."""
+
+Reason = Callable[[TrainingConfig, int | None], str | None]
+"""(configuration, global batch) -> why the knobs do not go together, None if they do.
+
+Without the global batch a rule says nothing of the micro-batches of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """The rules of one technique.
+    """One rule.
 
     Attributes:
-        reads: The knobs that they read.
-        incompatible: The reason against a configuration, or None; with the global batch also by its micro-batches.
+        name: Of the knob or the technique whose rule it is.
+        reads: The knobs that it reads.
+        incompatible: The reason against a configuration.
     """
 
+    name: str
     reads: tuple[str, ...]
-    incompatible: Callable[[TrainingConfig, int | None], str | None]
+    incompatible: Reason
 
+
+def _rule_of(name: str, knob: Knob) -> Rule:
+    """What a knob's own metadata refuses."""
+    refused = [need for need in knob.needs if need.why]
+
+    def incompatible(config: TrainingConfig, global_batch: int | None) -> str | None:
+        value = getattr(config, name)
+        if value == getattr(PLAIN, name):
+            return None
+        for need in refused:
+            if not need.is_met(getattr(config, need.knob)):
+                return f"{name}={value} needs {need.describe()}: {need.why}"
+        for other, why in knob.excludes.items():
+            if (beside := getattr(config, other)) != getattr(PLAIN, other):
+                return f"{name}={value} does not go with {other}={beside}: {why}"
+        return None
+
+    reads = (name, *(need.knob for need in refused), *knob.excludes)
+    return Rule(name=name, reads=reads, incompatible=incompatible)
+
+
+def _attention(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if config.attention in SIXTEEN_BITS_ONLY and config.precision not in ("bf16", "fp16"):
+        return f"attention={config.attention} takes numbers of 16 bits: precision=bf16 or fp16"
+    return None
+
+
+def _compilation(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if config.compile == "block" and config.compile_mode in CUDAGRAPH_MODES:
+        return f"compile_mode={config.compile_mode} records CUDA graphs, which needs compile=model"
+    return None
+
+
+def _batch_norm(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if config.batch_norm == "own":
+        return None
+    if config.dp == 1:
+        return "batch_norm=sync needs several data-parallel ranks: one has nobody to share statistics with"
+    if config.dp_replicate > 1 and config.dp_shard > 1:
+        return "batch_norm=sync goes over one axis of ranks: dp_replicate or dp_shard"
+    return None
+
+
+def _accumulation(config: TrainingConfig, global_batch: int | None) -> str | None:
+    """What goes with several micro-batches per step alone, and what with one alone."""
+    if global_batch is None or (config.gradient_sync == "last" and not config.ddp_static_graph):
+        return None
+    accumulation = global_batch // (config.micro_batch * config.dp)
+    made = f"micro_batch={config.micro_batch} on {config.dp} ranks makes {accumulation}"
+    if config.gradient_sync == "every" and accumulation == 1:
+        return f"gradient_sync=every needs several micro-batches per step, and {made}: it would be gradient_sync=last"
+    if config.ddp_static_graph and accumulation > 1:
+        # Seen with torch 2.13: `expect_autograd_hooks_ INTERNAL ASSERT FAILED` in reducer.cpp.
+        return (
+            f"ddp_static_graph=True takes one micro-batch per step, and {made}: torch learns the graph in the first "
+            "backward, which must reduce gradients"
+        )
+    return None
+
+
+def _offload(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if config.offload == "none":
+        return None
+    asked = f"offload={config.offload}"
+    rounded = next((f"{k}={v}" for k in ("parameters", "optimizer_state") if (v := getattr(config, k)) != "own"), None)
+    if rounded is not None and config.offload != "activations":
+        return f"{asked} does not go with {rounded}, whose states step on the device"
+    if config.offload == "parameters":
+        return _offloaded_parameters(config)
+    if config.offload == "optimizer":
+        return None
+    if config.compile_mode in CUDAGRAPH_MODES:
+        return f"{asked} does not go with compile_mode={config.compile_mode}: CUDA graphs record no copies to the host"
+    if config.checkpointing == "selective":
+        return f"{asked} does not go with checkpointing=selective, which keeps results where autograd does not see them"
+    return None
+
+
+def _offloaded_parameters(config: TrainingConfig) -> str | None:
+    asked = "offload=parameters"
+    if config.dp_shard == 1:
+        return f"{asked} needs FSDP2 (dp_shard of at least 2), which keeps the shards on the host"
+    if config.compile_mode in CUDAGRAPH_MODES:
+        return f"{asked} does not go with compile_mode={config.compile_mode}: CUDA graphs record no copies of the host"
+    if config.precision == "fp16":
+        return f"{asked} does not go with precision=fp16: the loss scaler looks at gradients on the device"
+    if config.fp8 != "off":
+        return f"{asked} does not go with fp8={config.fp8}, which was not compared with shards on the host"
+    return None
+
+
+def _additions_in_bf16(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if config.parameters == "own" or global_batch is None or config.dp_shard > 1 and config.gradient_sync == "last":
+        return None  # FSDP2 adds micro-batches up in fp32, which it reduces in
+    additions = global_batch // (config.micro_batch * config.dp) + config.dp_replicate - 1
+    if additions <= MOST_ADDITIONS:
+        return None
+    return (
+        f"parameters={config.parameters} adds {additions} gradients up in bf16 here, over micro-batches and replicas; "
+        f"more than {MOST_ADDITIONS} in a row lose over 1 %: use a larger micro_batch"
+    )
+
+
+def _pipeline(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if config.pp == 1:
+        return None
+    if (config.pp_schedule in INTERLEAVED_SCHEDULES) != (config.virtual_stages > 1):
+        least = "2 or more" if config.pp_schedule in INTERLEAVED_SCHEDULES else "1"
+        stages = f"virtual_stages={config.virtual_stages}"
+        return f"pp_schedule={config.pp_schedule} does not go with {stages}: it takes {least}"
+    reason = None if global_batch is None else _pipeline_passes(config, global_batch)
+    if reason is not None:
+        return reason
+    if config.compile == "model":
+        return "compile=model does not go with a pipeline: a stage would leave the graph of the whole model early"
+    if config.pp_schedule != "zero_bubble":
+        return None
+    if config.dp > 1:
+        return "zero_bubble computes gradients past the hooks that DDP and FSDP2 reduce them in"
+    if config.compile != "off" or config.loss != "full" or config.checkpointing != "none":
+        return "zero_bubble goes through a graph twice; compiled, fused and checkpointed graphs allow it once"
+    return None
+
+
+def _pipeline_passes(config: TrainingConfig, global_batch: int) -> str | None:
+    stages, per_pass = config.pp, config.pp_microbatches
+    accumulation = global_batch // (config.micro_batch * config.dp)
+    if accumulation % per_pass:
+        return f"pp_microbatches={per_pass} does not divide the {accumulation} micro-batches of a step"
+    if per_pass < stages:
+        return f"pp_microbatches={per_pass} is less than pp={stages}: some stages would be idle throughout"
+    if config.virtual_stages > 1 and per_pass % max(1, per_pass // stages):
+        # torch's interleaved schedules go in rounds of as many micro-batches, about one per stage
+        return f"pp_schedule={config.pp_schedule} goes in rounds of about {stages}: pp_microbatches={per_pass} is none"
+    return None
+
+
+_SHARE = ("micro_batch", "dp_replicate", "dp_shard")
+"""The knobs that say, with the global batch, how many micro-batches a step has."""
 
 RULES = (
-    Rule(reads=attention_rules.READS, incompatible=attention_rules.incompatible),
-    Rule(reads=compilation_rules.READS, incompatible=compilation_rules.incompatible),
-    Rule(reads=data_parallel_rules.READS, incompatible=data_parallel_rules.incompatible),
-    Rule(reads=fp8_rules.READS, incompatible=fp8_rules.incompatible),
-    Rule(reads=kernels_rules.READS, incompatible=kernels_rules.incompatible),
-    Rule(reads=offload_rules.READS, incompatible=offload_rules.incompatible),
-    Rule(reads=parameters_rules.READS, incompatible=parameters_rules.incompatible),
-    Rule(reads=pipeline_rules.READS, incompatible=pipeline_rules.incompatible),
+    *(_rule_of(name, knob) for name, knob in knobs().items() if knob.excludes or any(n.why for n in knob.needs)),
+    Rule(name="attention", reads=("attention", "precision"), incompatible=_attention),
+    Rule(name="compilation", reads=("compile", "compile_mode"), incompatible=_compilation),
+    Rule(name="batch_norm", reads=("batch_norm", "dp_replicate", "dp_shard"), incompatible=_batch_norm),
+    Rule(name="accumulation", reads=(*_SHARE, "gradient_sync", "ddp_static_graph"), incompatible=_accumulation),
+    Rule(
+        name="offload",
+        reads=(
+            *("offload", "parameters", "optimizer_state", "compile_mode", "checkpointing", "precision", "fp8"),
+            "dp_shard",
+        ),
+        incompatible=_offload,
+    ),
+    Rule(name="parameters", reads=(*_SHARE, "parameters", "gradient_sync"), incompatible=_additions_in_bf16),
+    Rule(
+        name="pipeline",
+        reads=(
+            *("pp", "pp_schedule", "pp_microbatches", "virtual_stages"),
+            *(*_SHARE, "compile", "loss", "checkpointing"),
+        ),
+        incompatible=_pipeline,
+    ),
 )
 
 

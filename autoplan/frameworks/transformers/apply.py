@@ -45,7 +45,7 @@ from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
 from autoplan.strategies.techniques.attention import AttentionStrategy
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
-from autoplan.strategies.techniques.gelu import GeluStrategy
+from autoplan.strategies.techniques.kernels import GeluStrategy
 from autoplan.strategies.workloads.batch import move_batch
 from autoplan.strategies.workloads.devices import device_of
 from autoplan.strategies.workloads.loops.schedules import same_schedule

@@ -21,9 +21,9 @@ from autoplan.planner.cost.analytical.layouts import (
     dimension_columns,
 )
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.columns import KNOBS_LEFT_OUT, PRECISIONS, SHARDINGS, STATES
-from autoplan.strategies.config import KNOBS, PLAIN
-from autoplan.strategies.knob_input import check_knob
+from autoplan.planner.cost.columns import PRECISIONS, SHARDINGS, STATES
+from autoplan.strategies.config import KNOBS, PLAIN, UNPRICED
+from autoplan.strategies.knob_text import check_knob
 
 OTHER_INPUTS = {
     "sharding": "ddp, zero1, zero2, shard_grad_op or zero3. zero1 and zero2 are other trainers'; the others are said "
@@ -38,7 +38,8 @@ OTHER_INPUTS = {
 }
 """What TrainingConfig has no knob for: what other trainers do, and what belongs to the workload."""
 
-IGNORED_KNOBS = KNOBS_LEFT_OUT | {
+IGNORED_KNOBS = {
+    **UNPRICED,
     "compile_mode": "what CUDA graphs save is not in the closed form",
     "threads": "a knob of CPUs",
     "allocator": "how freed memory is kept",

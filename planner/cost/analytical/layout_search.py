@@ -26,7 +26,7 @@ from autoplan.planner.cost.analytical.step_time import EstimateTable, Factors, e
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import CHECKPOINTING
 from autoplan.strategies.config import INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig
-from autoplan.strategies.knob_input import check_knob
+from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import VIRTUAL_STAGES
 
 LARGEST_MICRO_BATCH = 16

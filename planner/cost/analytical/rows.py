@@ -38,7 +38,7 @@ from autoplan.planner.cost.analytical.transformer import Transformer, find_trans
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.prediction import spread
 from autoplan.strategies.config import KNOBS, PLAIN
-from autoplan.strategies.knob_input import check_knob
+from autoplan.strategies.knob_text import check_knob
 
 DIMENSIONS = (
     "layers",

@@ -11,7 +11,7 @@ from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, config_c
 from autoplan.planner.cost.offload import OFFLOADS
 from autoplan.planner.trace.model_profile import VariantKey, variants_of
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
-from autoplan.strategies.techniques.fp8_rules import RECIPES
+from autoplan.strategies.techniques.sizes import RECIPES
 
 FP8 = ("off", *RECIPES)
 MOMENTS = ("own", "bf16", "8bit")

@@ -30,7 +30,7 @@ from autoplan.planner.cost.traced.candidates import FP8, Candidates
 from autoplan.planner.cost.traced.memory import profile_size, profile_widths, traced_offload
 from autoplan.planner.cost.traced.rates import Rates
 from autoplan.planner.trace.model_profile import ModelProfile, OperationGroup, VariantKey, VariantProfile
-from autoplan.strategies.techniques.fp8_rules import RECIPES, reason_against_sizes
+from autoplan.strategies.techniques.sizes import RECIPES, reason_against_sizes
 
 # The compiler fuses element-wise operations: what is left of their memory traffic and of their launches, per block or
 # over the whole model. Assumed to begin with (fusing gelu, dropout, residual and norm of a GPT-2 block leaves about a

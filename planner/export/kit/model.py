@@ -33,8 +33,7 @@ from autoplan.strategies.techniques.causal_attention import use_maskless_attenti
 from autoplan.strategies.techniques.checkpointing import replace_module, wrap
 from autoplan.strategies.techniques.data_parallel import gather_dtype, shard_modules, with_parameters
 from autoplan.strategies.techniques.fp8 import fp8_linears, use_fp8
-from autoplan.strategies.techniques.gelu import use_torch_gelu
-from autoplan.strategies.techniques.kernels import use_liger
+from autoplan.strategies.techniques.kernels import use_liger, use_torch_gelu
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode, own_checkpointing
 

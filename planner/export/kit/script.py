@@ -73,7 +73,6 @@ from autoplan.strategies.analysis.tensor_plans import TensorPlan
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import OPTIMIZER_FLAGS
 from autoplan.strategies.step import Stepper, StepResult
-from autoplan.strategies.techniques.affinity import place_rank
 from autoplan.strategies.techniques.base import GradientReduction, MicroStepHooks
 from autoplan.strategies.techniques.batch_norm import synchronise
 from autoplan.strategies.techniques.data_parallel import (
@@ -107,6 +106,7 @@ from autoplan.strategies.techniques.tensor_parallel import (
     reduce_partial_gradients,
     split_model,
 )
+from autoplan.strategies.techniques.threads import place_rank
 from autoplan.strategies.workloads.batch import Batch, slice_batch
 from autoplan.strategies.workloads.language_model import language_model_workload
 from autoplan.strategies.workloads.optimizers import rebuild, trainable

@@ -18,7 +18,7 @@ from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.rows import estimate_rows
 from autoplan.planner.cost.analytical.step_time import Factors, _exchange, estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
-from autoplan.planner.cost.columns import KNOBS_LEFT_OUT, SHARDINGS
+from autoplan.planner.cost.columns import SHARDINGS
 from autoplan.planner.cost.communication import datasheet_links, exchange
 from autoplan.planner.cost.states import state_bytes
 from autoplan.planner.cost.traced.candidates import Candidates, from_configs
@@ -34,8 +34,8 @@ from autoplan.planner.trace.model_profile import (
 )
 from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
 from autoplan.record import Reading
-from autoplan.strategies.config import KNOBS, TrainingConfig
-from autoplan.strategies.knob_input import check_knob
+from autoplan.strategies.config import KNOBS, UNPRICED, TrainingConfig
+from autoplan.strategies.knob_text import check_knob
 
 SEQ_LEN, GLOBAL_BATCH = 4096, 1024
 CLUSTER = {"chip": "H100 SXM", "gpus_per_node": 8, "inter_gbits_per_s_per_gpu": 100}
@@ -310,8 +310,7 @@ PERTURBED: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def test_every_knob_is_perturbed_and_each_that_is_left_out_has_its_reason() -> None:
-    assert set(PERTURBED) == set(KNOBS) and set(KNOBS_LEFT_OUT) < set(KNOBS)
-    assert all(KNOBS_LEFT_OUT.values())
+    assert set(PERTURBED) == set(KNOBS)
 
 
 @pytest.mark.parametrize("knob", KNOBS)
@@ -322,7 +321,7 @@ def test_a_knob_that_is_read_changes_time_or_memory_and_one_that_is_not_changes_
     plain = TrainingConfig.model_validate({"micro_batch": 2} | base)
     table: CostTable = estimator.table([plain, plain.model_copy(update={knob: value})])
     changed = any(len(set(column)) > 1 for column in (table.step_time_s, table.peak_memory_bytes))
-    assert changed is (knob not in KNOBS_LEFT_OUT)
+    assert changed is (knob not in UNPRICED)
 
 
 @pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "pp_microbatches"])

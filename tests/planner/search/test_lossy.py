@@ -20,7 +20,6 @@ from autoplan.planner.space.generate import without_lossy
 from autoplan.planner.store.store import study_identity
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.config import LOSSY, TrainingConfig, knob_values, knobs
-from autoplan.strategies.rounding_knobs import RISKS, risks_of
 from autoplan.strategies.workloads.sources import make_spec
 from tests.strategies.tiny import GPT2
 
@@ -104,9 +103,8 @@ def test_every_lossy_value_has_a_risk_and_counts_as_a_change():
         assert knobs()[knob].numerics == "changes"
         for value in values:
             assert value in (knob_values(knob) or ())
-            (risk,) = risks_of(TrainingConfig.model_validate({"micro_batch": 1, knob: value}).knobs_off_default())
+            (risk,) = TrainingConfig.model_validate({"micro_batch": 1, knob: value}).risks()
             assert risk.startswith(f"{knob}={value}: ") and "show" in risk
-    assert {knob for knob, _ in RISKS} == set(LOSSY)
 
 
 @pytest.mark.usefixtures("quick_searches")
@@ -143,7 +141,7 @@ def test_a_plan_with_master_copies_is_found_verified_and_prepared(spec, tmp_path
     assert plan is not None and plan.parity.passed and plan.parity.changes_numerics
     assert plan.config.parameters == "bf16"
     assert {note for note in plan.notes if note.startswith(("parameters=", "optimizer_state="))} == set(
-        risks_of(plan.config.model_dump())
+        plan.config.risks()
     )
     run = plan.prepare()
     batch = run.workload.make_batch(run.local_batch, 0)

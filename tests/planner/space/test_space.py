@@ -24,7 +24,7 @@ from autoplan.probes.profile import Device, OperationReading
 from autoplan.record import Reading
 from autoplan.strategies.analysis.facts import Choices, LeftOut, offer
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.knob_input import parse_knob
+from autoplan.strategies.knob_text import parse_knob
 
 
 def device(spread: float = 0.05, **rates: float) -> Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoplan.strategies.techniques.affinity import local_position, read_gpu_node, read_node_cpus, share_of_nodes
+from autoplan.strategies.techniques.threads import local_position, read_gpu_node, read_node_cpus, share_of_nodes
 
 NODES = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
 ALL = tuple(range(8))

@@ -15,8 +15,8 @@ from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.degrees import factorings, pipeline_schedules
+from autoplan.strategies.techniques.pipeline_parallel import cut_stages
 from autoplan.strategies.techniques.rules import incompatible
-from autoplan.strategies.techniques.stages import cut_stages
 from tests.strategies.parallel.world import MODELS, differences, make_workload, run_step
 
 LLAMA_PLAN = {

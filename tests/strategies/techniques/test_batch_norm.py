@@ -41,7 +41,7 @@ def test_it_is_offered_on_cuda_where_there_is_batch_norm_and_never_searched():
         for one in (normed, plain)
     ]
     assert offered == [("own", "sync"), ("own",)]
-    assert not knobs()["batch_norm"].searched
+    assert knobs()["batch_norm"].unpriced
 
 
 def test_it_needs_ranks_along_one_axis():

@@ -25,7 +25,7 @@ from autoplan.strategies.techniques.fp8 import (
     reason_against_fp8,
     use_fp8,
 )
-from autoplan.strategies.techniques.fp8_rules import incompatible, reason_against_sizes
+from autoplan.strategies.techniques.sizes import incompatible, reason_against_sizes
 from tests.strategies.tiny import GPT2, LLAMA, language
 
 FP8 = {"micro_batch": 2, "precision": "bf16", "fp8": "tensorwise"}
