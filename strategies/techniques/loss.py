@@ -18,7 +18,7 @@ from autoplan.strategies.analysis.structure import Structure, disable_dropout, f
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
-from autoplan.strategies.techniques.loss_kernels_gpu import choose_gpu_kernel
+from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, choose_gpu_kernel
 from autoplan.strategies.workloads.batch import Batch, move_batch
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.randomness import seed_generators
@@ -66,7 +66,11 @@ class LossStrategy:
         hint = "Say how the head splits off (Workload(head=...), plan.prepare(..., head=...)), or use loss=full."
         check_applies(build.config, self.name, reason_against_fusing(build.workload, build.structure), hint)
         kernel = kernel_on(build.device, build.config.precision, compiled=build.config.compile == "model")
-        build.training_module.loss = make_fused_loss(build.workload, build.structure, kernel)
+        fused = build.training_module.loss = make_fused_loss(build.workload, build.structure, kernel)
+        if isinstance(kernel, FastestKernel):  # here, where there are no activations yet
+            linear: Any = fused.linear if isinstance(fused, DeferredLoss) else fused.head.linear(build.model)
+            rows = build.config.micro_batch * (build.workload.sequence_length or SHORT_LENGTH)
+            kernel.choose(linear.weight, getattr(linear, "bias", None), rows)
 
 
 def kernel_on(device: torch.device, precision: str, *, compiled: bool) -> Kernel:

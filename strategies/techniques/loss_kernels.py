@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.strategies.workloads.workload import IGNORE_INDEX
@@ -30,6 +31,13 @@ LossOfLogits = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """
 
 _CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, enough rows for matmuls at full rate
+
+IN_PLACE_ROWS = 8192
+"""Rows of a chunk whose gradient lies in the place of its logits. The whole weight gradient is read and written once
+for each chunk: 309 MB for GPT-2, which at fewer rows take as long as a good part of the matmul (docs/techniques.md)."""
+
+IN_PLACE_BYTES = 2**30
+"""Of the logits of such a chunk, where the vocabulary is large."""
 
 
 def choose_kernel(precision: str, *, compiled: bool) -> Kernel:
@@ -64,6 +72,12 @@ def padded_rows(vocabulary: int, device: str) -> int:
 def chunk_rows(vocabulary: int) -> int:
     """Rows of logits held at once: a power of two, at least 256; no more than `limit_chunk_rows` allows."""
     return limited_rows(max(256, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1))
+
+
+def in_place_rows(vocabulary: int, dtype: torch.dtype) -> int:
+    """The same where the gradient lies in the place of the logits, so that a chunk is in memory once, in `dtype`."""
+    most = IN_PLACE_BYTES // dtype.itemsize // vocabulary
+    return limited_rows(min(IN_PLACE_ROWS, max(256, 1 << most.bit_length() - 1)))
 
 
 def limited_rows(rows: int) -> int:
@@ -185,7 +199,7 @@ def precomputed_cross_entropy(
 ) -> torch.Tensor:
     """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32.
 
-    `of_logits` computes a chunk's loss and gradient; None: `loss_of_logits`.
+    `of_logits` computes a chunk's loss, and its gradient in the place of the logits; None: `loss_of_logits`.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         return _Precomputed.apply(
@@ -211,6 +225,38 @@ def loss_of_logits(
     if cap is not None and capped is not None:  # d/dx of cap * tanh(x)
         gradient = gradient * (cap * (1 - capped.square()))
     return total, gradient
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds left @ right to a total in fp32, in place.
+
+    A product of 16-bit matrices is added by the matmul itself where it can (`addmm` with out_dtype, CUDA): nothing is
+    rounded to 16 bits between, and of the total's size nothing is written but the total. Elsewhere the product is
+    rounded once, and added.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda" and not torch.compiler.is_compiling() and _adds_in_fp32(total.device):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += (left @ right).float()
+
+
+_ADDS_IN_FP32: dict[torch.device, bool] = {}
+
+
+def _adds_in_fp32(device: torch.device) -> bool:
+    """Whether this torch and this device add a product of bf16 matrices to an fp32 matrix; tried once."""
+    if detect_fake_mode() is not None:
+        return False  # a trace: nothing runs
+    if device not in _ADDS_IN_FP32:
+        total, ones = (torch.ones(16, 16, dtype=kind, device=device) for kind in (torch.float32, torch.bfloat16))
+        try:
+            torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+            _ADDS_IN_FP32[device] = bool((total == 17).all())
+        except (RuntimeError, TypeError):  # an older torch, or a device without
+            _ADDS_IN_FP32[device] = False
+    return _ADDS_IN_FP32[device]
 
 
 class _Precomputed(torch.autograd.Function):
@@ -239,7 +285,7 @@ class _Precomputed(torch.autograd.Function):
         shape = weight.shape if head_trains else (0, 0)
         weight_gradient = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         bias_gradient = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=weight.device)
-        rows_at_once = chunk_rows(vocabulary)
+        rows_at_once = chunk_rows(vocabulary) if of_logits is loss_of_logits else in_place_rows(vocabulary, dtype)
         for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
             rows = rows.to(dtype)
             loss, gradient = of_logits(F.linear(rows, low_weight, low_bias), classes, vocabulary, cap)
@@ -247,7 +293,7 @@ class _Precomputed(torch.autograd.Function):
             low_gradient = gradient.to(dtype)
             hidden_gradients.append((low_gradient @ low_weight).to(hidden.dtype))
             if head_trains:
-                weight_gradient += (low_gradient.t()[:vocabulary] @ rows).float()
+                add_product(weight_gradient, low_gradient.t()[:vocabulary], rows)
             if bias_gradient is not None:
                 bias_gradient += gradient[:, :vocabulary].sum(0, dtype=torch.float32)
         saved = (torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))

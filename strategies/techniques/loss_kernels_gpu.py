@@ -1,13 +1,13 @@
-"""Summed cross-entropy of a linear head on CUDA: our Triton kernel for the rows of logits, or Liger's fused operation.
+"""Summed cross-entropy of a linear head on CUDA: by torch's operations, our Triton kernel or Liger's, as timed there.
 
-A chunk's logits come out of a matmul in the precision of the run. One kernel then reads each row twice: once for its
+A chunk's logits come out of a matmul in the precision of the run. Our kernel then reads each row twice: once for its
 log-sum-exp (online: the largest number so far, and the sum of exponentials relative to it; Milakov and Gimelshein,
 arXiv:1805.02867), once to write the gradient, softmax less one-hot, over the logits. torch's own operations pass over
-an fp32 copy of the chunk some ten times. What is summed is summed in fp32, as in `loss_kernels.py`, whose chunks,
-padding of the head and fp32 weight gradient stay.
+an fp32 copy of the chunk some ten times. What is summed is summed in fp32, as in `loss_kernels.py`, whose padding of
+the head and fp32 weight gradient stay. Liger's operation pads no head, and makes the host wait in each micro-step.
 
-Liger's operation is taken where it is installed and the head needs no padding: it knows none, and a matmul with an odd
-number of rows is slow. Either is used only after it agreed with torch's operations on this device, in this process.
+A kernel is used only after it agreed with torch's operations on this device, in this process; of those that did, each
+head gets the one that took the least time there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,15 +25,24 @@ from torch._guards import detect_fake_mode
 from autoplan.strategies.techniques.loss_kernels import (
     Kernel,
     choose_kernel,
-    padded_rows,
+    limit_chunk_rows,
     precomputed_cross_entropy,
 )
 from autoplan.strategies.workloads.workload import IGNORE_INDEX
 
 tl: Any = None  # triton.language, once `_compiled_row_kernel` has run
 
+BLOCK = 4096
+"""Logits that our kernel reads at once."""
+
 LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients, relative to the largest, where a kernel is compared with torch's operations: a rounding each."""
+
+TIMED_ROWS = 8192
+"""Of hidden states, at most, on which kernels are timed."""
+
+TIMED_RUNS = 3
+"""Whose shortest counts: others of a machine's work only lengthen them."""
 
 
 def choose_gpu_kernel(precision: str, *, compiled: bool) -> Kernel:
@@ -40,33 +50,96 @@ def choose_gpu_kernel(precision: str, *, compiled: bool) -> Kernel:
 
     In fp16 the gradients have to see the loss scale, which neither Liger's operation nor ours does.
     """
+    plain = choose_kernel(precision, compiled=compiled)
     if precision == "fp16" or compiled or importlib.util.find_spec("triton") is None:
-        return choose_kernel(precision, compiled=compiled)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    if not agrees(rows_cross_entropy_gpu, dtype):
-        return choose_kernel(precision, compiled=compiled)
-    return functools.partial(gpu_cross_entropy, dtype=dtype, liger=has_liger() and agrees(liger_cross_entropy, dtype))
+        return plain
+    return FastestKernel(plain, torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def has_liger() -> bool:
-    """Whether Liger's kernels are installed (`pip install liger-kernel`)."""
-    return importlib.util.find_spec("liger_kernel") is not None
+class FastestKernel:
+    """A kernel that takes the fastest for each head: found by `choose`, else at its first call.
+
+    Args:
+        plain: torch's operations.
+        dtype: Of the matmuls.
+    """
+
+    def __init__(self, plain: Kernel, dtype: torch.dtype) -> None:
+        self.plain = plain
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        *,
+        cap: float | None = None,
+    ) -> torch.Tensor:
+        """The summed loss; capped logits by torch's operations, as under a trace, where nothing runs."""
+        if cap is not None:
+            return self.plain(hidden, weight, bias, targets, cap=cap)
+        if detect_fake_mode() is not None:
+            return self.plain(hidden, weight, bias, targets)
+        return self.choose(weight, bias, hidden.shape[0])(hidden, weight, bias, targets)
+
+    def choose(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Kernel:
+        """The fastest kernel for a head; asked before a run has activations, its timing takes no memory beside them.
+
+        Args:
+            weight, bias: Of the head; their numbers do not matter.
+            rows: Of hidden states in a micro-batch, about.
+        """
+        key = tuple(weight.shape), bias is not None, self.dtype, weight.device
+        if key not in _FASTEST:
+            own = functools.partial(rows_cross_entropy_gpu, dtype=self.dtype)
+            liger = functools.partial(liger_cross_entropy, dtype=self.dtype)
+            others = [own, liger] if importlib.util.find_spec("liger_kernel") is not None else [own]
+            able = [self.plain, *(kernel for kernel in others if agrees(kernel, self.dtype, weight.device))]
+            _FASTEST[key] = able[0]
+            if len(able) > 1:
+                case = random_case(min(rows, TIMED_ROWS), *weight.shape, bias is not None, self.dtype, weight.device)
+                _FASTEST[key] = min(able, key=lambda kernel: seconds_of(kernel, case))
+                if weight.device.type == "cuda":
+                    torch.cuda.empty_cache()
+        return _FASTEST[key]
 
 
-def gpu_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    liger: bool,
-    cap: float | None = None,
-) -> torch.Tensor:
-    """Liger's operation where `liger` and the head allow it, else our kernel; capped logits by torch's operations."""
-    if liger and cap is None and padded_rows(weight.shape[0], "cuda") == weight.shape[0]:
-        return liger_cross_entropy(hidden, weight, bias, targets, dtype=dtype)
-    return rows_cross_entropy_gpu(hidden, weight, bias, targets, dtype=dtype, cap=cap)
+_FASTEST: dict[Any, Kernel] = {}
+
+
+def random_case(rows: int, vocabulary: int, size: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Any:
+    """Hidden states, weight, bias or None, and targets, of which some are not counted."""
+    shapes = (rows, size), (vocabulary, size), (vocabulary,)
+    generator = torch.Generator(device).manual_seed(0)
+    made = [torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
+    targets[::7] = IGNORE_INDEX
+    return *made[: 2 + bias], *([] if bias else [None]), targets
+
+
+def loss_and_gradients(kernel: Kernel, case: Any) -> list[torch.Tensor]:
+    """Of a kernel on a case of `random_case`; the loss is halved, as the count of a batch divides it."""
+    loss = kernel(*case)
+    leaves = [one for one in case[:3] if one is not None]
+    return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
+
+
+def seconds_of(kernel: Kernel, case: Any) -> float:
+    """The shortest time of a kernel's forward and backward on a case; infinite where it fails."""
+    device = case[0].device
+    found = []
+    try:
+        for _ in range(1 + TIMED_RUNS):  # the first compiles
+            began = time.perf_counter()
+            loss_and_gradients(kernel, case)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - began)
+    except RuntimeError:  # no memory for this one
+        return float("inf")
+    return min(found[1:])
 
 
 def rows_cross_entropy_gpu(
@@ -76,11 +149,9 @@ def rows_cross_entropy_gpu(
     targets: torch.Tensor,
     *,
     dtype: torch.dtype,
-    cap: float | None = None,
 ) -> torch.Tensor:
     """`precomputed_cross_entropy` with our kernel for each chunk's rows."""
-    own = None if cap is not None else rows_in_place
-    return precomputed_cross_entropy(hidden, weight, bias, targets, dtype=dtype, cap=cap, of_logits=own)
+    return precomputed_cross_entropy(hidden, weight, bias, targets, dtype=dtype, of_logits=rows_in_place)
 
 
 def liger_cross_entropy(
@@ -129,7 +200,7 @@ def rows_in_place(
             vocabulary,
             logits.shape[1],
             IGNORE_INDEX,
-            BLOCK=4096,
+            BLOCK=BLOCK,
             num_warps=8,
         )
     return losses.sum(), logits
@@ -146,6 +217,8 @@ def _compiled_row_kernel() -> Any:
 
 
 def _row_kernel(logits, classes, losses, stride, vocabulary, width, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # Loads are masked by the width, which is a multiple of 64 where the head is padded: those by an odd vocabulary
+    # cannot be of 16 bytes at once. What lies in the padding is left out afterwards.
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(classes + row)
     own_row = logits + row * stride
@@ -154,11 +227,13 @@ def _row_kernel(logits, classes, losses, stride, vocabulary, width, ignored, BLO
     own = tl.load(own_row + picked, mask=known, other=float("nan")).to(tl.float32)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
-    for start in range(0, vocabulary, BLOCK):
+    for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(own_row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+        x = tl.load(own_row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        x = tl.where(columns < vocabulary, x, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, axis=0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), axis=0)
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # all so far is masked: -inf less -inf is no number
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), axis=0)
         largest = larger
     log_total = tl.log(total)  # of log-sum-exp, what is beyond the largest: apart, so that large logits lose no bits
     tl.store(losses + row, tl.where(counted, log_total + (largest - own), 0.0))
@@ -166,28 +241,31 @@ def _row_kernel(logits, classes, losses, stride, vocabulary, width, ignored, BLO
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
-        x = tl.load(own_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(own_row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
         gradient = tl.exp((x - largest) - log_total) - tl.where(columns == picked, 1.0, 0.0)
         gradient = tl.where(inside & counted, gradient, 0.0)
         tl.store(own_row + columns, gradient.to(logits.dtype.element_ty), mask=columns < width)
 
 
-_AGREED: dict[tuple[Any, torch.dtype], bool] = {}
+_AGREED: dict[Any, bool] = {}
 
 
-def agrees(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: str = "cuda") -> bool:
+def agrees(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel runs here and agrees with torch's operations, in loss and gradients; asked once per process.
 
-    Asked without TF32, whatever the process has set: its rounding (2^-11 of a number) is larger than the difference
-    that is allowed in fp32, and one kernel's matmuls may take it where another's do not.
+    Asked with several chunks of rows and several blocks of logits, of which the last ones are partly filled. Asked
+    without TF32, whatever the process has set: its rounding (2^-11 of a number) is larger than the difference that is
+    allowed in fp32, and one kernel's matmuls may take it where another's do not.
     """
-    if detect_fake_mode() is not None:
-        return False  # a trace: nothing runs, and torch's operations can be counted
-    key = kernel, dtype
+    key = getattr(kernel, "func", kernel), dtype, device
     if key not in _AGREED:
         try:
-            with _full_fp32():
-                _AGREED[key] = _agree(kernel, dtype, device)
+            case = random_case(40, BLOCK + 131, 32, True, dtype, device)
+            plain = functools.partial(precomputed_cross_entropy, dtype=dtype)
+            with _full_fp32(), limit_chunk_rows(16):
+                pairs = zip(*(loss_and_gradients(one, case) for one in (plain, kernel)), strict=True)
+            most = LARGEST_DIFFERENCE[dtype]
+            _AGREED[key] = all(float((a - b).abs().max()) <= most * float(a.abs().max()) for a, b in pairs)
         except Exception:  # no compiler, a chip that it does not know: torch's operations are used
             _AGREED[key] = False
     return _AGREED[key]
@@ -212,17 +290,3 @@ def _full_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(older)
         for mode, precision in newer:
             mode.fp32_precision = precision
-
-
-def _agree(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: str) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(0, 192, (48,), generator=generator)
-    targets[::7] = IGNORE_INDEX
-    found = []
-    for one in (precomputed_cross_entropy, kernel):
-        generator.manual_seed(1)
-        hidden, weight = (torch.randn(rows, 32, generator=generator).to(device).requires_grad_() for rows in (48, 192))
-        loss = one(hidden, weight, None, targets.to(device), dtype=dtype)
-        found.append((loss.detach(), *torch.autograd.grad(loss * 0.5, [hidden, weight])))
-    pairs = list(zip(*found, strict=True))
-    return all(float((a - b).abs().max()) <= LARGEST_DIFFERENCE[dtype] * float(a.abs().max()) for a, b in pairs)

@@ -16,4 +16,5 @@ for dtype in ("*bf16", "*fp32"):
         signature = {"logits": dtype, "classes": "*i64", "losses": "*fp32"} | numbers
         source = ASTSource(_compiled_row_kernel(), signature, constexprs={"BLOCK": 4096})
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-        print(dtype, capability, len(compiled.asm["cubin"]) > 0, "bar.sync" in compiled.asm["ptx"])
+        ptx, wide = compiled.asm["ptx"], "ld.global.v4" if dtype == "*fp32" else "ld.global.v4.b32"
+        print(dtype, capability, len(compiled.asm["cubin"]) > 0, "bar.sync" in ptx, wide in ptx)

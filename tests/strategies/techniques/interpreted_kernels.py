@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from autoplan.strategies.techniques import loss_kernels, loss_kernels_gpu
+from autoplan.strategies.techniques import loss_kernels
 from autoplan.strategies.techniques.loss_kernels import precomputed_cross_entropy
 from autoplan.strategies.techniques.loss_kernels_gpu import (
-    gpu_cross_entropy,
+    agrees,
     liger_cross_entropy,
     rows_cross_entropy_gpu,
     rows_in_place,
@@ -69,6 +70,18 @@ def test_large_and_lonely_logits() -> None:
     torch.testing.assert_close(found, gradient)
 
 
+@pytest.mark.parametrize("first", [4096, 8192, 8999])
+def test_a_row_whose_first_blocks_are_all_masked(first: int) -> None:
+    logits = torch.randn(2, 9000)
+    logits[0, :first] = -torch.inf
+    leaf, classes = logits.clone().requires_grad_(), torch.tensor([8999, 5])
+    expected = F.cross_entropy(leaf, classes, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, leaf)
+    loss, found = rows_in_place(logits.clone(), classes, 9000)
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+    torch.testing.assert_close(found, gradient)
+
+
 @pytest.mark.parametrize("wrong", [50, -1, 10**6])
 def test_a_class_that_is_none_is_not_a_number_and_reads_nothing_else(wrong: int) -> None:
     loss, _ = rows_in_place(torch.randn(2, 50), torch.tensor([3, wrong]), 50)
@@ -80,6 +93,7 @@ def test_a_class_that_is_none_is_not_a_number_and_reads_nothing_else(wrong: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_whole_head(vocabulary: int, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_kernels, "chunk_rows", lambda vocabulary: 8)
+    monkeypatch.setattr(loss_kernels, "in_place_rows", lambda vocabulary, dtype: 8)
     monkeypatch.setattr(loss_kernels, "ROW_MULTIPLE", {"cpu": 64})  # as the head is padded on CUDA
     case = head_case(37, 16, vocabulary, torch.float32, bias=bias)
     loss = rows_cross_entropy_gpu(*case, dtype=dtype)
@@ -103,38 +117,6 @@ def test_ligers_operation_is_the_full_loss(dtype: torch.dtype) -> None:
         assert (mine - theirs).norm() <= 2 * tolerance * theirs.norm()
 
 
-def test_which_of_the_two_takes_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    for name in ("liger_cross_entropy", "rows_cross_entropy_gpu"):
-        monkeypatch.setattr(loss_kernels_gpu, name, lambda *_, name=name, **__: called.append(name))
-    for vocabulary, cap, liger in ((128, None, True), (131, None, True), (128, 3.0, True), (128, None, False)):
-        case = head_case(4, 8, vocabulary, torch.float32)
-        gpu_cross_entropy(*case, dtype=torch.float32, liger=liger, cap=cap)
-    assert called == ["liger_cross_entropy", *["rows_cross_entropy_gpu"] * 3]
-
-
-def test_capped_logits_are_capped() -> None:
-    case = head_case(12, 8, 64, torch.float32)
-    found = gpu_cross_entropy(*case, dtype=torch.float32, liger=True, cap=3.0)
-    hidden, weight, _, targets = case
-    capped = 3.0 * torch.tanh(hidden @ weight.t())
-    assert float(found.detach()) == pytest.approx(
-        float(F.cross_entropy(capped, targets, reduction="sum", ignore_index=-100).detach()), rel=1e-6
-    )
-
-
-def test_a_kernel_that_is_wrong_or_fails_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def agree(kernel: Any) -> bool:
-        loss_kernels_gpu._AGREED.clear()
-        return loss_kernels_gpu.agrees(kernel, torch.float32, "cpu")
-
-    assert agree(rows_cross_entropy_gpu) and agree(liger_cross_entropy)
-
-    def fails(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel for this chip")
-
-    def counts_what_is_ignored(hidden: Any, weight: Any, bias: Any, targets: Any, **options: Any) -> torch.Tensor:
-        return precomputed_cross_entropy(hidden, weight, bias, targets.clamp(min=0), **options)
-
-    assert not agree(fails) and not agree(counts_what_is_ignored)
-    loss_kernels_gpu._AGREED.clear()
+def test_both_agree_with_torchs_operations() -> None:
+    for kernel in (rows_cross_entropy_gpu, liger_cross_entropy):
+        assert agrees(functools.partial(kernel, dtype=torch.float32), torch.float32, torch.device("cpu"))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.strategies.techniques import loss_kernels_gpu
 from autoplan.strategies.techniques.loss import kernel_on
-from autoplan.strategies.techniques.loss_kernels import precomputed_cross_entropy, recomputed_cross_entropy
+from autoplan.strategies.techniques.loss_kernels import choose_kernel, precomputed_cross_entropy
+from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, agrees, random_case
 from tests.exports.environments import needs_environment, run_python
 
 HERE = Path(__file__).parent
+CPU = torch.device("cpu")
 environment = [*needs_environment("kernels"), pytest.mark.slow]
 
 
@@ -35,22 +40,94 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
     done = run_python("kernels", [HERE / "compiled_kernels.py"])
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 4 and all(line.endswith("True True") for line in lines)
+    assert len(lines) == 4 and all(line.endswith("True True True") for line in lines)
 
 
-def test_fp16_and_compiled_runs_keep_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    assert kernel_on(cuda, "fp16", compiled=False) is recomputed_cross_entropy
-    monkeypatch.setattr(loss_kernels_gpu, "agrees", lambda kernel, dtype: True)
+@pytest.mark.parametrize(("precision", "compiled"), [("fp16", False), ("bf16", True)])
+def test_fp16_and_compiled_runs_keep_torchs_operations(
+    precision: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: name)
-    chosen = kernel_on(cuda, "bf16", compiled=False)
-    assert chosen.func is loss_kernels_gpu.gpu_cross_entropy  # type: ignore[attr-defined]
-    assert chosen.keywords == {"dtype": torch.bfloat16, "liger": True}  # type: ignore[attr-defined]
-    compiled = kernel_on(cuda, "bf16", compiled=True)
-    assert compiled.func is not loss_kernels_gpu.gpu_cross_entropy  # type: ignore[attr-defined]
+    assert isinstance(kernel_on(torch.device("cuda"), "bf16", compiled=False), FastestKernel)
+    assert not isinstance(kernel_on(torch.device("cuda"), precision, compiled=compiled), FastestKernel)
     monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: None)
-    without = kernel_on(cuda, "bf16", compiled=False)
-    assert without.func is not loss_kernels_gpu.gpu_cross_entropy  # type: ignore[attr-defined]
+    assert not isinstance(kernel_on(torch.device("cuda"), "bf16", compiled=False), FastestKernel)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels ran: ours and Liger's, for which torch's operations stand in here."""
+    names: list[str] = []
+
+    def stand_in(name: str, *case: Any, dtype: torch.dtype) -> torch.Tensor:
+        names.append(name)
+        return precomputed_cross_entropy(*case, dtype=dtype)
+
+    for name in ("rows_cross_entropy_gpu", "liger_cross_entropy"):
+        monkeypatch.setattr(loss_kernels_gpu, name, functools.partial(stand_in, name))
+    monkeypatch.setattr(loss_kernels_gpu, "_AGREED", {})
+    monkeypatch.setattr(loss_kernels_gpu, "_FASTEST", {})
+    monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: name)
+    return names
+
+
+def name_of(kernel: Any) -> str:
+    while isinstance(kernel, functools.partial):
+        kernel = kernel.args[0] if kernel.args else kernel.func
+    return kernel if isinstance(kernel, str) else "torch"
+
+
+@pytest.mark.parametrize("fastest", ["torch", "rows_cross_entropy_gpu", "liger_cross_entropy"])
+def test_a_head_gets_the_kernel_that_took_the_least_time(
+    fastest: str, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[str] = []
+
+    def seconds_of(kernel: Any, case: Any) -> float:
+        timed.append(name_of(kernel))
+        return 1.0 if name_of(kernel) == fastest else 2.0
+
+    monkeypatch.setattr(loss_kernels_gpu, "seconds_of", seconds_of)
+    kernel = FastestKernel(choose_kernel("fp32", compiled=False), torch.float32)
+    hidden, weight, bias, targets = random_case(12, 40, 8, True, torch.float32, CPU)
+    plain = kernel.plain(hidden, weight, bias, targets)
+    kernel.choose(weight, bias, 12)
+    assert sorted(timed) == ["liger_cross_entropy", "rows_cross_entropy_gpu", "torch"]
+    called.clear()
+    assert float(kernel(hidden, weight, bias, targets).detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
+    assert called == ([] if fastest == "torch" else [fastest])
+    assert len(timed) == 3, "a head is timed once"
+    kernel(hidden, weight, None, targets)
+    assert len(timed) == 6, "another head is timed too"
+
+
+def test_capped_logits_and_a_trace_take_torchs_operations(called: list[str]) -> None:
+    kernel = FastestKernel(choose_kernel("fp32", compiled=False), torch.float32)
+    case = random_case(12, 40, 8, False, torch.float32, CPU)
+    assert kernel(*case, cap=3.0).isfinite()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        kernel(*random_case(12, 40, 8, False, torch.float32, CPU))
+    assert not called
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_not_taken(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel for this chip")
+
+    def counts_what_is_ignored(hidden: Any, weight: Any, bias: Any, targets: Any, **options: Any) -> torch.Tensor:
+        return precomputed_cross_entropy(hidden, weight, bias, targets.clamp(min=0), **options)
+
+    def first_chunk_alone(hidden: Any, weight: Any, bias: Any, targets: Any, **options: Any) -> torch.Tensor:
+        return precomputed_cross_entropy(hidden[:16], weight, bias, targets[:16], **options)
+
+    for wrong in (fails, counts_what_is_ignored, first_chunk_alone):
+        assert not agrees(functools.partial(wrong, dtype=torch.float32), torch.float32, CPU)
+        monkeypatch.setattr(loss_kernels_gpu, "rows_cross_entropy_gpu", wrong)
+        monkeypatch.setattr(loss_kernels_gpu, "liger_cross_entropy", wrong)
+        kernel = FastestKernel(choose_kernel("fp32", compiled=False), torch.float32)
+        _, weight, bias, _ = random_case(1, 40, 8, True, torch.float32, CPU)
+        assert kernel.choose(weight, bias, 12) is kernel.plain
+        loss_kernels_gpu._FASTEST.clear()
 
 
 @pytest.mark.parametrize("interface", ["older", "newer"])
@@ -61,7 +138,7 @@ def test_kernels_are_compared_without_tf32_which_is_put_back(interface: str, mon
 
     def kernel(*args: object, **options: object) -> torch.Tensor:
         seen.append((torch.get_float32_matmul_precision(), matmul.fp32_precision, matmul.allow_tf32))
-        return precomputed_cross_entropy(*args, **options)  # type: ignore[arg-type]
+        return precomputed_cross_entropy(*args, **options, dtype=torch.float32)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loss_kernels_gpu, "_AGREED", {})
     try:
@@ -69,7 +146,7 @@ def test_kernels_are_compared_without_tf32_which_is_put_back(interface: str, mon
             torch.set_float32_matmul_precision("high")
         else:
             matmul.fp32_precision = "tf32"
-        assert loss_kernels_gpu.agrees(kernel, torch.float32, "cpu")
+        assert agrees(kernel, torch.float32, CPU)
         assert seen == [("highest", "ieee", False)] and matmul.fp32_precision == "tf32"
         if interface == "older":
             assert torch.get_float32_matmul_precision() == "high" and matmul.allow_tf32
