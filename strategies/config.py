@@ -346,7 +346,7 @@ class TrainingConfig(Record):
         Knob(
             technique="data_parallel",
             role="exchange",
-            needs=(Need(knob="dp_shard", at_least=2, why="else every rank keeps whole gradients anyway"),),
+            needs=(Need(knob="dp_shard", at_least=2, why="without FSDP2 every rank keeps whole gradients"),),
             # torch 2.13: PipelineStage.backward_maybe_with_nosync turns FSDP2's reduction off before every backward
             excludes={"pp": "torch's stages reduce gradients once per pass"},
             memory_only="sends less",

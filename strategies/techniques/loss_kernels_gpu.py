@@ -93,13 +93,14 @@ class FastestKernel:
         """
         key = tuple(weight.shape), bias is not None, self.dtype, weight.device
         if key not in _FASTEST:
-            own = functools.partial(rows_cross_entropy_gpu, dtype=self.dtype)
-            liger = functools.partial(liger_cross_entropy, dtype=self.dtype)
+            own: Kernel = functools.partial(rows_cross_entropy_gpu, dtype=self.dtype)
+            liger: Kernel = functools.partial(liger_cross_entropy, dtype=self.dtype)
             others = [own, liger] if importlib.util.find_spec("liger_kernel") is not None else [own]
             able = [self.plain, *(kernel for kernel in others if agrees(kernel, self.dtype, weight.device))]
             _FASTEST[key] = able[0]
             if len(able) > 1:
-                case = random_case(min(rows, TIMED_ROWS), *weight.shape, bias is not None, self.dtype, weight.device)
+                sizes = min(rows, TIMED_ROWS), weight.shape[0], weight.shape[1]
+                case = random_case(*sizes, bias is not None, self.dtype, weight.device)
                 _FASTEST[key] = min(able, key=lambda kernel: seconds_of(kernel, case))
                 if weight.device.type == "cuda":
                     torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ value beside another is a function here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,12 @@ class Rule:
     """One rule.
 
     Attributes:
-        name: Of the knob or the technique whose rule it is.
+        technique: Whose rule it is, as `Knob.technique`.
         reads: The knobs that it reads.
         incompatible: The reason against a configuration.
     """
 
-    name: str
+    technique: str
     reads: tuple[str, ...]
     incompatible: Reason
 
@@ -58,7 +58,7 @@ def _rule_of(name: str, knob: Knob) -> Rule:
         return None
 
     reads = (name, *(need.knob for need in refused), *knob.excludes)
-    return Rule(name=name, reads=reads, incompatible=incompatible)
+    return Rule(technique=knob.technique, reads=reads, incompatible=incompatible)
 
 
 def _attention(config: TrainingConfig, global_batch: int | None) -> str | None:
@@ -182,21 +182,21 @@ _SHARE = ("micro_batch", "dp_replicate", "dp_shard")
 
 RULES = (
     *(_rule_of(name, knob) for name, knob in knobs().items() if knob.excludes or any(n.why for n in knob.needs)),
-    Rule(name="attention", reads=("attention", "precision"), incompatible=_attention),
-    Rule(name="compilation", reads=("compile", "compile_mode"), incompatible=_compilation),
-    Rule(name="batch_norm", reads=("batch_norm", "dp_replicate", "dp_shard"), incompatible=_batch_norm),
-    Rule(name="accumulation", reads=(*_SHARE, "gradient_sync", "ddp_static_graph"), incompatible=_accumulation),
+    Rule(technique="attention", reads=("attention", "precision"), incompatible=_attention),
+    Rule(technique="compilation", reads=("compile", "compile_mode"), incompatible=_compilation),
+    Rule(technique="batch_norm", reads=("batch_norm", "dp_replicate", "dp_shard"), incompatible=_batch_norm),
+    Rule(technique="data_parallel", reads=(*_SHARE, "gradient_sync", "ddp_static_graph"), incompatible=_accumulation),
     Rule(
-        name="offload",
+        technique="offload",
         reads=(
             *("offload", "parameters", "optimizer_state", "compile_mode", "checkpointing", "precision", "fp8"),
             "dp_shard",
         ),
         incompatible=_offload,
     ),
-    Rule(name="parameters", reads=(*_SHARE, "parameters", "gradient_sync"), incompatible=_additions_in_bf16),
+    Rule(technique="parameters", reads=(*_SHARE, "parameters", "gradient_sync"), incompatible=_additions_in_bf16),
     Rule(
-        name="pipeline",
+        technique="pipeline_parallel",
         reads=(
             *("pp", "pp_schedule", "pp_microbatches", "virtual_stages"),
             *(*_SHARE, "compile", "loss", "checkpointing"),
@@ -206,7 +206,9 @@ RULES = (
 )
 
 
-def incompatible(config: TrainingConfig, global_batch: int | None = None) -> str | None:
+def incompatible(
+    config: TrainingConfig, global_batch: int | None = None, *, techniques: Collection[str] | None = None
+) -> str | None:
     """The first reason why the knobs of a configuration do not go together; None if they do.
 
     It says nothing of the workload, the device or the number of ranks that run: each technique's `choices` and
@@ -215,8 +217,9 @@ def incompatible(config: TrainingConfig, global_batch: int | None = None) -> str
     Args:
         config: The configuration; micro_batch x dp divides the global batch.
         global_batch: Samples per optimizer step. Without it the rules on the micro-batches of a step are left out.
+        techniques: Whose rules are asked; None: all.
     """
-    for rule in RULES:
+    for rule in RULES if techniques is None else [rule for rule in RULES if rule.technique in techniques]:
         reason = rule.incompatible(config, global_batch)
         if reason is not None:
             return reason

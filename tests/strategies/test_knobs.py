@@ -115,7 +115,7 @@ class Watched:
         return getattr(self._config, name)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.technique}-{rule.reads[0]}")
 def test_a_rule_reads_what_it_says(rule: Any) -> None:
     read: set[str] = set()
     for config in some_configs():

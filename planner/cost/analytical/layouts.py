@@ -25,7 +25,7 @@ from autoplan.planner.cost.columns import (
 )
 from autoplan.planner.cost.states import ModelSize, StateWidths, state_widths
 from autoplan.strategies.config import Attention, TrainingConfig
-from autoplan.strategies.techniques import data_parallel_rules, pipeline_rules
+from autoplan.strategies.techniques.rules import incompatible
 
 # own: as the model has it, which for transformers' models is sdpa (fused attention on GPUs)
 ATTENTION = get_args(Attention)
@@ -240,7 +240,7 @@ def _of_data_parallelism(layout: Layout) -> tuple[str, str] | None:
         return f"flat_parameters=true needs FSDP, and sharding is {sharding}", "Leave flat_parameters out."
     if config.gradient_sync == "every" and sharding == "zero1":
         return "gradient_sync=every needs sharded gradients, and sharding=zero1 keeps whole ones", LEAVE_OUT
-    reason = data_parallel_rules.incompatible(config, layout.global_batch)
+    reason = incompatible(config, layout.global_batch, techniques=("data_parallel", "batch_norm"))
     return None if reason is None else (reason, LEAVE_OUT)
 
 
@@ -269,5 +269,5 @@ def _of_pipeline(config: TrainingConfig, model: Transformer) -> tuple[str, str] 
         )
     if config.pp == 1 and config.virtual_stages > 1:
         return f"virtual_stages={config.virtual_stages} with pp=1: there is no pipeline", "Give pp of at least 2."
-    reason = pipeline_rules.incompatible(config)
+    reason = incompatible(config, techniques=("pipeline_parallel",))
     return None if reason is None else (reason, LEAVE_OUT)

@@ -166,12 +166,12 @@ def build_encoder() -> Any:
         ({"pp": 2, "pp_microbatches": 4, "compile": "model"}, 2, ("graph of the whole model",)),
         ({"pp": 2, "pp_microbatches": 3}, 2, ("pp_microbatches=3", "does not divide")),
         ({"pp": 2, "pp_microbatches": 1}, 2, ("idle",)),
-        ({"dp_replicate": 2, "gradient_sync": "every"}, 2, ("gradient_sync=every needs FSDP2",)),
-        ({"dp_shard": 2, "gradient_sync": "every", "micro_batch": 4}, 2, ("micro_batch=4 on 2 ranks makes one",)),
+        ({"dp_replicate": 2, "gradient_sync": "every"}, 2, ("gradient_sync=every needs dp_shard >= 2",)),
+        ({"dp_shard": 2, "gradient_sync": "every", "micro_batch": 4}, 2, ("micro_batch=4 on 2 ranks makes 1",)),
         (
             {"pp": 2, "pp_microbatches": 2, "dp_shard": 2, "gradient_sync": "every"},
             4,
-            ("does not go with a pipeline", "once per pass"),
+            ("does not go with pp=2", "once per pass"),
         ),
         ({"pp": 2, "pp_microbatches": 4, "virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, 2, ("4 blocks",)),
         (
@@ -240,7 +240,7 @@ def test_torch_is_set_as_the_knobs_say(zygote: Zygote, knobs: dict[str, Any], ex
 
 
 def test_a_knob_of_data_parallelism_on_one_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs DDP"):
+    with pytest.raises(ConfigError, match="needs dp_replicate >= 2"):
         prepare(make_workload("gpt2"), TrainingConfig(micro_batch=4, ddp_bucket_mb=3), device="cpu")
 
 

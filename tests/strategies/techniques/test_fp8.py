@@ -25,7 +25,8 @@ from autoplan.strategies.techniques.fp8 import (
     reason_against_fp8,
     use_fp8,
 )
-from autoplan.strategies.techniques.sizes import incompatible, reason_against_sizes
+from autoplan.strategies.techniques.rules import incompatible
+from autoplan.strategies.techniques.sizes import reason_against_sizes
 from tests.strategies.tiny import GPT2, LLAMA, language
 
 FP8 = {"micro_batch": 2, "precision": "bf16", "fp8": "tensorwise"}

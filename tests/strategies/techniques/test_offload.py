@@ -340,7 +340,7 @@ def test_on_a_cpu_the_host_is_the_device_and_on_cuda_all_are_offered() -> None:
     [
         ({"offload": "parameters"}, "needs FSDP2"),
         ({"offload": "parameters", "dp_shard": 2, "precision": "fp16"}, "loss scaler"),
-        ({"offload": "optimizer", "tp": 2}, "tensor parallelism"),
+        ({"offload": "optimizer", "tp": 2}, "does not go with tp=2"),
         ({"offload": "activations", "checkpointing": "selective"}, "selective"),
         ({"offload": "activations", "compile": "model", "compile_mode": "reduce-overhead"}, "CUDA graphs"),
     ],
