@@ -140,7 +140,8 @@ def values(plan: Plan) -> dict[str, Any]:
 def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
-    names = {*LEFT_BY_TOOLS, "fsdp_prefetch"} - ({"offload"} if config.offload == "parameters" else set())
+    carried = {"offload"} if config.offload == "parameters" and config.dp_shard > 1 else set()  # offload, above
+    names = {*LEFT_BY_TOOLS, "fsdp_prefetch"} - carried
     found = loop_not_carried(plan, "accelerate", sorted(names))
     if config.dp_shard > 1 and config.precision == "fp16":
         found.append("gradients reduced in fp32: under FSDP2, accelerate gathers and reduces in fp16")
