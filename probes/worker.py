@@ -167,11 +167,13 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
         spent = time.perf_counter() - started
         # time that a series did not use goes to the later ones; a series that overran leaves them a quarter
         seconds = max(max(0.0, request.budget_s - spent) / left, 0.25 * request.budget_s) * share
+        if request.brief or request.shapes:  # the start of this process does not count
+            seconds = BRIEF_LIMIT_S if request.brief else request.budget_s
         left -= share
         readings, left_out = measure_operations(
             make(),
             device=device,
-            budget=Budget(seconds=BRIEF_LIMIT_S if request.brief else seconds),
+            budget=Budget(seconds=seconds),
             cap_s=cap_s,
             memory_limit_bytes=_memory_limit_bytes(device, request.memory_limit_bytes),
             rates=rates,
