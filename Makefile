@@ -1,9 +1,10 @@
+# make install: a virtual environment in .venv, with the versions of constraints.txt
 # make search: a virtual environment, the install, and a plan for GPT-2 on this machine
 # make test:   the same environment, the linters and all the tests (what CI runs)
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
 # make test-timing: the tests that compare measured times, on an idle machine
-# make docs:   the documentation with the API reference, in site/
+# make docs:   the documentation with the API reference, in site/; ends with an error if a link is dead
 # make test-torchao: the tests that need torchao, which gets a folder of its own (a part of `make test`)
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
 # make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
@@ -28,7 +29,9 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: search test test-parity test-zoo quick lint types docs soak accuracy clean
+.PHONY: install search test test-parity test-zoo quick lint types docs soak accuracy clean
+
+install: $(VENV)/.installed
 
 search: $(VENV)/.installed
 	$(BIN)/autoplan search --model gpt2
@@ -87,7 +90,10 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs
+	rm -rf .cache/docs && mkdir -p .cache/docs
+	cp -R README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples .cache/docs
 	$(BIN)/zensical build --clean
+	$(BIN)/python docs/check_site.py site
 
 soak: $(VENV)/.installed
 	$(TEST_ENV) $(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),60)

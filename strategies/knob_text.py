@@ -1,7 +1,6 @@
-"""Knobs as text: as a user gives them, in the help of the command line, and in the table of docs/techniques.md.
+"""Knobs as text: as a user gives them, in the help of the command line, and in the table of docs/reference/knobs.md.
 
-All of it is made from the fields of TrainingConfig. Loads no torch. `python -m autoplan.strategies.knob_text` prints
-the table; a test says where the page differs.
+All of it is made from the fields of TrainingConfig. Loads no torch.
 """
 
 from __future__ import annotations
@@ -89,7 +88,3 @@ def _left_out(knob: str) -> str:
     texts += [f"without `{need.describe()}`" for need in known.needs]
     texts += [known.left_out] if known.left_out else []
     return "; ".join(texts + [_EXCLUDED[other] for other in known.excludes])
-
-
-if __name__ == "__main__":
-    print("\n".join(knob_table()))

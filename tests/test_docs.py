@@ -1,12 +1,16 @@
-"""The documentation: links resolve, commands and files exist, lists of public names are current, lines are short."""
+"""The documentation: links resolve, commands exist, what is made from code is current, lines and pages are short."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import typer
 import yaml
 
 import autoplan
@@ -16,8 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 MAX_COLUMNS = 120
+MAX_WORDS = 60_500
+"""Of all pages under docs/ together: a page that grows makes another one shrink."""
 
-# Pages that are still to be wrapped: a page that is leaves this list, and none may be added.
+
+@functools.cache
+def load(name: str) -> ModuleType:
+    """A file of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def name_of(page: Path) -> str:
@@ -77,9 +91,9 @@ def test_the_check_of_links_sees_a_broken_one() -> None:
     assert not broken_links(page, "[e](cli.md#exit-codes)")
 
 
-def test_every_page_is_reachable_from_the_index() -> None:
+def test_every_page_is_reachable_from_the_readme() -> None:
     seen: set[Path] = set()
-    waiting = [DOCS / "README.md"]
+    waiting = [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()
         if page in seen:
@@ -87,8 +101,7 @@ def test_every_page_is_reachable_from_the_index() -> None:
         seen.add(page)
         found = ((page.parent / target.partition("#")[0]).resolve() for target in links(page.read_text()))
         waiting += [file for file in found if file.suffix == ".md" and file.exists()]
-    unreached = [name_of(page) for page in PAGES if page not in seen and page != ROOT / "README.md"]
-    assert not unreached, "link each page from docs/README.md"
+    assert not [name_of(page) for page in PAGES if page not in seen], "link each page from docs/README.md"
 
 
 def test_every_page_has_its_place_in_the_built_documentation() -> None:
@@ -102,7 +115,46 @@ def test_every_page_has_its_place_in_the_built_documentation() -> None:
             yield from pages(list(node.values()))
 
     listed = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert sorted(listed) == sorted(map(name_of, PAGES))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_link_only_what_is_built_with_them(page: Path) -> None:
+    """`make docs` copies these folders and files; what else a page names is in code, not a link."""
+    built = ("docs", "examples", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+    outside = [
+        target
+        for target in links(page.read_text())
+        if target.partition("#")[0]
+        and (page.parent / target.partition("#")[0]).resolve().relative_to(ROOT).parts[0] not in built
+    ]
+    assert not outside or name_of(page) == "CONTRIBUTING.md", outside
+
+
+def test_the_check_of_the_built_pages_sees_a_dead_link(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "outside.html").write_text("")
+    (site / "index.html").write_text(
+        '<a href="other.html">1</a> <a href="other.html#here">2</a> <a href="https://example.org">3</a>'
+        '<a href="none.html">4</a> <a href="other.html#there">5</a> <a href="../outside.html">6</a>'
+    )
+    (site / "other.html").write_text('<h2 id="here">x</h2>')
+    assert load("check_site").dead_links(site) == [
+        "index.html: ../outside.html",
+        "index.html: none.html",
+        "index.html: other.html#there",
+    ]
+
+
+@pytest.mark.parametrize("name", load("make_pages").FILES)
+def test_what_is_made_from_the_code_is_current(name: str) -> None:
+    assert (ROOT / name).read_text() == load("make_pages").FILES[name](), "run `python docs/make_pages.py`"
+
+
+def test_the_pages_are_short() -> None:
+    words = {name_of(page): len(page.read_text().split()) for page in DOCS.rglob("*.md")}
+    assert sum(words.values()) <= MAX_WORDS, dict(sorted(words.items(), key=lambda item: -item[1]))
 
 
 def commands(text: str) -> set[str]:
@@ -117,21 +169,33 @@ def test_the_commands_that_pages_name_exist() -> None:
     assert known >= {"search", "show"}
     unknown = {name_of(page): commands(page.read_text()) - known for page in PAGES}
     assert not {page: names for page, names in unknown.items() if names}
-    named = commands((DOCS / "cli.md").read_text()) | set(
-        re.findall(r"^\| `([a-z]+)", (DOCS / "cli.md").read_text(), re.MULTILINE)
-    )
-    assert known <= named, "docs/cli.md names every command"
 
 
-def test_the_table_of_public_names_is_current() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(autoplan.__all__), "docs/api.md has a row for each public name"
+def flags(text: str) -> set[tuple[str, str]]:
+    """(command, option) of each command line of autoplan in a page's code lines and spans, up to `--` or a comment."""
+    lines = re.findall(r"`(autoplan [a-z]+ [^`]+)`", text)
+    lines += re.findall(r"^(?:    |\$ )(?:python -m )?(autoplan [a-z]+ .*)$", text, re.MULTILINE)
+    kept = (re.split(r"\s--(?:\s|$)|\s#", line)[0] for line in lines)
+    return {(line.split()[1], flag) for line in kept for flag in re.findall(r"(?<=\s)--[a-z][\w-]*", line)}
 
 
-def test_the_reference_has_every_public_name() -> None:
-    named = re.findall(r"^::: autoplan\.(\w+)$", (DOCS / "reference" / "autoplan.md").read_text(), re.MULTILINE)
-    public = [name for name in autoplan.__all__ if name != "__version__"]
-    assert sorted(named) == sorted(public), "docs/reference/autoplan.md has `::: autoplan.NAME` for each public name"
+@functools.cache
+def known_options() -> dict[str, set[str]]:
+    """The options of each command."""
+    commands = typer.main.get_command(build_app()).commands
+    return {name: {flag for one in command.params for flag in one.opts} for name, command in commands.items()}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) != "CHANGELOG.md"], ids=name_of)
+def test_the_options_that_pages_give_to_a_command_exist(page: Path) -> None:
+    known = known_options()
+    assert "--budget" in known["search"]
+    assert not {(name, flag) for name, flag in flags(page.read_text()) if flag not in known[name] | {"--help"}}
+
+
+def test_the_check_of_options_sees_a_wrong_one() -> None:
+    text = "`autoplan search --modle x -- --its own`\n    autoplan show --trials   # --no\n"
+    assert flags(text) == {("search", "--modle"), ("show", "--trials")}
 
 
 def test_every_public_name_has_a_docstring() -> None:

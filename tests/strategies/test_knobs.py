@@ -26,7 +26,7 @@ from autoplan.strategies.config import (
     knob_values,
     knobs,
 )
-from autoplan.strategies.knob_text import check_knob, knob_help, knob_table
+from autoplan.strategies.knob_text import check_knob, knob_help
 from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques.rules import RULES, Combinations, incompatible
 from tests.contracts.knob_cases import needed_by, tried_values
@@ -159,16 +159,6 @@ def test_many_combinations_are_judged_as_one_by_one() -> None:
 def test_prepare_refuses_what_does_not_go_together(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         prepare(language(GPT2), TrainingConfig(**({"micro_batch": 2} | values)))
-
-
-def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
-    page = (ROOT / "docs" / "techniques.md").read_text().splitlines()
-    missing = [line for line in knob_table() if line not in page]
-    assert not missing, "put the output of `python -m autoplan.strategies.knob_text` into docs/techniques.md:\n" + (
-        "\n".join(missing)
-    )
-    start = page.index(knob_table()[0])
-    assert page[start : start + len(knob_table())] == knob_table(), "the table in docs/techniques.md has other rows too"
 
 
 def test_the_help_names_every_knob_with_its_values() -> None:
