@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.plan.loader import setting_of
-from autoplan.planner.plan.prepare import check_training, prepare_plan
+from autoplan.planner.plan.prepare import check_training, draws_kept, prepare_plan
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.strategies.workloads.frameworks import is_one_of
 
@@ -90,25 +90,34 @@ def apply_to_loop(
     """
     from autoplan.strategies.workloads.loops.loader import resized
     from autoplan.strategies.workloads.loops.loop import read_loop, unwrap_model
-    from autoplan.strategies.workloads.loops.schedules import at_the_start, plain_optimizer
+    from autoplan.strategies.workloads.loops.schedules import at_the_start, plain_optimizer, plain_schedule
+    from autoplan.strategies.workloads.optimizers import follow
 
     model, optimizer, dataloader, loss = (*parts, None, None, None, None)[:4]
     _refuse_split_loader(dataloader)
-    settings["global_batch"] = plan.workload.global_batch
-    workload = read_loop(model, optimizer, dataloader, loss, **settings)
-    if not changed_ok:
-        _refuse_other_interval(plan, workload.build_schedule)
-    run = prepare_plan(
-        plan,
-        unwrap_model(model),
-        at_the_start(plain_optimizer(optimizer)),
-        workload.loss,
-        schedule=workload.build_schedule,
-        max_grad_norm=workload.max_grad_norm,
-        head=workload.head,
-        changed_ok=changed_ok,
-        read={"count": workload.count, "fixed_micro_batch": workload.fixed_micro_batch},
-    )
+    if plan.training is not None:
+        settings = {"max_grad_norm": plan.training.max_grad_norm, "seed": plan.training.seed} | settings
+    if changed_ok:
+        settings["global_batch"] = plan.workload.global_batch
+    with draws_kept(plan):
+        workload = read_loop(model, optimizer, dataloader, loss, **settings)
+        _refuse_global_batch(plan, workload.global_batch, given="global_batch" in settings)
+        run = prepare_plan(
+            plan,
+            unwrap_model(model),
+            at_the_start(plain_optimizer(optimizer)),
+            workload.loss,
+            make_batch=workload.make_batch,
+            schedule=workload.build_schedule,
+            max_grad_norm=workload.max_grad_norm,
+            head=workload.head,
+            changed_ok=changed_ok,
+            read={name: getattr(workload, name) for name in ("count", "fixed_micro_batch", "seed")},
+        )
+    follow(plain_optimizer(optimizer), run.optimizer, "run.step(batch)")
+    schedule = plain_schedule(settings.get("schedule"))
+    if hasattr(schedule, "optimizer"):
+        follow(schedule, getattr(run.schedule, "schedule", run.schedule), "run.step(batch)")
     order = None if run.mesh is None else _shared_order(run, dataloader, workload.make_batch)
     by_parts = getattr(workload.make_batch, "collated_by_parts", False) and run.local_batch > plan.config.micro_batch
     micro_batch = plan.config.micro_batch if by_parts else None
@@ -117,19 +126,16 @@ def apply_to_loop(
     )
 
 
-def _refuse_other_interval(plan: PlanRecord, schedule: Any) -> None:
-    from autoplan.strategies.workloads.loops.schedules import Stepped
-
-    then = plan.workload.sources.get("schedule")
-    if not then or schedule is None:
+def _refuse_global_batch(plan: PlanRecord, found: int, *, given: bool) -> None:
+    """Raises PlanError where the loop's batches, or its accumulation, are not those of the search."""
+    wanted = plan.workload.global_batch
+    if found == wanted:
         return
-    by_epochs = "every of the schedule" in then  # the attribute of Stepped, as fingerprints name it
-    if by_epochs != isinstance(schedule, Stepped):
-        had, now = ("epoch", "step") if by_epochs else ("step", "epoch")
-        raise PlanError(
-            f'the search had schedule_interval="{had}", and here it is "{now}": the schedule would go on otherwise',
-            hint=f'Give schedule_interval="{had}", or search again.',
-        )
+    made = "was given" if given else "is what this loop trains (its DataLoader's batch size x its accumulation)"
+    raise PlanError(
+        f"the plan is for a global batch of {wanted}, and {found} {made}",
+        hint=f"Search again with this batch. If the search was given global_batch={wanted}, give it here too.",
+    )
 
 
 def _refuse_split_loader(dataloader: Any) -> None:
@@ -183,13 +189,17 @@ def _shared_order(run: TrainingRun, dataloader: Any, batches: Any) -> Any:
 def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False) -> PlannedStep:
     """The step that make_step gives, under the plan's settings of this process.
 
-    Threads, the allocator and TF32 are set for the whole process, and stay set.
+    Threads, the allocator and TF32 are set for the whole process, and stay set. make_step and the steps draw from the
+    random generators as they are here: nothing seeds them.
 
     Raises:
         PlanError: the plan is not of a step function, or the step's code is not that of the search.
     """
+    import torch
+
     from autoplan.strategies.prepare import prepare
-    from autoplan.strategies.workloads.loops.step import TAKEN_FROM, read_step
+    from autoplan.strategies.techniques.allocator import set_allocator
+    from autoplan.strategies.workloads.loops.step import TAKEN_FROM, build_step_model, read_step
 
     if plan.workload.taken_from != TAKEN_FROM:
         raise PlanError(
@@ -199,4 +209,8 @@ def apply_to_step(plan: PlanRecord, make_step: Any, *, changed_ok: bool = False)
     workload = read_step(make_step, global_batch=plan.workload.global_batch, name=plan.workload.name)
     for text in check_training(plan, changed_ok=changed_ok, model=workload.build_model, loss=workload.loss):
         warnings.warn(text, stacklevel=4)
-    return PlannedStep(prepare(workload, plan.config, device=plan.device))
+    if plan.device == "cuda":
+        set_allocator(plan.config.allocator, torch.device("cuda"))  # before make_step takes memory
+    model = build_step_model(make_step)
+    with draws_kept(plan):
+        return PlannedStep(prepare(workload, plan.config, device=plan.device, model=model))

@@ -17,7 +17,7 @@ from autoplan.errors import PlanError
 from autoplan.files import replace_file
 from autoplan.planner.plan.loader import make_plan_loader
 from autoplan.planner.plan.parts import AS_SEARCHED, refuse_unverified
-from autoplan.planner.plan.prepare import prepare_plan
+from autoplan.planner.plan.prepare import draws_kept, prepare_plan
 from autoplan.planner.records.plan import SCHEMA_VERSION, PlanRecord, broken_rules
 from autoplan.planner.records.plan_file import (
     digests_of_document,
@@ -170,21 +170,22 @@ class Plan(PlanRecord):
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.
         """
-        return prepare_plan(
-            self.accepted(unverified_ok),
-            model,
-            optimizer,
-            loss,
-            device=device,
-            make_batch=make_batch,
-            schedule=schedule,
-            max_grad_norm=max_grad_norm,
-            global_batch=global_batch,
-            head=head,
-            count=count,
-            changed_ok=changed_ok,
-            workload=workload,
-        )
+        with draws_kept(self):
+            return prepare_plan(
+                self.accepted(unverified_ok),
+                model,
+                optimizer,
+                loss,
+                device=device,
+                make_batch=make_batch,
+                schedule=schedule,
+                max_grad_norm=max_grad_norm,
+                global_batch=global_batch,
+                head=head,
+                count=count,
+                changed_ok=changed_ok,
+                workload=workload,
+            )
 
     def loader(
         self,
@@ -267,4 +268,5 @@ class Plan(PlanRecord):
         if framework is None:
             return apply_parts(plan, training, parts, changed_ok=changed_ok, **settings)
         apply_plan = module_of(framework, "apply").apply_plan
-        return apply_plan(plan, training, *parts, measure=measure, changed_ok=changed_ok, **settings)
+        with draws_kept(plan, on_ranks=True):
+            return apply_plan(plan, training, *parts, measure=measure, changed_ok=changed_ok, **settings)

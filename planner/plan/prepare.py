@@ -8,6 +8,7 @@ for batch in loader:                          # run.local_batch samples each
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -56,9 +57,11 @@ def prepare_plan(
     The answer to `unverified_ok` comes with the plan. `read` has fields of the workload that none of these is, where
     the parts were read from a loop.
     """
+    import torch
     from torch import nn
 
     from autoplan.strategies.prepare import prepare
+    from autoplan.strategies.workloads.optimizers import follow, trainable
     from autoplan.strategies.workloads.workload import Workload
 
     whole = workload if isinstance(workload, Workload) else None
@@ -87,28 +90,45 @@ def prepare_plan(
     given = {name: getattr(parts, name) for name in ("model", "loss", "optimizer", "schedule", "make_batch")}
     given = {name: None if value is AS_SEARCHED else value for name, value in given.items()}
     if whole is not None:
-        own = {name: getattr(whole, _FIELDS.get(name, name)) for name in given}
-        given = own | {name: part for name, part in given.items() if part is not None}
+        all_parts = {name: getattr(whole, _FIELDS.get(name, name)) for name in given}
+        given = all_parts | {name: part for name, part in given.items() if part is not None}
     changed = refuse_changed_parts(plan.workload, changed_ok=changed_ok, **given)
     if changed is not None:
         warnings.warn(changed, stacklevel=3)
+    instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    _refuse_hooks_on_shards(plan, instance)
     made = make_workload(plan, parts, named=is_named, searched=whole)
     named: dict[str, Any] = {name: value for name, value in (("head", head), ("count", count)) if value is not None}
     made = dataclasses.replace(made, **named, **(read or {}))
-    state = _state_of(optimizer)
-    instance = model if isinstance(model, nn.Module) else None
-    if instance is not None and not changed_ok:  # before anything is changed in place
-        from autoplan.strategies.workloads.optimizers import trainable
-
-        refuse_other_training(plan, made.build_optimizer(trainable(instance)), instance)
-    run = prepare(made, plan.config, device=target, model=instance)
-    if instance is None and not changed_ok:
+    own = model if isinstance(model, nn.Module) else None
+    if own is not None and not changed_ok:  # before anything is changed in place
+        refuse_other_training(plan, made.build_optimizer(trainable(own)), own, workload=made if read else None)
+    run = prepare(made, plan.config, device=target, model=own)
+    if own is None and not changed_ok:
         refuse_other_training(plan, run.optimizer, run.model)
-    if state:
-        _give_state(run.optimizer, state, target)
+    if instance is not None:
+        if instance.state:
+            _give_state(run.optimizer, dict(instance.state), target)
+        follow(instance, run.optimizer, "run.step(batch)")
     if run.said is not None:
         warnings.warn(run.said, stacklevel=3)
     return run
+
+
+def draws_kept(plan: PlanRecord, *, on_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Puts the random generators back afterwards, so that the user's program draws what it drew without a plan.
+
+    On several ranks they stay as the run has seeded them, each rank otherwise, so that no two draw the same masks.
+
+    Args:
+        plan: The plan.
+        on_ranks: Put them back on several ranks too: a trainer of a framework seeds its ranks itself.
+    """
+    from autoplan.strategies.workloads.randomness import generators_kept
+
+    if plan.config.world_size > 1 and not on_ranks:
+        return contextlib.nullcontext()
+    return generators_kept(cuda=plan.device == "cuda")
 
 
 def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool = True) -> str | None:
@@ -192,25 +212,52 @@ def refuse_changed_code(spec: WorkloadSpec, *, changed_ok: bool) -> str | None:
     return f"changed since the plan was found: {', '.join(changed)} of {spec.name}{pieces}"
 
 
-def refuse_other_training(plan: PlanRecord, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuses an optimizer that trains otherwise than the search did, and warns of other dropout rates.
+def refuse_other_training(
+    plan: PlanRecord, optimizer: torch.optim.Optimizer, model: nn.Module, *, workload: Workload | None = None
+) -> None:
+    """Refuses a training whose optimizer, clipping or schedule is not that of the search; warns of dropout and seed.
+
+    Args:
+        plan: The plan.
+        optimizer: As it would train.
+        model: Its model.
+        workload: The training as it was read from a loop, a module or a Trainer. None: the parts were given one by
+            one, and clipping and schedule are what the user said.
 
     Raises:
-        PlanError: it has another class, other groups, or other values in them.
+        PlanError: the optimizer has another class, other groups, or other values in them; gradients are clipped
+            otherwise; or the schedule gives other rates.
     """
-    from autoplan.strategies.analysis.training_facts import dropout_rates, optimizer_differences
+    from autoplan.strategies.analysis.training_facts import (
+        dropout_rates,
+        optimizer_differences,
+        read_schedule,
+        schedule_difference,
+    )
+    from autoplan.strategies.workloads.optimizers import trainable
 
-    if plan.training is None:
+    then = plan.training
+    if then is None:
         return
-    found = optimizer_differences(plan.training, optimizer)
+    found = [f"the optimizer is not that of the search: {text}" for text in optimizer_differences(then, optimizer)[:4]]
+    if workload is not None:
+        if len(set(norms := (workload.max_grad_norm, then.max_grad_norm))) > 1:
+            here, was = (f"clipped to a norm of {norm:g}" if norm else "not clipped" for norm in norms)
+            found.append(f"gradients are {here} (max_grad_norm), and in the search they were {was}")
+        schedule = read_schedule(workload, workload.build_optimizer(trainable(model)))
+        found += schedule_difference(then.schedule, schedule)
     if found:
         raise PlanError(
-            f"the optimizer is not that of the search: {'; '.join(found[:4])}",
-            hint="Give the optimizer that the search had. To train with this one on purpose: prepare(changed_ok=True).",
+            "; ".join(found),
+            hint="Give optimizer, max_grad_norm= and schedule= (with schedule_interval=) as the search had them, or "
+            "search again. To train with these on purpose: changed_ok=True.",
         )
-    here, then = dropout_rates(model), plan.training.dropout
-    if plan.config.pp == 1 and here != then:
-        warnings.warn(f"the model has dropout rates {here or 'of 0'}; the search had {then or '0'}", stacklevel=4)
+    rates = dropout_rates(model)
+    if plan.config.pp == 1 and rates != then.dropout:
+        text = f"the model has dropout rates {rates or 'of 0'}; the search had {then.dropout or '0'}"
+        warnings.warn(text, stacklevel=4)
+    if workload is not None and workload.seed != then.seed:
+        warnings.warn(f"the seed is {workload.seed}; the search had {then.seed}: other orders and masks", stacklevel=4)
 
 
 def warn_of_other_hardware(plan: PlanRecord, device: str) -> str | None:
@@ -250,11 +297,22 @@ def _pick_device(plan: PlanRecord, device: str | torch.device | None) -> torch.d
     return target
 
 
-def _state_of(optimizer: Any) -> dict[Any, Any]:
-    """The state of an optimizer that has stepped already, by parameter."""
-    import torch
+def _refuse_hooks_on_shards(plan: PlanRecord, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses hooks on the step of an optimizer whose parameters a plan spreads over ranks: they know the whole ones.
 
-    return dict(optimizer.state) if isinstance(optimizer, torch.optim.Optimizer) else {}
+    Raises:
+        PlanError: there are some.
+    """
+    from autoplan.strategies.workloads.optimizers import step_hooks
+
+    names = [] if optimizer is None else step_hooks(optimizer)
+    if names and plan.config.dp_shard * plan.config.tp * plan.config.pp > 1:
+        raise PlanError(
+            f"the optimizer has hooks on its step ({', '.join(names)}), and the plan spreads over ranks the parameters "
+            "that they know",
+            hint="Hand in a function that makes the optimizer from parameters, with its hooks. Or search with "
+            "fix={'dp_shard': 1, 'tp': 1, 'pp': 1}.",
+        )
 
 
 def _give_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any], device: torch.device) -> None:

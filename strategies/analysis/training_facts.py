@@ -161,10 +161,32 @@ def optimizer_differences(searched: TrainingFacts, optimizer: torch.optim.Optimi
     return found
 
 
+def schedule_difference(then: ScheduleFacts | None, here: ScheduleFacts | None) -> list[str]:
+    """How a schedule differs from that of the search, in a sentence; empty: it gives the same rates.
+
+    Compared are the class, the arguments that can be read from it, and the learning rates of the first steps.
+    """
+
+    def words(facts: ScheduleFacts | None) -> str:
+        if facts is None:
+            return "none"
+        rates = ", ".join(f"{max(step):.4g}" for step in facts.learning_rates[:4])
+        options = ", ".join(f"{name}={value}" for name, value in (facts.options or {}).items())
+        return f"{facts.function or facts.kind.rpartition('.')[2]}({options}) with the rates {rates}, ..."
+
+    if then is None or here is None:
+        same = then is here
+    else:
+        one, other = ([facts.kind, facts.function, *sorted((facts.options or {}).items())] for facts in (then, here))
+        rates = [[list(step) for step in facts.learning_rates] for facts in (then, here)]
+        same = _same_value(one, other) and _same_value(*rates)
+    return [] if same else [f"the schedule is {words(here)}, and the search had {words(then)}"]
+
+
 def _same_value(one: Any, other: Any) -> bool:
     import math
 
-    if isinstance(one, list) and isinstance(other, list):
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same_value, one, other))
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return math.isclose(one, other, rel_tol=1e-6) if numbers else one == other  # a tensor's rate is rounded to fp32

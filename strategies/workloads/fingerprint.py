@@ -96,7 +96,7 @@ def fingerprints(
         collector.add(type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer)
         found["optimizer"] = {name: value for name, value in collector.result().items() if name in collector.methods}
     if make_batch is not None:
-        collector = Collector("make_batch")
+        collector = Collector(getattr(make_batch, "called", "make_batch"))
         collector.add(make_batch)
         found["data"] = collector.result()
     return found

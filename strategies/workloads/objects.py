@@ -21,7 +21,7 @@ from autoplan.strategies.workloads.digests import Describer, digest, installed_v
 from autoplan.strategies.workloads.fingerprint import fingerprints_of
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
-from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
@@ -205,6 +205,7 @@ def workload_from_objects(
         head=CausalHead() if causal else None,
         fixed_micro_batch=fixed_micro_batch,
         seed=seed,
+        notes=tuple(hooks_note(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else (),
     )
 
 

@@ -28,10 +28,10 @@ def rebuild_over(
         parameters: The trainable parameters of the model it was made for, in the model's order.
 
     Raises:
-        WorkloadError: it has parameters that are not among them, hooks on its step, or something that only its
-            constructor was told and that cannot be read from it.
+        WorkloadError: it has parameters that are not among them, a step that was replaced on the instance, or something
+            that only its constructor was told and that cannot be read from it.
     """
-    _refuse_hooks(optimizer)
+    optimizer = unpatched(optimizer)
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     groups = []
     for group in optimizer.param_groups:
@@ -72,17 +72,71 @@ def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    for where in ("pre", "post"):
-        hooks = getattr(optimizer, f"_optimizer_step_{where}_hooks", {})
-        if hooks:
-            names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks.values())
-            raise WorkloadError(
-                f"the optimizer has a hook on its step ({names}, by register_step_{where}_hook), and a plan makes the "
-                "optimizer anew",
-                hint="Hand in a function that makes the optimizer from parameters, with its hook; or do what the hook "
-                "does in the loop, after the step.",
-            )
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the hooks on an optimizer's step: a moving average of the weights, for example."""
+    hooks = [
+        hook for where in ("pre", "post") for hook in getattr(optimizer, f"_optimizer_step_{where}_hooks", {}).values()
+    ]
+    return [getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2] for hook in hooks]
+
+
+def hooks_note(optimizer: torch.optim.Optimizer) -> list[str]:
+    """A sentence where an optimizer has hooks on its step; else none."""
+    names = step_hooks(optimizer)
+    if not names:
+        return []
+    return [f"trials do not run the hooks on the optimizer's step ({', '.join(names)}); under the plan they run"]
+
+
+def unpatched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of an optimizer that shares its groups, its state and all that it has, with the step of its class.
+
+    copy.copy() would leave out what torch does not pickle: hooks, and the attributes of a subclass.
+
+    Raises:
+        WorkloadError: its step was replaced on the instance, by something else than a schedule.
+    """
+    kind = getattr(type(optimizer), "_view_of", type(optimizer))
+    own = vars(optimizer).get("step")
+    inner = getattr(own, "__wrapped__", None) if hasattr(own, "_wrapped_by_lr_sched") else own
+    if kind is type(optimizer) and inner is not None and inner is not kind.step:
+        raise WorkloadError(
+            f"the step of the optimizer ({kind.__name__}) was replaced on this instance, and a plan makes it anew",
+            hint="Do the same in a subclass, or with register_step_pre_hook and register_step_post_hook.",
+        )
+    plain: torch.optim.Optimizer = object.__new__(kind)
+    plain.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    return plain
+
+
+def follow(own: Any, live: Any, instead: str) -> None:
+    """Makes the user's optimizer or schedule a view of the one that trains: its rates, state and hooks are the same.
+
+    So what the user's program does with it goes on: ReduceLROnPlateau changes its groups, a logger reads its rates, a
+    checkpoint saves its state. Its own step() is an error, since what trains is stepped already.
+
+    Args:
+        own: The user's.
+        live: That of the run, made like it.
+        instead: What takes the steps, for the error.
+    """
+    for name, hooks in vars(own).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            hooks.update(getattr(live, name))
+            setattr(live, name, hooks)  # the user's own dict, from which the user's handles remove them
+    kind = getattr(type(own), "_view_of", type(own))
+    what = "optimizer" if isinstance(own, torch.optim.Optimizer) else "schedule"
+
+    def step(*given: Any, **options: Any) -> Any:
+        raise WorkloadError(
+            f"step() of the {what} {kind.__name__} was called; since the plan was applied, {instead} takes its steps",
+            hint=f"Leave that call out. What else you do with the {what} is done with the one that trains.",
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a schedule made over it later leaves it alone
+    members = {"step": property(lambda self: step), "_view_of": kind, "__module__": kind.__module__}
+    own.__class__ = type(kind.__name__, (kind,), members | {"__qualname__": kind.__qualname__})
+    own.__dict__ = live.__dict__
 
 
 def _refuse_lost_arguments(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:

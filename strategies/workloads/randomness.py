@@ -29,13 +29,23 @@ def seed_generators(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Puts the generators back as they were afterwards (torch's on the CPU)."""
+def generators_kept(*, cuda: bool = False) -> Iterator[None]:
+    """Puts the generators back as they were afterwards.
+
+    Args:
+        cuda: Also those of CUDA, where it is; else torch's on the CPU alone.
+    """
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    on_cuda = []
+    if cuda and torch.cuda.is_available():
+        torch.cuda.init()  # a seed that was given before counts from here on
+        on_cuda = torch.cuda.get_rng_state_all()
     try:
         yield
     finally:
         torch.set_rng_state(before[0])
+        if on_cuda:
+            torch.cuda.set_rng_state_all(on_cuda)
         random.setstate(before[1])
         np.random.set_state(before[2])
 

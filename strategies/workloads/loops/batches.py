@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.digests import digest
+from autoplan.strategies.workloads.plain_values import plain
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.samples import SampleBatch, sample_size
 
@@ -39,7 +41,10 @@ class OrderedBatches:
         collated_by_parts: The batch is a `SampleBatch`, because its micro-batches are padded, packed or paired by
             themselves; else it is a dict of tensors, and micro-batches are rows of it.
         seed: For collators that draw (masked language models).
+        samples: A digest of some samples, collated; empty where the dataset gives another sample each time.
     """
+
+    called = "the DataLoader"  # where a change of it is named
 
     dataset: Any
     collate: Any
@@ -48,6 +53,7 @@ class OrderedBatches:
     rows_are_samples: bool
     collated_by_parts: bool
     seed: int
+    samples: str = ""
 
     def __call__(self, num_samples: int, index: int) -> Batch:
         """A batch on the host; the same for the same arguments."""
@@ -85,7 +91,7 @@ def batches_in_form(dataset: Any, collate: Any, order: tuple[int, ...], seed: in
         seed: For collators that draw.
     """
     places = sorted(set(order[:: max(1, len(order) // 12)][:12]))
-    samples = fetch(dataset, places)
+    samples = _fetch_seeded(dataset, places, seed)
     alone = [collated(collate, [sample], seed) for sample in samples]
     pair = collated(collate, samples[:2], seed)
     rows_are_samples = all(_rows(fields) == {1} for fields in alone) and _rows(pair) == {min(2, len(samples))}
@@ -93,7 +99,16 @@ def batches_in_form(dataset: Any, collate: Any, order: tuple[int, ...], seed: in
     one_size = len({_sizes(fields) for fields in alone}) == 1
     by_parts = isinstance(pair, Mapping) and (not rows_are_samples or not (one_size or draws))
     largest = () if one_size and rows_are_samples else _largest(dataset, order)
-    return OrderedBatches(dataset, collate, order, largest, rows_are_samples, by_parts, seed)
+    again = collated(collate, _fetch_seeded(dataset, places[:1], seed), seed)
+    repeats = digest(plain(again)) == digest(plain(alone[0]))
+    seen = digest([plain(fields) for fields in (*alone, pair)]) if repeats else ""
+    return OrderedBatches(dataset, collate, order, largest, rows_are_samples, by_parts, seed, seen)
+
+
+def _fetch_seeded(dataset: Any, places: Sequence[int], seed: int) -> list[Any]:
+    """Samples; a dataset that draws from the global generators gives the same for the same seed."""
+    with seeded(seed):
+        return fetch(dataset, places)
 
 
 def collated(collate: Any, samples: list[Any], seed: int) -> Any:

@@ -42,7 +42,7 @@ from autoplan.strategies.workloads.loops.schedules import (
     read_schedule,
 )
 from autoplan.strategies.workloads.objects import workload_from_objects
-from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.padding import padding_words
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.workload import Workload
@@ -354,6 +354,7 @@ def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, measured: l
         none = {"max_grad_norm=": "clips no gradients", "schedule=": "keeps its learning rate"}
         what = " and ".join(none[name] for name in missing)
         notes.append(f"the loop is taken to be one that {what}; else give {' and '.join(missing)}")
+    notes += hooks_note(parts.optimizer)
     if parts.mixed_precision is not None:
         notes.append(
             f"the Accelerator's mixed_precision={parts.mixed_precision} is not taken over: precision is a knob of the "

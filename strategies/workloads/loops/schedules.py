@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from autoplan.errors import WorkloadError
+from autoplan.strategies.workloads.optimizers import unpatched
 
 ScheduleInterval = Literal["step", "epoch"]
 """When a loop steps its schedule: at each optimizer step, or once at the end of an epoch."""
@@ -37,6 +38,11 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
+def plain_schedule(schedule: Any) -> Any:
+    """The schedule, or the function that makes it, without what Accelerate puts around it."""
+    return getattr(schedule, "scheduler", schedule) if hasattr(schedule, "split_batches") else schedule
+
+
 def read_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any] | None:
     """A function that makes the schedule from an optimizer.
 
@@ -55,7 +61,7 @@ def read_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[
                 hint="Hand it in too: schedule=scheduler, or the function that makes it from an optimizer.",
             )
         return None
-    inner = getattr(schedule, "scheduler", schedule) if hasattr(schedule, "split_batches") else schedule
+    inner = plain_schedule(schedule)
     owner = getattr(inner, "optimizer", None)
     if owner is None:
         if not callable(inner):
@@ -151,7 +157,7 @@ def same_schedule(schedule: Any) -> Callable[[torch.optim.Optimizer], Any]:
 
 def at_the_start(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer with the learning rates that it had before a schedule was made over it; its state is the same."""
-    plain = copy.copy(optimizer)
+    plain = unpatched(optimizer)
     plain.param_groups = [dict(group) for group in optimizer.param_groups]
     for group in plain.param_groups:
         if "initial_lr" in group:

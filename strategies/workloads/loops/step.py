@@ -113,15 +113,20 @@ def read_step(
     )
 
 
-def build_step_model(make_step: Callable[[], Step], seed: int) -> StepModel:
-    """Sets the training up, with seeded generators; on the meta device nothing.
+def build_step_model(make_step: Callable[[], Step], seed: int | None = None) -> StepModel:
+    """Sets the training up; on the meta device nothing.
+
+    Args:
+        make_step: The user's.
+        seed: Of the random generators; None: they are as they are.
 
     Raises:
         WorkloadError: make_step fails, or returns no function.
     """
     if torch.get_default_device().type == "meta":
         return StepModel(None)
-    seed_generators(seed)
+    if seed is not None:
+        seed_generators(seed)
     try:
         with torch.device("cpu"):  # as in the user's own program: tensors go where it puts them
             step = make_step()

@@ -359,9 +359,11 @@ def test_a_loop_whose_schedule_goes_by_epochs_is_applied_with_the_interval_of_th
     data = torch.utils.data.DataLoader(Points(32), batch_size=8)
     parts = (model, sgd(model.parameters()), data, loss)
     searched = autoplan.from_loop(*parts, schedule=halving, schedule_interval="epoch")
-    found = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(searched), training=None)
-    with pytest.raises(PlanError, match='search had schedule_interval="epoch", and here it is "step"'):
+    facts = read_training_facts(searched, searched.build_model())
+    found = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(searched), training=facts)
+    with pytest.raises(PlanError, match="the schedule is StepLR.*, and the search had _EverySteps") as error:
         found.apply_to(*parts, schedule=halving)
+    assert "schedule_interval=" in error.value.hint
     run, loader = found.apply_to(*parts, schedule=halving, schedule_interval="epoch")
     first = run.optimizer.param_groups[0]["lr"]
     rates = [run.step(batch) and run.optimizer.param_groups[0]["lr"] for batch in loader]

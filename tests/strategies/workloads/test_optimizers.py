@@ -73,18 +73,6 @@ def test_an_optimizer_that_has_stepped_is_made_anew_without_its_counts() -> None
     assert (optimizer.steps_taken, made.steps_taken) == (1, 0)
 
 
-def test_a_hook_on_the_step_is_refused() -> None:
-    """A moving average of the weights would be one of weights that no longer train."""
-    own = parameters()
-    optimizer = torch.optim.SGD(own, lr=0.1)
-
-    def moving_average(*given: Any) -> None: ...
-
-    optimizer.register_step_post_hook(moving_average)
-    with pytest.raises(WorkloadError, match=r"moving_average, by register_step_post_hook"):
-        rebuild_over(optimizer, own)
-
-
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta"])
 def test_torchs_own_are_made_anew(name: str) -> None:
     own = parameters()
