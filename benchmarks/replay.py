@@ -348,7 +348,6 @@ def open_session(
     options = SearchOptions(spec=spec, sampler="autoplan" if way.sampler == "gp" else way.sampler, seed=number)
     cost = TrialCost(
         candidates, global_batch=recorded.global_batch, num_blocks=profile.num_blocks, device=device,
-        kept=context.pop("kept", None),
     )  # fmt: skip
     kind = CandidateModel if way.sampler == "autoplan" else ListedCandidates
     model = kind(

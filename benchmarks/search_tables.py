@@ -39,14 +39,22 @@ from autoplan.planner.search.setup import prepare_search
 from autoplan.planner.space.bounds import parse_bound
 from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile, run_probes
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.digests import installed_versions
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from benchmarks.search_cases import CASES, case_spec
-from benchmarks.trials_saved_record import LIMIT_BYTES, SETUP, TRIALS, choose, only_used, processes_of, read_setup
+from benchmarks.trials_saved_record import (
+    LIMIT_BYTES,
+    SETUP,
+    TRIALS,
+    choose,
+    hardware_of,
+    only_used,
+    processes_of,
+    read_setup,
+)
 
 TABLES = Path(__file__).parent / "results" / "search_tables"
 CANDIDATES, COMPILED, PROCESSES = 64, 8, 3
@@ -103,7 +111,7 @@ def open_setup(table: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
                 f"the table {table} was begun with {name} {there!r}, and now it is {value!r}",
                 hint="Go on as it was begun, give another --folder, or start over with --fresh.",
             )
-    begun = HardwareProfile.model_validate(setup["hardware"])
+    begun = hardware_of(setup)
     if begun.fingerprint != read_host_profile().fingerprint:
         raise UsageError(
             f"the table {table} was begun on another machine ({setup['cpu']})",

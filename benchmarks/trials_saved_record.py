@@ -21,7 +21,7 @@ import numpy as np
 
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trace.model_profile import ModelProfile
-from autoplan.probes.profile import HardwareProfile
+from autoplan.probes.profile import CollectiveReading, HardwareProfile
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from benchmarks.accuracy_local import GLOBAL_BATCH
 
@@ -201,7 +201,7 @@ def read_table(table: Path) -> Recorded:
         bounds=tuple(setup["bounds"]),
         legal=setup["legal"],
         profile=_profile_of(setup),
-        hardware=HardwareProfile.model_validate(setup["hardware"]),
+        hardware=hardware_of(setup),
         rounds=tuple([one[number] for number in whole] for one in passes),
         global_batch=setup["global_batch"],
         planned=len(setup["candidates"]),
@@ -214,6 +214,13 @@ def _profile_of(setup: dict[str, Any]) -> ModelProfile:
     return ModelProfile.model_validate(fields)
 
 
+def hardware_of(setup: dict[str, Any]) -> HardwareProfile:
+    """The machine's profile; what earlier versions kept of collectives is left out."""
+    known = CollectiveReading.model_fields
+    collectives = [{name: one[name] for name in one if name in known} for one in setup["hardware"]["collectives"]]
+    return HardwareProfile.model_validate(setup["hardware"] | {"collectives": collectives})
+
+
 def _read_document(path: Path) -> Recorded:
     """A table as an earlier recorder wrote it: one document."""
     document = json.loads(gzip.decompress(path.read_bytes()))
@@ -223,7 +230,7 @@ def _read_document(path: Path) -> Recorded:
         bounds=tuple(document["bounds"]),
         legal=document["legal"],
         profile=_profile_of(document),
-        hardware=HardwareProfile.model_validate(document["hardware"]),
+        hardware=hardware_of(document),
         rounds=rounds,
         global_batch=GLOBAL_BATCH,
         planned=len(rounds[0]),

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from autoplan.planner.cost.columns import Floats
-from autoplan.record import Record
 
 # How far off a part is taken to be before any trial, as a standard deviation of its logarithm. Assumed, from what was
 # seen of measured rates on a few machines: products were timed by the probe, what a compiler leaves was not. The closed
@@ -61,12 +59,11 @@ def gauss_newton(
     seen: Floats,
     weights: Floats,
     prior_sd: Floats,
-    prior_mean: Floats | None = None,
     at_least: NDArray[np.bool_] | None = None,
 ) -> tuple[Floats, Floats]:
     """The most probable logarithms of factors, given measured times and a normal prior.
 
-    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and ((theta - prior_mean) / prior_sd)^2. A time
+    Gauss-Newton on the sum of weights x (log seen - log predicted)^2 and (theta / prior_sd)^2. A time
     that is only known to be longer than what was seen counts by its probability, Phi(z) with z = (log predicted - log
     seen) x sqrt(weight), in the place of the square (Tobin 1958; each step takes the first two derivatives of -log Phi,
     as Amemiya 1984, section 4, has them). So it pulls a prediction that lies below it, and leaves one above it alone.
@@ -77,15 +74,13 @@ def gauss_newton(
         seen: Logarithms of the measured times.
         weights: 1 / variance of each of them.
         prior_sd: Standard deviations of the prior.
-        prior_mean: Its means; None: 0.
         at_least: Which of the times are lower bounds; None: none.
 
     Returns:
         theta, and its covariance.
     """
     precision = np.diag(1 / np.square(prior_sd))
-    mean = np.zeros(len(prior_sd)) if prior_mean is None else prior_mean
-    theta = mean.copy()
+    theta = np.zeros(len(prior_sd))
     for _ in range(MOST_STEPS):
         expected, slope = predict(theta)
         weight, pull = weights, weights * (seen - expected)
@@ -95,37 +90,32 @@ def gauss_newton(
             weight = np.where(at_least, weights * hazard * (hazard + z), weight)
             pull = np.where(at_least, np.sqrt(weights) * hazard, pull)
         hessian = slope.T @ (weight[:, None] * slope) + precision
-        step = np.linalg.solve(hessian, slope.T @ pull - precision @ (theta - mean))
+        step = np.linalg.solve(hessian, slope.T @ pull - precision @ theta)
         theta = theta + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
         if np.abs(step).max() < SHORTEST_STEP:
             break
     return theta, np.asarray(np.linalg.inv(hessian), dtype=np.float64)
 
 
-class Calibration(Record):
-    """What trials have taught: factors with their covariance, and the linear fit of memory. JSON; saved per device."""
-
-    factors: dict[str, float] = Field(description="natural logarithms of the factors")
-    covariance: tuple[tuple[float, ...], ...]
-    memory_base_bytes: float = Field(description="0: the memory is not known, and is assumed as without a calibration")
-    memory_slack: float
-    memory_sd: float
-    trials: int
-
-
 @dataclass(slots=True)
 class TimeFit:
-    """The factors of the time, from a prior and observations. The prior is PRIOR_SD around 1, or what is known here."""
+    """The factors of the time, from a prior around 1 and observations.
 
-    prior_mean: Floats = field(default_factory=lambda: np.zeros(len(FACTORS)))
+    Attributes:
+        prior_sd: Standard deviation of each factor's logarithm before any observation.
+    """
+
     prior_sd: Floats = field(default_factory=lambda: np.array(list(PRIOR_SD.values())))
     theta: Floats = field(default_factory=lambda: np.zeros(len(FACTORS)))
-    covariance: Floats = field(default_factory=lambda: np.diag(np.square(list(PRIOR_SD.values()))))
+    covariance: Floats = field(init=False)
     rows: list[Floats] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     at_least: list[bool] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.covariance = np.diag(np.square(self.prior_sd))
 
     def observe(self, parts: Floats, seconds: float, *, noise: float = NOISE_SD, at_least: bool = False) -> None:
         """Takes in one measured time whose predicted parts (one per factor) are these, and fits anew.
@@ -156,23 +146,8 @@ class TimeFit:
             return np.log(predicted), scaled / predicted[:, None]
 
         self.theta, self.covariance = gauss_newton(
-            predict, np.log(self.seen), np.array(self.weights), self.prior_sd, self.prior_mean, np.array(self.at_least)
+            predict, np.log(self.seen), np.array(self.weights), self.prior_sd, np.array(self.at_least)
         )
-
-    @classmethod
-    def starting_from(cls, theta: Floats, covariance: Floats) -> TimeFit:
-        """A fit whose prior is what earlier trials on this device taught."""
-        sd = np.sqrt(np.diag(covariance))
-        return cls(theta=theta, covariance=covariance, prior_mean=theta.copy(), prior_sd=sd)
-
-    def by_itself(self) -> TimeFit:
-        """What these observations say without any earlier ones."""
-        alone = TimeFit(
-            rows=self.rows, seen=self.seen, weights=self.weights, at_least=self.at_least, surprises=self.surprises
-        )
-        if self.rows:
-            alone._fit()
-        return alone
 
     def predict(self, parts: Floats) -> tuple[Floats, Floats]:
         """Seconds and the standard deviation of their logarithm, for parts of shape (factors, candidates)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import longest_inspection_s
-from autoplan.planner.search.learned import Learned, TakenOver, keep_learned, learned_path, starting_point
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.next_work import next_work
 from autoplan.planner.search.options import (
@@ -53,7 +51,7 @@ __all__ = [
     "run_search",
 ]
 
-HARDWARE_FILE, LEARNED_FILE = "hardware.json", "learned.json"
+HARDWARE_FILE = "hardware.json"
 
 
 def run_search(options: SearchOptions, *, observer: SearchObserver | None = None) -> SearchResult:
@@ -161,14 +159,7 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
 
 def _search(run: SearchRun) -> SearchResult:
     """The search itself, from the probes to its end."""
-    options, store = run.options, run.store
-    path = learned_path(None if options.store is None else Path(options.store), run.fingerprint, run.device)
-    taken_over, note = starting_point(
-        store.folder / LEARNED_FILE, path, study=store.identity, begins=not store.trials, fresh=options.fresh
-    )
-    for text in (note, taken_over.text):
-        if text is not None:
-            run.observer.on_note(text)
+    store = run.store
     try:
         with Zygote(preload=preload_for(run.options.spec)) as zygote:
             began_s = store.spent_s
@@ -180,18 +171,14 @@ def _search(run: SearchRun) -> SearchResult:
                 budget_s=run.budget_s,
                 left_s=lambda: _left_s(run),
                 on_attempt=run.add_attempt,
-                calibration=taken_over.calibration,
             )
             setup_s = store.spent_s - began_s
             store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
             run.context = context
             if not context.candidates:
                 return answer.nothing_fits(run, context)
-            run.session = _open_session(run, context, zygote, taken_over)
-            try:
-                return _find(run, run.session)
-            finally:
-                _keep_learned(run.session, path)
+            run.session = _open_session(run, context, zygote)
+            return _find(run, run.session)
     except BudgetOver as over:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
     except BudgetEndedError as ended:
@@ -210,38 +197,11 @@ def _left_s(run: SearchRun) -> float:
     return max(left_s, longest_inspection_s(run.budget_s)) if run.store.plan_was_found else left_s
 
 
-def _keep_learned(session: Session, path: Path) -> None:
-    """Keeps what the trials of this search taught for the next one on this device.
-
-    A search that measured one configuration has nothing to say of how they differ.
-    """
-    if len({trial.config for trial in session.store.trials if trial.step_time_s is not None}) < 2:
-        return
-    context, spread = session.context, session.run_spread
-    why_not = keep_learned(
-        path,
-        Learned(
-            device=context.hardware.device(context.device).name,
-            torch=context.hardware.host.torch,
-            study=session.store.identity,
-            workload=context.spec.name,
-            when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            trials=len(session.store.trials),
-            calibration=context.estimator.calibration(),
-            costs=session.trial_cost.learned(),
-            spread=spread.sd if spread.freedom else 0.0,
-            freedom=spread.freedom,
-        ),
-    )
-    if why_not is not None:
-        session.observer.on_note(why_not)
-
-
-def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_over: TakenOver) -> Session:
+def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Session:
     """Takes in what earlier runs left: their trials calibrate the cost model and are not repeated."""
     options, store = run.options, run.store
     kept_s = loading_s(options.loader, run.budget_s)
-    model = make_model(options, context, store, run.budget_s - kept_s, taken_over.costs)
+    model = make_model(options, context, store, run.budget_s - kept_s)
     values = dict(context.space.values) | {"micro_batch": tuple(micro_batches(context.spec.global_batch))}
     distributions = make_distributions(values)
     sampler = make_sampler(options.sampler, model, distributions, seed=options.seed)
@@ -262,8 +222,6 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote, taken_
         context=context,
         budget_s=run.budget_s - kept_s,
         loading_s=kept_s,
-        taken_over=taken_over,
-        notes=[] if taken_over.text is None else [taken_over.text],
         model=model,
         sampler=sampler,
         study=SearchStudy(distributions, store.trials, sampler),

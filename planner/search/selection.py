@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.planner.records.trials import Interval, Outcome, Trial
-from autoplan.planner.trials.measure import ASSUMED, RUN_SPREAD, Spread, pool_runs, ratio_interval
+from autoplan.planner.trials.measure import ASSUMED, Spread, pool_runs, ratio_interval
 from autoplan.strategies.config import TrainingConfig
 
 TIE = 0.02
@@ -146,21 +146,17 @@ def match_rounds(a: CandidateRuns, b: CandidateRuns) -> tuple[CandidateRuns, Can
     return matched(a), matched(b)
 
 
-def measured_spread(trials: Iterable[Trial], assumed: float = RUN_SPREAD) -> Spread:
+def measured_spread(trials: Iterable[Trial]) -> Spread:
     """How much runs of one configuration differ on this device, from all that ran again undisturbed.
 
     The runs of the claim are left out: they are what this figure is used for.
-
-    Args:
-        trials: Of a search.
-        assumed: What is taken for what was not measured yet.
     """
     runs: dict[tuple[TrainingConfig, str | None], list[float]] = {}
     for trial in trials:
         good = trial.outcome is Outcome.OK and trial.step_time_s is not None and trial.disturbed is None
         if good and trial.purpose != "claim":
             runs.setdefault((trial.config, trial.method), []).append(trial.step_time_s.median)  # type: ignore[union-attr]
-    return Spread.of(runs.values(), assumed)
+    return Spread.of(runs.values())
 
 
 def speed_ratio(candidate: CandidateRuns, reference: CandidateRuns, spread: Spread = ASSUMED) -> Interval:

@@ -23,7 +23,6 @@ from autoplan.planner.records.trials import (
 )
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
-from autoplan.planner.search.learned import NOTHING, TakenOver
 from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial_for, contenders
 from autoplan.planner.search.objective import order as ordered
@@ -32,7 +31,7 @@ from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.setup import SearchContext
-from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, KeptCosts, TrialCost
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread, ToBeat
@@ -73,7 +72,6 @@ class Session:
         notes: Sentences for the plan.
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
         lost_in_a_row: How many trials, one after another, did not run.
-        taken_over: What earlier searches on this device taught.
         loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
         ended_by: Why no further look was made: "time", "max_trials", or "nothing_left" that could still win.
         unchecked: Configurations whose parity check did not come to its end in this run of the search.
@@ -98,7 +96,6 @@ class Session:
     lost_in_a_row: int = 0
     ended_by: EndedBy = "nothing_left"
     loading_s: float = 0.0
-    taken_over: TakenOver = NOTHING
     unchecked: set[TrainingConfig] = field(default_factory=set)
     plain_failed: bool = False
     ended_claims: set[int] = field(default_factory=set)
@@ -113,7 +110,7 @@ class Session:
     @property
     def run_spread(self) -> Spread:
         """Between runs of one configuration on this device, by what is known now."""
-        return measured_spread(self.store.trials, self.taken_over.assumed_spread)
+        return measured_spread(self.store.trials)
 
     @property
     def left_s(self) -> float:
@@ -263,7 +260,7 @@ class Session:
 
     def take_context(self, context: SearchContext) -> None:
         """Goes on with a context that knows more: the candidates are predicted anew, and all trials taken in again."""
-        model = make_model(self.options, context, self.store, self.budget_s, self.taken_over.costs)
+        model = make_model(self.options, context, self.store, self.budget_s)
         for trial in self.model.trials:
             model.observe(trial)
         for config in self.model.out_of_turn:
@@ -423,16 +420,13 @@ def failed_parity(store: Store, config: TrainingConfig) -> bool:
     return found is not None and not found.passed
 
 
-def make_model(
-    options: SearchOptions, context: SearchContext, store: Store, budget_s: float, kept: KeptCosts | None
-) -> CandidateModel:
+def make_model(options: SearchOptions, context: SearchContext, store: Store, budget_s: float) -> CandidateModel:
     """What is known of the candidates before the first trial: the cost model's predictions, and what trials cost."""
     cost = TrialCost(
         context.candidates,
         global_batch=context.spec.global_batch,
         num_blocks=context.facts.num_blocks,
         device=context.device,
-        kept=kept,
     )
     return CandidateModel(
         context.candidates,

@@ -33,7 +33,6 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.calibrate import Calibration
     from autoplan.planner.cost.traced.estimator import Estimator
     from autoplan.planner.trace.model_profile import ModelProfile, VariantKey
     from autoplan.strategies.analysis.facts import WorkloadFacts
@@ -68,7 +67,6 @@ class Means:
         budget_s: Of the whole search.
         left_s: How much of it is left now, in seconds.
         on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
-        calibration: Of the cost model, from earlier searches on this device; None: its own assumptions.
     """
 
     options: SearchOptions
@@ -78,7 +76,6 @@ class Means:
     budget_s: float
     left_s: Callable[[], float]
     on_attempt: OnAttempt
-    calibration: Calibration | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +138,6 @@ def begin_search(
     budget_s: float | None = None,
     left_s: Callable[[], float] | None = None,
     on_attempt: OnAttempt = lambda part, report: None,
-    calibration: Calibration | None = None,
 ) -> SearchContext:
     """What the plain run needs: the input is checked, the plain variant traced, the legal space made.
 
@@ -164,7 +160,6 @@ def begin_search(
         budget_s=whole_s,
         left_s=left_s or (lambda: whole_s),
         on_attempt=on_attempt,
-        calibration=calibration,
     )
     now = read_host_profile()
     target = find_target(options, now)
@@ -385,7 +380,6 @@ def _estimator(
         device=device,
         global_batch=global_batch,
         memory_limit_bytes=memory_limit_bytes,
-        calibration=means.calibration,
     )
 
 

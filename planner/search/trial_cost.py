@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.request import look_s
-from autoplan.record import Record
 from autoplan.strategies.config import PLAIN, SLOW_COMPILE_MODES, TrainingConfig
 
 Array = NDArray[np.float64]
@@ -47,17 +45,6 @@ _NO_PART_OF_THE_GRAPH = ("optimizer_step", "optimizer_state", "allocator", "offl
 FxGraphHashDetails.cpp_runtime_thread_count)."""
 
 
-class KeptCosts(Record):
-    """What trials cost on a device, whatever the model: factors of what is assumed where nothing is known."""
-
-    fixed_s: float = Field(default=FIXED_S, gt=0, le=3600, description="seconds to start, build and end a trial")
-    cold: dict[str, float] = Field(
-        default_factory=dict, description="seconds to compile over the assumed ones, by scope (block, model)"
-    )
-    warm_share: float = Field(default=WARM_SHARE, gt=0, le=1, description="of a compilation, with the kernels cached")
-    slow_factor: float = Field(default=SLOW_MODE_FACTOR, ge=1, le=100, description="a max-autotune mode over default")
-
-
 class TrialCost:
     """Expected seconds of trials.
 
@@ -65,7 +52,6 @@ class TrialCost:
         configs: The candidates; arrays are in their order.
         global_batch, num_blocks: Of the workload.
         device: cpu or cuda.
-        kept: What trials cost in earlier searches on this device; None: not known.
     """
 
     def __init__(
@@ -75,13 +61,10 @@ class TrialCost:
         global_batch: int,
         num_blocks: int,
         device: str,
-        kept: KeptCosts | None = None,
     ) -> None:
-        self._kept = kept or KeptCosts()
         self.global_batch = global_batch
         block, more = COMPILE_S[device]
-        self._by_table_s = {"block": block, "model": block + more * num_blocks}
-        self._assumed_s = {scope: self._kept.cold.get(scope, 1.0) * s for scope, s in self._by_table_s.items()}
+        self._assumed_s = {"block": block, "model": block + more * num_blocks}
         # seconds by (scope, mode), with and without the kernels in the cache
         self._cold: dict[tuple[str, str], list[float]] = {}
         self._warm: dict[tuple[str, str], list[float]] = {}
@@ -127,7 +110,7 @@ class TrialCost:
     @property
     def fixed_s(self) -> float:
         """Seconds to start, build and end a process that trains."""
-        return float(np.median(self._fixed)) if self._fixed else self._kept.fixed_s
+        return float(np.median(self._fixed)) if self._fixed else FIXED_S
 
     def compile_s(self, config: TrainingConfig, *, warm: bool = False) -> float:
         """Expected seconds of a compilation; 0 where nothing is compiled.
@@ -146,12 +129,12 @@ class TrialCost:
             return 0.0
         if warm:
             seen = self._warm.get(kind)
-            return float(np.median(seen)) if seen else self._kept.warm_share * self._kind_s(kind, False)
+            return float(np.median(seen)) if seen else WARM_SHARE * self._kind_s(kind, False)
         seen = self._cold.get(kind)
         if seen:
             return float(np.median(seen))
         scope, mode = kind
-        factor = self._kept.slow_factor if mode in SLOW_COMPILE_MODES else 1.0
+        factor = SLOW_MODE_FACTOR if mode in SLOW_COMPILE_MODES else 1.0
         default = self._cold.get((scope, "default"))
         cold_s = factor * (float(np.median(default)) if default else self._assumed_s[scope])
         return max([cold_s, *self._warm.get(kind, ())])  # a warm one is no longer than a cold one
@@ -159,31 +142,6 @@ class TrialCost:
     def is_warm(self, config: TrainingConfig) -> bool:
         """Whether a trial has compiled the same before."""
         return what_is_compiled(config) in self._compiled
-
-    def learned(self) -> KeptCosts:
-        """What is worth knowing for the next search on this device; what was not seen is as it was taken over."""
-        kept = self._kept
-        cold = {
-            scope: float(np.median(seen)) / self._by_table_s[scope]
-            for scope in self._by_table_s
-            if (seen := self._cold.get((scope, "default")))
-        }
-        both = [
-            float(np.median(seen) / np.median(self._cold[kind]))
-            for kind, seen in self._warm.items()
-            if kind in self._cold
-        ]
-        slow = [
-            float(np.median(seen)) / self._kind_s((kind[0], "default"), False)
-            for kind, seen in self._cold.items()
-            if kind[1] in SLOW_COMPILE_MODES
-        ]
-        return KeptCosts(
-            fixed_s=float(np.median(self._fixed)) if self._fixed else kept.fixed_s,
-            cold=kept.cold | cold,
-            warm_share=min(1.0, float(np.median(both))) if both else kept.warm_share,
-            slow_factor=max(1.0, float(np.median(slow))) if slow else kept.slow_factor,
-        )
 
     def all_s(self, step_time_s: Array) -> Array:
         """Expected seconds of a trial of each candidate, given their step times."""

@@ -158,23 +158,21 @@ class Spread:
 
     Attributes:
         sd: Standard deviation of the logarithm of the step time between runs, about a share of it.
-        freedom: Degrees of freedom behind it; 0: nothing was measured, and `assumed` stands for it.
-        assumed: What stands for PRIOR_ROUNDS measured runs: RUN_SPREAD, or what earlier searches here measured.
+        freedom: Degrees of freedom behind it; 0: nothing was measured, and RUN_SPREAD stands for it.
     """
 
     sd: float = RUN_SPREAD
     freedom: int = 0
-    assumed: float = RUN_SPREAD
 
     @classmethod
-    def of(cls, runs: Iterable[Sequence[float]], assumed: float = RUN_SPREAD) -> Spread:
+    def of(cls, runs: Iterable[Sequence[float]]) -> Spread:
         """The pooled spread of several configurations; each has the step times of its runs, in any unit."""
         logs = [np.log(np.asarray(times, dtype=float)) for times in runs if len(times) > 1]
         freedom = sum(len(times) - 1 for times in logs)
         if not freedom:
-            return cls(sd=assumed, assumed=assumed)
+            return cls()
         squares = sum(float(np.sum((times - times.mean()) ** 2)) for times in logs)
-        return cls(sd=math.sqrt(squares / freedom), freedom=freedom, assumed=assumed)
+        return cls(sd=math.sqrt(squares / freedom), freedom=freedom)
 
     def of_ratio(self, squares: float = 0.0, freedom: int = 0) -> tuple[float, int]:
         """(standard deviation of the log ratio of two runs, degrees of freedom), with what the rounds themselves show.
@@ -187,7 +185,7 @@ class Spread:
         """
         measured = min(self.freedom, MOST_FREEDOM)
         assumed = max(0, PRIOR_ROUNDS - measured)
-        total = 2 * (assumed * self.assumed**2 + measured * self.sd**2) + squares
+        total = 2 * (assumed * RUN_SPREAD**2 + measured * self.sd**2) + squares
         return math.sqrt(total / (assumed + measured + freedom)), assumed + measured + freedom
 
     def describe(self) -> str:

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from autoplan.errors import WorkloadError
-from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, Calibration, MemoryFit, TimeFit
+from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, MemoryFit, TimeFit
 from autoplan.planner.cost.columns import Floats, Ints
 from autoplan.planner.cost.communication import links_of
 from autoplan.planner.cost.offload import host_link
@@ -82,7 +82,6 @@ class Estimator:
         device: cpu or cuda.
         global_batch: Samples per optimizer step.
         memory_limit_bytes: What a trial may take; None: everything fits.
-        calibration: What earlier trials on the same device taught.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Estimator:
         device: str,
         global_batch: int,
         memory_limit_bytes: int | None,
-        calibration: Calibration | None = None,
     ) -> None:
         self.device = device
         self.global_batch = global_batch
@@ -108,16 +106,8 @@ class Estimator:
             host=host_link(hardware, device),
         )
         doubts = np.square([self.rates.doubts.get(name, 0.0) for name in FACTORS])
-        self.time_fit = TimeFit.starting_from(
-            np.zeros(len(FACTORS)), np.diag(np.square(list(PRIOR_SD.values())) + doubts)
-        )
+        self.time_fit = TimeFit(prior_sd=np.sqrt(np.square(list(PRIOR_SD.values())) + doubts))
         self.memory_fit = MemoryFit(BASE_BYTES[device], SLACK[device])
-        self.trials_seen = 0
-        if calibration is not None:
-            theta = np.array([calibration.factors.get(name, 0.0) for name in FACTORS])
-            self.time_fit = TimeFit.starting_from(theta, np.array(calibration.covariance) + np.diag(doubts))
-            if calibration.memory_base_bytes > 0:
-                self.memory_fit = MemoryFit(calibration.memory_base_bytes, calibration.memory_slack)
 
     # Predictions.
 
@@ -266,7 +256,6 @@ class Estimator:
             table = self.table([trial.config])
         except WorkloadError:
             return
-        self.trials_seen += 1
         self._observe_time(trial, table)
         peak = trial.peak_memory_bytes
         if peak is None:
@@ -296,18 +285,6 @@ class Estimator:
             self.time_fit.observe(without, seconds - apart, noise=noise)
             return
         self.time_fit.observe(parts, seconds - bubble_s, noise=noise)
-
-    def calibration(self) -> Calibration:
-        """What the trials have taught, without what was known before them, to be saved for this device."""
-        fit = self.time_fit.by_itself()
-        return Calibration(
-            factors=dict(zip(FACTORS, map(float, fit.theta), strict=True)),
-            covariance=tuple(tuple(map(float, row)) for row in fit.covariance),
-            memory_base_bytes=self.memory_fit.base_bytes,
-            memory_slack=self.memory_fit.slack,
-            memory_sd=self.memory_fit.sd,
-            trials=self.trials_seen,
-        )
 
 
 def _between(eager: VariantProfile, selective: VariantProfile, share: float) -> VariantProfile:

@@ -51,7 +51,6 @@ def test_times_and_bounds_go_together():
     fit.observe(parts(0.2, 1.0), 2.4, at_least=True)
     assert predicted_s(fit, 1.0, 0.2) == pytest.approx(1.15, rel=0.1)
     assert predicted_s(fit, 0.2, 1.0) > 1.8
-    assert fit.by_itself().theta == pytest.approx(fit.theta)
 
 
 def test_the_maximum_is_that_of_the_likelihood():

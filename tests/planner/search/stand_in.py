@@ -21,7 +21,6 @@ from autoplan.planner.records.trials import Interval, Outcome, Parity, PeakMemor
 from autoplan.planner.search import answer
 from autoplan.planner.search import run as search_run
 from autoplan.planner.search.answer import SearchRun
-from autoplan.planner.search.learned import NOTHING
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult
 from autoplan.planner.search.session import Session
@@ -290,7 +289,7 @@ class Searches:
         self._plant(world, store)
         context = context_of(world)
         run.context = context
-        run.session = search_run._open_session(run, context, SimpleNamespace(), NOTHING)  # type: ignore[arg-type]
+        run.session = search_run._open_session(run, context, SimpleNamespace())  # type: ignore[arg-type]
         return run
 
     def search(self, world: World, *, die_before: int | None = None, **options: Any) -> Searched:

@@ -20,7 +20,6 @@ from autoplan.planner.search.claim import (
     is_no_gain,
     rounds_needed,
 )
-from autoplan.planner.search.learned import NOTHING
 from autoplan.planner.search.next_work import Work, next_work
 from autoplan.planner.search.options import SearchObserver
 from autoplan.planner.search.selection import collect_runs, contenders, is_tie, measured_spread
@@ -58,7 +57,7 @@ class Simulated(Session):
         )
         self.sampler: Any = SimpleNamespace(worth_a_trial=lambda: np.zeros(1, dtype=bool))
         self.budget_s, self.loading_s = left_s, 0.0
-        self.notes, self.taken_over = [], NOTHING
+        self.notes: list[str] = []
         self.unchecked, self.ended_claims, self.unpaired = set(), set(), set()
         self.plain_failed = False
 

@@ -195,7 +195,7 @@ def test_what_is_faster_and_may_not_be_the_plan_says_why() -> None:
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"dp_replicate": 2}, "gradient_sync=every needs FSDP2"),
+        ({"dp_replicate": 2}, "gradient_sync=every needs dp_shard >= 2"),
         ({"dp_shard": 2, "micro_batch": 8}, "gradient_sync=every needs several micro-batches per step"),
         ({"dp_shard": 2}, "gradient_sync=every left out: it is not needed"),
     ],

@@ -13,12 +13,9 @@ import pytest
 from autoplan.errors import ConfigError, WorkloadError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome, Trial
-from autoplan.planner.search.learned import learned_path, load_learned
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.run import SearchObserver, SearchOptions, SearchResult, run_search
-from autoplan.probes.run import read_host_profile
 from autoplan.strategies.workloads.sources import make_spec
-from tests.planner.search.test_learned import keep, study
 
 WORKLOADS = Path(__file__).parents[1] / "data" / "faulty.py"
 ONE_FAMILY = {"precision": "fp32", "compile": "off", "threads": 1, "checkpointing": "none", "optimizer_step": "own"}
@@ -61,10 +58,7 @@ class Listener(SearchObserver):
 
 @pytest.mark.slow
 def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_path: Path):
-    """It starts from what an earlier search on this device learnt, and adds its own."""
     listener = Listener()
-    learnt_by_others = learned_path(tmp_path / "s", read_host_profile().fingerprint, "cpu")
-    keep(learnt_by_others, study("an earlier one"))
     spec = make_spec(model=f"{WORKLOADS}:make_sound")
     options = SearchOptions(
         spec=spec, budget=120.0, device="cpu", store=tmp_path / "s", out=tmp_path / "plan.json", max_trials=3, fix=FUSED
@@ -92,14 +86,6 @@ def test_a_search_finds_a_verified_plan_and_answers_again_from_its_record(tmp_pa
     assert set(plan.claim.trials) <= claims and set(plan.measurement.trials) <= claims
     assert plan.measurement.step_time_s.low <= plan.measurement.step_time_s.median
     assert {choice.knob for choice in plan.choices} >= {"micro_batch", "optimizer_step"}
-    (said,) = [note for note in plan.notes if "taken over from the last search on this device" in note]
-    learned, _ = load_learned(learnt_by_others)
-    assert learned is not None and (learned.study, learned.workload) == (result.study, "mlp")
-    assert learned.calibration.trials >= 2
-    assert learned.costs.cold == {"block": 0.5}, "nothing was compiled: what was known stays known"
-    began, _ = load_learned(tmp_path / "s" / result.study / "learned.json")
-    assert began is not None and began.study == "an earlier one"
-
     again = run_search(options)
     assert again.from_record
     assert again.plan == plan

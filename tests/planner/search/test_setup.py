@@ -137,7 +137,7 @@ def test_later_pieces_know_more_of_the_same_space(zygote: Zygote, tmp_path: Path
     for later in (some, whole, probed):
         assert later.space.values == first.space.values and later.space.candidates == first.space.candidates
         assert set(later.candidates) <= set(first.space.candidates)
-        assert later.estimator is not first.estimator and later.estimator.trials_seen == 0
+        assert later.estimator is not first.estimator and not later.estimator.time_fit.rows
     resumed, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")
     assert resumed.hardware.probed_s == probed.hardware.probed_s
     assert not resumed.profile.rough_variants, "the cache has the traces of the earlier search"
