@@ -309,7 +309,12 @@ def ended_early(trial: Trial, to_beat: ToBeat) -> Trial:
 
 
 class ReplaySession(Session):
-    """A session whose hand setting is looked at only where it was recorded."""
+    """A session whose plain run is measured, and its hand setting looked at, only where they were recorded."""
+
+    @property
+    def plain_is_known(self) -> bool:
+        """A table without the plain run needs none."""
+        return super().plain_is_known or not self.context.space.values["micro_batch"]
 
     @cached_property
     def _has_hand_setting(self) -> bool:
@@ -378,7 +383,6 @@ def open_session(
         model=model,
         sampler=sampler,
         study=SearchStudy(spaces, sampler=sampler),
-        plain_failed=not recorded.plain,
         **stands_in,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from autoplan.planner.records.trials import Outcome
 from autoplan.planner.search.objective import order
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
+from autoplan.planner.search.references import what_would_fit
 from autoplan.planner.search.selection import best_trial, is_late
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.setup import SearchContext
@@ -319,11 +321,7 @@ def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
         f"nothing fits: the smallest of {len(candidates):,} configurations, {candidates[least].describe()}, is "
         f"predicted to take {format_bytes(peak)}; a trial may take {format_bytes(context.memory_limit_bytes)}{too_much}"
     )
-    shorter = "shorten --seq-len, " if context.spec.sequence_length else ""
-    hint = (
-        f"Raise --memory-limit to {math.ceil(high / 2**20)}MiB if the machine has it, "
-        f"or {shorter}take a smaller model or more devices."
-    )
+    hint = f"Raise --memory-limit to {math.ceil(high / 2**20)}MiB if the machine has it. {what_would_fit(context)}"
     if on_host:
         hint += (
             " What is offloaded lies in the host's memory: a machine with more of it, or fewer ranks on one machine."
@@ -332,27 +330,21 @@ def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
 
 
 def nothing_ran(run: SearchRun, ended_by: str) -> SearchResult:
-    """Trials were made, and none of them was good."""
-    kinds: dict[str, int] = {}
-    for trial in run.store.trials:
-        kinds[trial.outcome.value] = kinds.get(trial.outcome.value, 0) + 1
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no trial could be made"
+    """The plain run does not keep what was fixed or bounded, and no trial that does was good."""
     if run.did_not_run:
         return did_not_run(run, f"no configuration ran: {run.did_not_run[-1]}")
-    baseline_alone = kinds.keys() == {Outcome.OK.value}
-    if ended_by == "max_trials" and Outcome.OK.value in kinds or ended_by == "time" and baseline_alone:
-        what = "trials" if ended_by == "max_trials" else "time"
-        reason = f"the {what} ended before a trial that keeps what was fixed or bounded: the plain baseline alone ran"
-        if ended_by == "time":
-            return budget_ended(run, reason, ended_by=ended_by)
-        return run.finish("no_feasible_plan", reason, "Raise --max-trials by 2 or more.", ended_by=ended_by)
-    last = next((t for t in reversed(run.store.trials) if t.reason), None)
-    reason = f"no configuration ran: {counts}" + (f". The last: {last.reason}" if last is not None else "")
+    failed = [trial for trial in run.store.trials if trial.outcome is not Outcome.OK]
+    alone = "before a trial that keeps what was fixed or bounded: the plain baseline alone ran"
+    if ended_by == "max_trials":
+        return run.finish(
+            "no_feasible_plan", f"the trials ended {alone}", "Raise --max-trials by 2 or more.", ended_by=ended_by
+        )
+    kinds = Counter(trial.outcome.value for trial in run.store.trials)
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    reason = f"no configuration ran: {counts}" + (f". The last: {failed[-1].reason}" if failed else "")
     if ended_by == "time":
-        return budget_ended(run, reason, ended_by=ended_by)
+        return budget_ended(run, reason if failed else f"the time ended {alone}", ended_by=ended_by)
     hint = "autoplan's record has the last lines of each trial. If all fail alike, the workload itself is broken."
-    if set(kinds) == {Outcome.OUT_OF_MEMORY.value}:
-        hint = "Raise --memory-limit if the machine has more, or take a smaller model, batch or sequence."
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
 
 
@@ -384,11 +376,4 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
         return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
     reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
     hint = "Its record says which gradients differ. A larger --budget tries more, --fix precision=fp32 is safest."
-    return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
-
-
-def no_baseline(run: SearchRun, ended_by: str) -> SearchResult:
-    """The plain run does not run here."""
-    reason = "the plain fp32 run does not run here, so that nothing can be compared with it"
-    hint = "See its reason in the trials; a smaller --global-batch or --seq-len, or a larger --memory-limit."
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)

@@ -35,6 +35,9 @@ NOT_TOLD_APART = "no win is claimed: the runs do not tell the two apart"
 NO_ROUNDS = "no win is claimed: it rests on the runs that chose the plan, since no rounds were made after the choice"
 """Why there is no claim without rounds of its own: the best of many looks faster than it is."""
 
+FEW_ROUNDS = "no win is claimed: the time ended after one round, and a claim has two at the least"
+"""Why there is none with one round: a disturbed run could not be told from a slow configuration."""
+
 DRIFT_SPREADS = 3.0
 """A look and the rounds after it that are further apart than so many spreads between runs were not made on the same
 machine: it drifted, or the look had a moment of its own."""
@@ -137,8 +140,8 @@ def compare(
         why_not = SLOWER
     elif speedup.low <= 1.0:
         why_not = NOT_TOLD_APART
-    elif not pairs:
-        why_not = NO_ROUNDS
+    elif len(pairs) < LEAST_ROUNDS:
+        why_not = FEW_ROUNDS if pairs else NO_ROUNDS
     return Comparison(
         candidate=candidate,
         reference=reference,

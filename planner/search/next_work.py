@@ -101,12 +101,10 @@ class Work(Option):
     Attributes:
         over: What it was preferred to; empty: there was nothing else.
         ended_by: Of the kind "end": why no further look is made.
-        needed_s: Of an end before the baseline: a budget that would do.
     """
 
     over: str = ""
     ended_by: EndedBy = "nothing_left"
-    needed_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +176,7 @@ def _first(baseline: Option, left_s: float) -> Work:
         return _chosen(baseline, (), State())
     left_s = max(left_s, 0.0)
     why = f"the plain run and a parity check are predicted to take {needed_s:.0f} s, and {left_s:.0f} s are left"
-    return Work(kind="end", why=why, ended_by="time", needed_s=needed_s)
+    return Work(kind="end", why=why, ended_by="time")
 
 
 def _finding(state: State) -> Iterator[Option]:

@@ -9,14 +9,18 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from autoplan.planner.records.trials import Prediction
 from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.request import VERY_EXPENSIVE_S
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.rules import incompatible
+from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
     from autoplan.planner.search.session import Session
+    from autoplan.planner.search.setup import SearchContext
 
 MAX_HALVINGS = 4
 
@@ -84,6 +88,32 @@ def needed_offload(session: Session) -> Any:
     size = min(config.micro_batch for config in candidates)
     plain = {value: TrainingConfig.model_validate({"micro_batch": size, "offload": value}) for value in values}
     return min(sorted(values), key=lambda value: session.predict(plain[value]).peak_memory_bytes)
+
+
+def what_would_fit(context: SearchContext) -> str:
+    """Sentences for people: what to change where the plain run does not fit, by the parts of its predicted peak.
+
+    Activations are taken to shrink with the length of the sequences, and LoRA to leave no gradients and no optimizer
+    state of the weights.
+    """
+    alone = [config for config in context.space.candidates if config.world_size == 1] or context.space.candidates
+    table = context.estimator.table(alone)
+    least = int(np.argmin(table.peak_memory_bytes))
+    peak, limit = float(table.peak_memory_bytes[least]), float(context.memory_limit_bytes)
+    activations, length = float(table.memory.activations[least]), context.spec.sequence_length
+    ways = []
+    if length is not None:
+        room = (limit - peak + activations) / max(activations, 1.0)
+        fitting = int(length * min(room, 0.5))
+        ways.append(f"--seq-len {fitting} (by estimate)" if fitting > 0 else "a shorter --seq-len, and more than that")
+    without = peak - float(table.memory.gradients[least] + table.memory.optimizer[least])
+    if context.profile.trainable > 0.5 * context.profile.parameters and without <= limit:
+        ways.append(f"LoRA (some {format_bytes(without)} by estimate)")
+    ways += ["a smaller model", "a device with more memory"]
+    return (
+        f"What would fit: {', '.join(ways)}. More devices help where the plain run, with checkpointing and a fused "
+        "loss, fits one of them; `autoplan estimate` says what a cluster holds."
+    )
 
 
 def hand_setting(session: Session) -> TrainingConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search
-from autoplan.planner.search.state import read_state
+from autoplan.planner.search.state import plain_needs_s, read_state
 from autoplan.planner.search.target import Target, find_target
 from autoplan.planner.search.work import do
 from autoplan.planner.space.bounds import Bound
@@ -112,7 +113,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
             with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
                 store.start_clock()
                 observer.on_budget(run.budget())
-                return _search(run)
+                return _to_its_end(run, lambda: _search(run))
         except KeyboardInterrupt:
             return answer.interrupted(run)  # while it waited
 
@@ -158,27 +159,32 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
 
 
 def _search(run: SearchRun) -> SearchResult:
-    """The search itself, from the probes to its end."""
+    """The search itself, from the setup to its end."""
     store = run.store
+    with Zygote(preload=preload_for(run.options.spec)) as zygote:
+        began_s = store.spent_s
+        context = begin_search(
+            run.options,
+            zygote,
+            run.observer,
+            saved=store.folder / HARDWARE_FILE,
+            budget_s=run.budget_s,
+            left_s=lambda: _left_s(run),
+            on_attempt=run.add_attempt,
+        )
+        setup_s = store.spent_s - began_s
+        store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
+        run.context = context
+        if not context.candidates:
+            return answer.nothing_fits(run, context)
+        run.session = _open_session(run, context, zygote)
+        return _find(run, run.session)
+
+
+def _to_its_end(run: SearchRun, search: Callable[[], SearchResult]) -> SearchResult:
+    """What a search comes to, also where an error or Ctrl-C ends it."""
     try:
-        with Zygote(preload=preload_for(run.options.spec)) as zygote:
-            began_s = store.spent_s
-            context = begin_search(
-                run.options,
-                zygote,
-                run.observer,
-                saved=run.store.folder / HARDWARE_FILE,
-                budget_s=run.budget_s,
-                left_s=lambda: _left_s(run),
-                on_attempt=run.add_attempt,
-            )
-            setup_s = store.spent_s - began_s
-            store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
-            run.context = context
-            if not context.candidates:
-                return answer.nothing_fits(run, context)
-            run.session = _open_session(run, context, zygote)
-            return _find(run, run.session)
+        return search()
     except BudgetOver as over:
         return answer.budget_ended(run, f"the budget ended before {over}", needed_s=over.needed_s)
     except BudgetEndedError as ended:
@@ -248,8 +254,9 @@ def _find(run: SearchRun, session: Session) -> SearchResult:
         do(session, work, ahead)
         answer.keep_leader(run, session)
     ahead.say()
-    if session.baseline is None and not session.plain_failed:
-        return answer.budget_ended(run, f"the budget is too small: {work.why}", needed_s=work.needed_s)
+    if not session.plain_is_known:
+        needed_s = session.store.spent_s + plain_needs_s(session)
+        return answer.budget_ended(run, f"the budget is too small: {work.why}", needed_s=needed_s)
     return _conclude(run, session)
 
 
@@ -262,8 +269,7 @@ def _conclude(run: SearchRun, session: Session) -> SearchResult:
         return answer.budget_ended(run, "the budget ended before the parity check of the fastest", ended_by="time")
     if leader is None:
         return answer.nothing_verified(run, session.ended_by)
-    if plain is None:
-        return answer.no_baseline(run, session.ended_by)
+    assert plain is not None, "what led was compared with it"
     against = session.comparison(leader)  # None: the plain run has failed in a round of the claim
     fallback = next((runs for runs in session.eligible if runs.config == plain.config), None)
     if against is not None and is_no_gain(against) and session.objective.name == "throughput" and fallback is not None:

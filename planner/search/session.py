@@ -75,7 +75,6 @@ class Session:
         loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
         ended_by: Why no further look was made: "time", "max_trials", or "nothing_left" that could still win.
         unchecked: Configurations whose parity check did not come to its end in this run of the search.
-        plain_failed: The plain run does not run here.
         ended_claims: Numbers of claims whose rounds ended early.
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
         unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
@@ -97,7 +96,6 @@ class Session:
     ended_by: EndedBy = "nothing_left"
     loading_s: float = 0.0
     unchecked: set[TrainingConfig] = field(default_factory=set)
-    plain_failed: bool = False
     ended_claims: set[int] = field(default_factory=set)
     unpaired: set[TrainingConfig] = field(default_factory=set)
     traced: set[TrainingConfig] = field(default_factory=set)
@@ -163,6 +161,11 @@ class Session:
         """The plain run, if it was measured."""
         good = (t for t in self.store.trials if t.purpose == "baseline" and t.outcome is Outcome.OK)
         return next(good, None)
+
+    @property
+    def plain_is_known(self) -> bool:
+        """Whether the plain run has its step time; a replay may have none to measure."""
+        return self.baseline is not None
 
     @property
     def plain_failed_again(self) -> bool:

@@ -60,7 +60,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         session: The search.
         ahead: What could be compiled ahead in it.
     """
-    if session.baseline is None and not session.plain_failed:
+    if not session.plain_is_known:
         return State(baseline=_plain_run(session))
     plain = session.baseline
     if plain is not None and _is_to_be_proved(session, plain.config):
@@ -87,7 +87,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     )
 
 
-def _plain_run(session: Session) -> Option | None:
+def _plain_run(session: Session) -> Option:
     """The plain run, at the low ends of what is predicted: a budget is refused only if it is sure to be too small."""
     config = plain_configs(session)[0]
     prediction = session.predict(config)
@@ -100,6 +100,12 @@ def _plain_run(session: Session) -> Option | None:
         needs_s=optimism * parity_time.check_s(session.trial_cost, session.parity_cost, config),
         why="all others are compared with it",
     )
+
+
+def plain_needs_s(session: Session) -> float:
+    """Seconds that the plain run and a check of it are expected to take."""
+    config = plain_configs(session)[0]
+    return session.model.cost_s(config) + parity_time.check_s(session.trial_cost, session.parity_cost, config)
 
 
 # Finding.

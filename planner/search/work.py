@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from autoplan.errors import DidNotRunError, WorkloadError
+from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
 from autoplan.planner.search import parity_time
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import to_beat
-from autoplan.planner.search.references import plain_configs
+from autoplan.planner.search.references import plain_configs, what_would_fit
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
 from autoplan.planner.search.setup import probe_more, trace_more
@@ -63,6 +63,7 @@ def run_baseline(session: Session, work: Work) -> None:
         WorkloadError: the workload itself cannot be used.
         DidNotRunError: something outside ended it each time.
         BudgetOver: the budget ended before it was measured.
+        NoFeasiblePlanError: none of them runs, and what would fit.
     """
     session.observer.on_phase("baseline", "the plain fp32 run")
     for config in plain_configs(session):
@@ -87,8 +88,14 @@ def run_baseline(session: Session, work: Work) -> None:
     last = next(trial for trial in reversed(session.store.trials) if trial.purpose == "baseline")
     if last.budget_ended:
         raise BudgetOver("the baseline", needed_s=2 * (session.store.spent_s + session.model.cost_s(last.config)))
-    session.note(f"the plain baseline does not run here ({last.outcome.value}: {last.reason})")
-    session.plain_failed = True
+    hint = "Its trial in the record has its last lines. If it fails at other settings too, the workload is broken."
+    if last.outcome is Outcome.OUT_OF_MEMORY:
+        hint = what_would_fit(session.context)
+    raise NoFeasiblePlanError(
+        f"the plain run does not run here, nor with what saves memory, so that nothing can be compared with it; the "
+        f"last, {last.config.describe()}: {last.outcome.value}: {last.reason}",
+        hint=hint,
+    )
 
 
 def _has_verdict(session: Session, purpose: Purpose, config: TrainingConfig, deadline_s: float) -> bool:

@@ -167,7 +167,9 @@ class Estimates:
 
     def __init__(self, seconds: Callable[[TrainingConfig], float], width: float, input_s: float) -> None:
         self._seconds, self._width, self._parts = seconds, width, {"input": input_s}
-        self.profile = SimpleNamespace(trainable=1e6, rough_variants=(), timing_s=1e9, seconds_spent=1.0)
+        self.profile = SimpleNamespace(
+            parameters=1e6, trainable=1e6, rough_variants=(), timing_s=1e9, seconds_spent=1.0
+        )
 
     def table(self, configs: Sequence[TrainingConfig]) -> Any:
         times = np.array([self._seconds(config) for config in configs])
@@ -179,6 +181,7 @@ class Estimates:
             peak_memory_bytes=peaks,
             peak_memory_low_bytes=peaks / 1.1,
             peak_memory_high_bytes=peaks * 1.1,
+            memory=SimpleNamespace(activations=peaks / 2, gradients=peaks / 8, optimizer=peaks / 4),
         )
 
     def estimate(self, configs: Sequence[TrainingConfig]) -> list[Prediction]:
@@ -205,6 +208,7 @@ class ClockedStore(Store):
 def context_of(world: World) -> Any:
     """What the setup found: all is traced, and the machine is probed."""
     values = {knob: tuple(dict.fromkeys(getattr(config, knob) for config in world.candidates)) for knob in KNOBS}
+    estimator = world.estimates()
     return SimpleNamespace(
         spec=make_plan().workload.model_copy(update={"global_batch": GLOBAL_BATCH}),
         hardware=make_hardware(),
@@ -217,7 +221,8 @@ def context_of(world: World) -> Any:
         space=SimpleNamespace(values=values, candidates=tuple(world.candidates)),
         candidates=tuple(world.candidates),
         left_out=(),
-        estimator=world.estimates(),
+        estimator=estimator,
+        profile=estimator.profile,
         rough=lambda config: False,
         variants=lambda *configs: (),
     )
@@ -296,12 +301,13 @@ class Searches:
         """From the plain run to the plan."""
         observer = Observer(die_before=die_before)
         run = self.open(world, observer=observer, **options)
-        assert run.session is not None
+        session = run.session
+        assert session is not None
         with run.store:
             if die_before is None and (before := answer.finished_before(run)) is not None:
-                return Searched(result=before, session=run.session, observer=observer)
-            result = search_run._find(run, run.session)
-        return Searched(result=result, session=run.session, observer=observer)
+                return Searched(result=before, session=session, observer=observer)
+            result = search_run._to_its_end(run, lambda: search_run._find(run, session))
+        return Searched(result=result, session=session, observer=observer)
 
     def _plant(self, world: World, store: ClockedStore) -> None:
         def make_runner(*given: Any, **more: Any) -> Any:

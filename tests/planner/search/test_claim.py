@@ -59,7 +59,6 @@ class Simulated(Session):
         self.budget_s, self.loading_s = left_s, 0.0
         self.notes: list[str] = []
         self.unchecked, self.ended_claims, self.unpaired = set(), set(), set()
-        self.plain_failed = False
 
     def _add(self, claim: ClaimRounds) -> None:
         self.store.claims = (*self.store.claims, claim)

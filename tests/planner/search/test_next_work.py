@@ -37,10 +37,10 @@ def option(kind: Any, cost_s: float = 10.0, **more: Any) -> Option:
 # The plain run.
 
 
-def test_a_budget_that_cannot_hold_the_plain_run_and_a_check_is_refused_with_one_that_can():
+def test_a_budget_that_cannot_hold_the_plain_run_and_a_check_is_refused():
     plain = State(baseline=option("baseline", 20.0, needs_s=15.0))
     refused = next_work(plain, 30.0)
-    assert (refused.kind, refused.ended_by, refused.needed_s) == ("end", "time", 35.0)
+    assert (refused.kind, refused.ended_by) == ("end", "time")
     assert "35 s" in refused.why and "30 s are left" in refused.why
     assert next_work(plain, 35.0).kind == "baseline", "the budget that it named will do"
     assert "0 s are left" in next_work(plain, -3.0).why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,34 @@ def test_where_the_plain_run_does_not_fit_the_run_with_checkpointing_stands_for_
     assert plan.claim is not None and plan.claim.claimed
     assert " the speed of the run with checkpointing=full (the plain run does not fit)" in facts.headline(plan)
     assert any("the plain run does not fit; all others are compared with" in note for note in plan.notes)
+
+
+def test_where_no_rung_runs_the_search_ends_there_and_says_what_would_fit(searches: Searches):
+    fate = {"outcome": Outcome.OUT_OF_MEMORY, "reason": "more than there is"}
+    world = World(fate=lambda order, before: dict(fate), candidates=LADDER)
+    found = searches.search(world)
+    assert set(world.purposes()) == {"baseline"}, "what cannot be compared with anything is not looked at"
+    assert (found.result.status, found.result.exit_code) == ("no_feasible_plan", 3)
+    assert "checkpointing=full loss=fused: out_of_memory: more than there is" in (found.result.reason or "")
+    hint = found.result.hint or ""
+    assert all(way in hint for way in ("--seq-len", "LoRA (some", "a device with more memory", "More devices"))
+    assert searches.search(world).result.from_record
+
+
+def test_a_budget_too_small_is_refused_before_the_first_measurement_with_one_that_does(searches: Searches):
+    world = World(seconds=lambda config: 20 * usual_s(config), check_s=8.0)
+    found = searches.search(world, budget=20.0)
+    assert (found.result.status, world.made) == ("budget_ended", [])
+    (budget,) = re.findall(r"--budget (\d+m)", found.result.hint or "")
+    assert searches.search(world, budget=budget).result.status == "plan_found"
+
+
+def test_one_round_of_a_claim_is_no_claim(searches: Searches):
+    """The second would have come after the budget's end."""
+    late = {"outcome": Outcome.TIMEOUT, "reason": "late", "budget_ended": True}
+    world = World(fate=lambda order, before: dict(late) if order.purpose == "claim" and order.round else None)
+    plan = plan_of(searches.search(world))
+    assert plan.claim.rounds == 1 and not plan.claim.claimed and "after one round" in (plan.claim.why_not or "")
 
 
 def test_what_stands_for_the_plain_run_may_be_the_plan_and_has_passed_its_check(searches: Searches):

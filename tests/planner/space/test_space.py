@@ -437,7 +437,8 @@ def test_what_the_host_cannot_hold_is_left_out_with_both_numbers():
 
 def test_a_search_in_which_nothing_fits_says_what_the_host_lacks():
     configs = (TrainingConfig(micro_batch=1, offload="optimizer"),)
-    table = dataclasses.replace(columns(6 * 2**30), host_bytes=np.array([20.0]) * 2**30)
+    parts = SimpleNamespace(activations=[2.0**31], gradients=[2.0**30], optimizer=[2.0**31])
+    table = dataclasses.replace(columns(6 * 2**30), host_bytes=np.array([20.0]) * 2**30, memory=parts)
     kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda", host_limit_bytes=8 * 2**30)
     context = SimpleNamespace(
         left_out=families,
@@ -446,10 +447,11 @@ def test_a_search_in_which_nothing_fits_says_what_the_host_lacks():
         device="cuda",
         memory_limit_bytes=10 * 2**30,
         spec=SimpleNamespace(sequence_length=None),
+        profile=SimpleNamespace(parameters=1e6, trainable=1e6),
     )
     _, reason, hint = nothing_fits(SimpleNamespace(finish=lambda *said: said), context)
     assert kept == [] and "8.00 GiB for all ranks" in reason and "20.0 GiB, 12.0 GiB too much" in reason
-    assert "more of it" in hint
+    assert "more of it" in hint and "LoRA" in hint and "--seq-len" not in hint
 
 
 def test_the_baseline_is_offloaded_only_where_nothing_else_may_fit():
