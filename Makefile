@@ -90,8 +90,8 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs
-	rm -rf .cache/docs && mkdir -p .cache/docs
-	cp -R README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples .cache/docs
+	rm -rf build/docs && mkdir -p build/docs
+	cp -R README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples build/docs
 	$(BIN)/zensical build --clean
 	$(BIN)/python docs/check_site.py site
 

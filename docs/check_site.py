@@ -32,7 +32,7 @@ def dead_links(site: Path) -> list[str]:
     """`page: link` of each link inside `site` that leads nowhere. Links to other hosts are not followed."""
     site = site.resolve()
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
-    dead = []
+    dead = [] if pages else [f"{site}: no page was built"]
     for path, page in pages.items():
         if path.name == "404.html":
             continue  # its links are absolute, since any folder may show it
