@@ -98,44 +98,39 @@ def _imports(node: ast.stmt) -> Iterator[Import]:
 
 def fold(text: str, settings: Mapping[str, Any]) -> str:
     """The text without the `if` statements and expressions that ask settings alone: of each, the branch that runs."""
-    while True:
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.If | ast.IfExp) or not _asks_only(node.test, settings):
-                continue
+    lines = text.splitlines()
+    while asking := list(_asking(ast.parse("\n".join(lines)), lines, settings)):  # what is inside of one comes later
+        for node in sorted(asking, key=lambda one: (one.lineno, one.col_offset), reverse=True):
+            first, last = node.lineno - 1, node.end_lineno or node.lineno
             holds = bool(eval(ast.unparse(node.test), {"__builtins__": {}}, dict(settings)))
             if isinstance(node, ast.IfExp):
-                text = _replaced(text, node, ast.get_source_segment(text, node.body if holds else node.orelse) or "")
-                break
-            lines = text.splitlines()
-            if lines[node.lineno - 1].lstrip().startswith("elif"):
-                continue
-            kept = node.body if holds else node.orelse
-            branch = [] if not kept else lines[kept[0].lineno - 1 : kept[-1].end_lineno]
-            if branch and branch[0].lstrip().startswith("elif"):
-                branch[0] = branch[0].replace("elif", "if", 1)
-            away = 0 if not kept else len(branch[0]) - len(branch[0].lstrip()) - node.col_offset
-            lines[node.lineno - 1 : node.end_lineno] = [line[away:] if line.strip() else line for line in branch]
-            text = "\n".join(lines) + "\n"
-            break
-        else:
-            return text
+                kept = ast.get_source_segment("\n".join(lines), node.body if holds else node.orelse) or ""
+                # ast counts columns in bytes of UTF-8; our sources are ASCII where settings are asked
+                lines[first:last] = [lines[first][: node.col_offset] + kept + lines[last - 1][node.end_col_offset :]]
+            else:
+                lines[first:last] = _branch(node, lines, holds)
+    return "\n".join(lines) + "\n"
 
 
-def _asks_only(test: ast.expr, settings: Mapping[str, Any]) -> bool:
-    names = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
-    return bool(names) and all(name in settings for name in names)
+def _asking(node: ast.AST, lines: list[str], settings: Mapping[str, Any]) -> Iterator[ast.If | ast.IfExp]:
+    """The outermost `if` statements and expressions that ask settings alone; an `elif` is its `if`'s affair."""
+    if isinstance(node, ast.If | ast.IfExp) and not lines[node.lineno - 1].lstrip().startswith("elif"):
+        names = [one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)]
+        if names and all(name in settings for name in names):
+            yield node
+            return
+    for inside in ast.iter_child_nodes(node):
+        yield from _asking(inside, lines, settings)
 
 
-def _replaced(text: str, node: ast.expr, by: str) -> str:
-    """The text with another expression in the place of one."""
-    lines = text.splitlines(keepends=True)
-    starts = [sum(len(line) for line in lines[:number]) for number in range(len(lines))]
-    # ast counts columns in bytes of UTF-8; our sources are ASCII where settings are asked.
-    first, last = (
-        starts[node.lineno - 1] + node.col_offset,
-        starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0),
-    )
-    return text[:first] + by + text[last:]
+def _branch(node: ast.If, lines: list[str], holds: bool) -> list[str]:
+    """The lines of the branch that runs, in the place of their `if`."""
+    kept = node.body if holds else node.orelse
+    branch = [] if not kept else lines[kept[0].lineno - 1 : kept[-1].end_lineno]
+    if branch and branch[0].lstrip().startswith("elif"):
+        branch[0] = branch[0].replace("elif", "if", 1)
+    away = 0 if not kept else len(branch[0]) - len(branch[0].lstrip()) - node.col_offset
+    return [line[away:] if line.strip() else line for line in branch]
 
 
 class _Uses(ast.NodeVisitor):
