@@ -13,7 +13,6 @@ from autoplan.strategies.config import KNOBS, TrainingConfig
 from tests.contracts.knob_cases import needed_by, tried_values
 from tests.recorded import make_plan
 
-
 SHARDS = {("offload", "parameters"): {"dp_shard": 2}}
 """What a value needs that the other values of its knob do not."""
 
