@@ -88,7 +88,7 @@ def test_the_check_of_links_sees_a_broken_one() -> None:
         "nowhere.md",
         "cli.md#no-such-heading",
     ]
-    assert not broken_links(page, "[e](cli.md#exit-codes)")
+    assert not broken_links(page, "[e](errors.md#exit-codes)")
 
 
 def test_every_page_is_reachable_from_the_readme() -> None:
