@@ -89,17 +89,16 @@ class CompileAhead:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._tried: set[TrainingConfig] = set()
-        self._why_not = ""
-        self._stopped = ""
+        self._stopped = False
         for group in session.store.compiled_ahead:
-            for one in group.compiled:
-                if one.compile_s is not None:
-                    session.model.observe_ahead(one.config, None)
+            for config in group.configs:
+                session.model.observe_ahead(config, None)
 
     def option(self) -> Option | None:
         """Compiling the next candidates side by side; None if the next one does not compile, or it saves nothing."""
-        waiting, choice = self._choice()
-        if not waiting or choice.number < 2:
+        waiting = self.waiting()
+        choice = choose(waiting, self._machine()) if waiting else None
+        if choice is None:
             return None
         return Option(
             kind="compile ahead",
@@ -110,37 +109,24 @@ class CompileAhead:
 
     def run(self) -> None:
         """Compiles them; the clock and the ranking are others afterwards."""
-        waiting, choice = self._choice()
-        if waiting and choice.number >= 2:
-            self._run(waiting[: choice.number], choice)
-
-    def _choice(self) -> tuple[list[Waiting], Choice]:
         waiting = self.waiting()
-        if not waiting:
-            return [], Choice()
-        choice = Choice(why_not=self._stopped) if self._stopped else choose(waiting, self._machine())
-        self._why_not = choice.why_not or self._why_not
-        return waiting, choice
+        choice = choose(waiting, self._machine()) if waiting else None
+        if choice is not None:
+            self._run(waiting[: choice.number], choice)
 
     def waiting(self) -> list[Waiting]:
         """The best candidates whose trials would compile with an empty cache, each graph once.
 
-        None where the next trial is not one of them: then it is measured first, and may change what comes after.
+        None where the next trial is not one of them: then it is measured first, and may change what comes after. None
+        where batches differ in size: each size is compiled anew.
         """
         session, cost = self.session, self.session.trial_cost
-        ranked = session.sampler.ranking()
-        if not ranked:
-            self._why_not = self._why_not or "the sampler draws one candidate at a time"
-        elif session.context.spec.batch_sizes is not None and session.context.spec.batch_sizes.vary:
-            self._why_not = "batches differ in size here, and each size is compiled anew"
-            ranked = []
+        ranked, sizes = session.sampler.ranking(), session.context.spec.batch_sizes
+        if self._stopped or not ranked or not self._may(ranked[0]) or (sizes is not None and sizes.vary):
+            return []
         graphs: dict[TrainingConfig, TrainingConfig] = {}
-        for number, config in enumerate(ranked):
-            cold = config.compile != "off" and not cost.is_warm(config)
-            if number == 0 and (not cold or not self._may(config)):
-                return []
-            if cold and self._may(config):
-                graphs.setdefault(what_is_compiled(config), config)
+        for config in filter(self._may, ranked):
+            graphs.setdefault(what_is_compiled(config), config)
         most = session.options.max_trials
         configs = list(graphs.values())[: MOST if most is None else min(MOST, most - session.trials_done)]
         if not configs:
@@ -159,11 +145,10 @@ class CompileAhead:
         ]
 
     def _may(self, config: TrainingConfig) -> bool:
-        """Whether a candidate may be compiled ahead at all."""
-        if config.world_size > 1:
-            self._why_not = "candidates of several ranks are compiled by these ranks, which are side by side already"
-            return False
-        return config not in self._tried and config.compile_mode not in SLOW_COMPILE_MODES
+        """Whether a candidate compiles anew, and may be compiled ahead: several ranks compile side by side already."""
+        cold = config.compile != "off" and not self.session.trial_cost.is_warm(config)
+        alone = config.world_size == 1 and config.compile_mode not in SLOW_COMPILE_MODES
+        return cold and alone and config not in self._tried
 
     def _machine(self) -> Machine:
         session, context = self.session, self.session.context
@@ -174,7 +159,6 @@ class CompileAhead:
             context_bytes=context_bytes(context.hardware) if context.device == "cuda" else 0.0,
             serial_share=SERIAL_SHARE[context.device],
             fixed_s=session.trial_cost.fixed_s,
-            used_share=USED_SHARE,
             left_s=session.left_s,
         )
 
@@ -208,7 +192,7 @@ class CompileAhead:
         except ZygoteError as error:
             if not error.transient:
                 raise
-            self._stopped = f"the processes for it could not be started: {error.message}"
+            self._stopped = True
             return  # a trial starts them again, with pauses
         self._take_in(waiting, choice, report, session.store.spent_s - began_s)
 
@@ -237,27 +221,22 @@ class CompileAhead:
                 f"{len(failed)} of {len(compiled)} configurations were not compiled ahead ({failed[0].why_not}); each "
                 "is compiled in its own trial"
             )
-        if report.ended is not Ended.FINISHED or not group.configs:
-            why = failed[0].why_not if failed else report.describe()
-            self._stopped = f"the last group was not compiled to its end: {why}"
+        self._stopped = report.ended is not Ended.FINISHED or not group.configs
 
     def say(self) -> None:
-        """Adds to the plan how many were compiled ahead and what came of it, or why none was where some compiled."""
-        session = self.session
-        groups, trials = session.store.compiled_ahead, session.store.trials
+        """Adds to the plan how many were compiled ahead and what came of it."""
+        session, groups = self.session, self.session.store.compiled_ahead
         done = {config for group in groups for config in group.configs}
+        if not done:
+            return
         kinds = (Outcome.OK, Outcome.PRUNED)
-        compiled = [t for t in trials if t.purpose == "search" and t.config.compile != "off" and t.outcome in kinds]
-        if done:
-            measured = [trial for trial in compiled if trial.config in done]
-            again = sum(not was_warm(trial) for trial in measured)
-            session.note(
-                f"compiled ahead: {len(done)} configurations in {len(groups)} group(s) side by side, in "
-                f"{sum(group.seconds for group in groups):.0f} s; {len(measured)} of them were then measured, each "
-                f"alone, {len(measured) - again} with all kernels from the cache"
-            )
-        elif sum(not was_warm(trial) for trial in compiled) > 1 and self._why_not:
-            session.note(f"compiled configurations were compiled one after the other: {self._why_not}")
+        looks = (trial for trial in session.store.trials if trial.purpose == "search" and trial.outcome in kinds)
+        measured = [trial for trial in looks if trial.config in done]
+        session.note(
+            f"compiled ahead: {len(done)} configurations in {len(groups)} group(s) side by side, in "
+            f"{sum(group.seconds for group in groups):.0f} s; {len(measured)} of them were then measured, each "
+            f"alone, {sum(map(was_warm, measured))} with all kernels from the cache"
+        )
 
 
 def _how_it_ended(report: ProcessReport, rank: RankReport) -> str:
@@ -302,7 +281,6 @@ class Machine:
         context_bytes: Of the device, what a further process takes before any tensor; 0 on CPU.
         serial_share: Of a compilation on one core, what runs in one thread.
         fixed_s: To start and build a process.
-        used_share: Of the candidates after the first, how many will be measured.
         left_s: For the compilations and the trials after them.
     """
 
@@ -312,25 +290,22 @@ class Machine:
     context_bytes: float
     serial_share: float
     fixed_s: float
-    used_share: float
     left_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How many of the waiting candidates to compile side by side, from the first on; 1: each in its own trial.
+    """How many of the waiting candidates to compile side by side, from the first on: at least two.
 
     Attributes:
         number: How many.
         seconds: Expected, for all of them.
         saving_s: Expected, over compiling each in its own trial.
-        why_not: Why not more than one; empty where it is more.
     """
 
-    number: int = 1
-    seconds: float = 0.0
-    saving_s: float = 0.0
-    why_not: str = ""
+    number: int
+    seconds: float
+    saving_s: float
 
 
 def compile_share(cores: float, serial_share: float) -> float:
@@ -354,40 +329,26 @@ def slowdown(processes: int, cores: int, serial_share: float) -> float:
     return compile_share(cores / processes, serial_share) / compile_share(cores, serial_share)
 
 
-def choose(waiting: Sequence[Waiting], machine: Machine) -> Choice:
-    """How many to compile side by side: as many as save the most time.
+def choose(waiting: Sequence[Waiting], machine: Machine) -> Choice | None:
+    """How many to compile side by side: as many as save the most time; None: each is compiled in its own trial.
 
     What a further candidate saves counts only as often as it will be measured. The micro-step that each runs shares
     the device with the others', so those add up.
     """
-    if machine.cores < 2:
-        return Choice(why_not="only one core may be used, on which nothing goes faster side by side")
-    if len(waiting) < 2:
-        return Choice(why_not="no second one that would be compiled was worth a trial at that time")
-    best, why_not = Choice(), ""
+    best: Choice | None = None
     for number in range(2, min(len(waiting), machine.cores, MOST) + 1):
         group = waiting[:number]
         together_s = machine.fixed_s + sum(one.micro_step_s for one in group)
         together_s += max(one.cold_s for one in group) * slowdown(number, machine.cores, machine.serial_share)
+        later_s = sum(one.warm_s + one.trial_s for one in group)
+        if not _fits(group, machine) or together_s + later_s > machine.left_s:
+            break
         kept = [one.cold_s - one.warm_s for one in group]
-        saving_s = kept[0] + machine.used_share * sum(kept[1:]) - together_s
-        alone_s = sum(one.cold_s for one in group)
-        least_s = max(LEAST_SAVING_S, LEAST_SAVING_SHARE * alone_s)
-        if not _fits(group, machine):
-            why_not = why_not or f"{number} of them together would need more memory than a trial may take"
-            break
-        if together_s + sum(one.warm_s + one.trial_s for one in group) > machine.left_s:
-            why_not = why_not or f"the time left has no room for {number} of them"
-            break
-        if saving_s < least_s:
-            warm_s = sum(one.warm_s for one in group)
-            why_not = why_not or (
-                f"on {machine.cores} cores {number} of them side by side were expected to take {together_s:.0f} s and "
-                f"then {warm_s:.0f} s in their trials, and {alone_s:.0f} s one after the other"
-            )
-        elif saving_s > best.saving_s:
+        saving_s = kept[0] + USED_SHARE * sum(kept[1:]) - together_s
+        least_s = max(LEAST_SAVING_S, LEAST_SAVING_SHARE * sum(one.cold_s for one in group))
+        if saving_s >= least_s and (best is None or saving_s > best.saving_s):
             best = Choice(number=number, seconds=together_s, saving_s=saving_s)
-    return best if best.number > 1 else Choice(why_not=why_not)
+    return best
 
 
 def _fits(group: Sequence[Waiting], machine: Machine) -> bool:

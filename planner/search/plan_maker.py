@@ -101,7 +101,7 @@ def make_plan(
         parity=parity,
         unverified=unverified,
         failed_parity=_failed_parity(session),
-        choices=tuple(explain_choices(session, winner, candidates)),
+        choices=tuple(explain_choices(session, winner)),
         left_out=context.left_out,
         evidence=session.store.trials,
         ledger=session.store.ledger,

@@ -1,13 +1,12 @@
 """Explains why each knob of a plan has its value, and how the plan compares with what lost.
 
-In: a `Session`, the winner, all configurations that ran. Out: a `Choice` per knob: the value was fixed by the user, is
-the only one, was measured against others, or is predicted to be better, and then why the others were not tried. Only
+In: a `Session`, the winner. Out: a `Choice` per knob: the value was fixed by the user, is the only one, was measured
+against others with all else equal, or is predicted to be better, and then why the others were not tried. Only
 undisturbed runs are compared: those of the claim's rounds before pairs, pairs before looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.planner.records.plan import Choice
@@ -21,6 +20,9 @@ from autoplan.strategies.techniques.rules import incompatible
 SAME_SPEED = 0.01
 """A predicted difference below this share is called "as fast"."""
 
+MOST_VALUES = 4
+"""So many other values of a knob are named."""
+
 NOT_TRIED = {
     "time": "not tried: there was no time left for it",
     "max_trials": "not tried: --max-trials was reached",
@@ -28,33 +30,57 @@ NOT_TRIED = {
 }
 
 
-def explain_choices(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns]) -> list[Choice]:
+def explain_choices(session: Session, winner: CandidateRuns) -> list[Choice]:
     """Each knob that is not at its default, or has other legal values, with the reason for its value."""
     return [
-        Choice(knob=knob, value=getattr(winner.config, knob), reason=_reason(session, winner, candidates, knob))
+        Choice(knob=knob, value=getattr(winner.config, knob), reason=_reason(session, winner, knob))
         for knob in KNOBS
         if knob in winner.config.knobs_off_default() or len(session.context.space.values.get(knob, ())) > 1
     ]
 
 
-def _reason(session: Session, winner: CandidateRuns, candidates: Sequence[CandidateRuns], knob: str) -> str:
-    """The reason for one knob: against the measured configuration that differs least, else by the cost model."""
-    value = getattr(winner.config, knob)
+def _reason(session: Session, winner: CandidateRuns, knob: str) -> str:
+    """The reason for one knob: how the plan compares with each other value of it, all else equal, tried ones first."""
+    config, values = winner.config, list(session.context.space.values.get(knob, ()))
     if knob in session.options.fix:
         return "fixed by you"
-    if len(session.context.space.values.get(knob, ())) <= 1:
-        return _only_reason(session, knob)
-    one_by_one = _reason_one_by_one(session, winner, knob)
-    others = [candidate for candidate in candidates if getattr(candidate.config, knob) != value]
-    if not others:
-        return one_by_one
-    other = min(others, key=lambda runs: (len(_differences(runs.config, winner.config)), runs.step_time.median))
-    found = against(session, winner, other)
+    if len(values) <= 1:
+        why = _left_out_reason(session, knob)
+        return f"the only value here ({why})" if why else "the only value here"
+    tried = {trial.config: trial for trial in session.store.trials if not trial.is_repeat}  # the last look at each
+    chosen = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
+    others = [
+        config.model_copy(update={knob: value}) for value in sorted(values, key=lambda v: abs(values.index(v) - chosen))
+    ]
+    known = [other for other in others if other != config and (other in session.model.legal or other in tried)]
+    known.sort(key=lambda other: other not in tried)
+    if not known:
+        why = _illegal_reason(session, config, knob) or _left_out_reason(session, knob)
+        return why or "no other value is legal with the rest of the plan and predicted to fit"
+    named = ((f"{knob}={getattr(other, knob)}", other) for other in known[:MOST_VALUES])
+    return "; ".join(_compare_with(session, winner, name, other, tried.get(other)) for name, other in named)
+
+
+def _compare_with(
+    session: Session, winner: CandidateRuns, name: str, other: TrainingConfig, trial: Trial | None
+) -> str:
+    """What is known of another value: how its trial ended, how fast it was, or what is predicted."""
+    if trial is None:
+        ratio = session.predict(winner.config).step_time_s / session.predict(other).step_time_s
+        why = "" if ratio < 1 - SAME_SPEED else f"; {NOT_TRIED[session.ended_by]}"
+        return f"{name} is expected to be {speed_words(ratio)} (cost model{why})"
+    if trial.budget_ended:
+        return f"{name} had no time to be measured (trial {trial.number})"
+    if trial.step_time_s is None:
+        return f"{name} ended as {trial.outcome.value} (trial {trial.number})"
+    runs = next((one for one in collect_runs(session.store.trials) if one.config == other), None)
+    found = against(session, winner, runs or CandidateRuns(config=other, first=trial))
     if found is None:
-        return one_by_one
-    measured = _measured(session, found, winner, f"{knob}={getattr(other.config, knob)} (trial {other.first.number})")
-    rest = [name for name in _differences(other.config, winner.config) if name != knob]
-    return f"{measured}, which differs in {', '.join(rest)} too; taken alone, {one_by_one}" if rest else measured
+        return f"{name} ran while other work disturbed it or the plan (trial {trial.number})"
+    if trial.outcome is Outcome.PRUNED:
+        speed = 1 / found.ratio.median
+        return f"{name} ran at {speed:.2f} times the plan's speed, when it was stopped (trial {trial.number})"
+    return _measured(session, found, winner, f"{name} (trial {trial.number})")
 
 
 def _measured(session: Session, found: Against, winner: CandidateRuns, rival: str) -> str:
@@ -141,15 +167,6 @@ def speed_words(ratio: float) -> str:
     return f"{ratio - 1:.0%} faster" if ratio > 1 else f"{1 - ratio:.0%} slower"
 
 
-def _differences(a: TrainingConfig, b: TrainingConfig) -> list[str]:
-    return [knob for knob in KNOBS if getattr(a, knob) != getattr(b, knob)]
-
-
-def _only_reason(session: Session, knob: str) -> str:
-    why = _left_out_reason(session, knob)
-    return f"the only value here ({why})" if why else "the only value here"
-
-
 def _left_out_reason(session: Session, knob: str) -> str | None:
     for family in session.context.left_out:
         if family.family.startswith(f"{knob}="):
@@ -163,42 +180,6 @@ def _illegal_reason(session: Session, config: TrainingConfig, knob: str) -> str 
     batch = session.context.spec.global_batch
     found = [incompatible(config.model_copy(update={knob: value}), batch) for value in others]
     return "; ".join(reason for reason in found if reason) if all(found) else None
-
-
-def _reason_one_by_one(session: Session, winner: CandidateRuns, knob: str) -> str:
-    """How the plan compares with each other value of the knob, all else equal: as measured, else as predicted."""
-    config = winner.config
-    tried = {trial.config: trial for trial in session.store.trials if not trial.is_repeat}  # the last look at each
-    sentences: list[str] = []
-    values = list(session.context.space.values.get(knob, ()))
-    chosen = values.index(getattr(config, knob)) if getattr(config, knob) in values else 0
-    for value in sorted(values, key=lambda value: abs(values.index(value) - chosen)):
-        other = config.model_copy(update={knob: value})
-        if other == config or (other not in session.model.legal and other not in tried):
-            continue
-        sentences.append(f"{knob}={value} " + _compare_with(session, winner, other, tried.get(other)))
-    if sentences:
-        return ", ".join(sentences[:4])
-    why = _illegal_reason(session, config, knob) or _left_out_reason(session, knob)
-    return why or "no other value is legal with the rest of the plan and predicted to fit"
-
-
-def _compare_with(session: Session, winner: CandidateRuns, other: TrainingConfig, trial: Trial | None) -> str:
-    """What is known of one other configuration: how its trial ended, how fast it was, or what is predicted."""
-    if trial is None:
-        ratio = session.predict(winner.config).step_time_s / session.predict(other).step_time_s
-        why = "" if ratio < 1 - SAME_SPEED else f"; {NOT_TRIED[session.ended_by]}"
-        return f"is expected to be {speed_words(ratio)} (cost model{why})"
-    if trial.budget_ended:
-        return f"had no time to be measured (trial {trial.number})"
-    if trial.step_time_s is None:
-        return f"ended as {trial.outcome.value} (trial {trial.number})"
-    runs = next((one for one in collect_runs(session.store.trials) if one.config == other), None)
-    found = against(session, winner, runs or CandidateRuns(config=other, first=trial))
-    if found is None:
-        return f"ran while other work disturbed it or the plan (trial {trial.number})"
-    how = "when it was stopped" if trial.outcome is Outcome.PRUNED else found.how
-    return f"ran at {1 / found.ratio.median:.2f} times the plan's speed, {how} (trial {trial.number})"
 
 
 def tie_reason(winner: CandidateRuns, other: CandidateRuns) -> str:

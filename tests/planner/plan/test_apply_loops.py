@@ -51,9 +51,7 @@ def halving(optimizer: torch.optim.Optimizer) -> StepLR:
 def test_clipping_of_the_search_is_kept_and_another_one_is_refused() -> None:
     parts = parts_of()
     plan = plan_of(parts, max_grad_norm=CLIP)
-    with pytest.raises(
-        PlanError, match="clipped to a norm of 1 .* they were clipped to a norm of 0.05"
-    ):
+    with pytest.raises(PlanError, match="clipped to a norm of 1 .* they were clipped to a norm of 0.05"):
         plan.apply_to(*parts, max_grad_norm=1.0)
     with pytest.raises(PlanError, match="are not clipped .* they were clipped to a norm of 0.05"):
         plan.apply_to(*parts, max_grad_norm=None)

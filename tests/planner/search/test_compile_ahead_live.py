@@ -40,12 +40,13 @@ REAL = CompileAhead._machine
 
 
 def with_cores(self: CompileAhead) -> Machine:
-    return replace(REAL(self), cores=16, serial_share=1.0, used_share=1.0)
+    return replace(REAL(self), cores=16, serial_share=1.0)
 
 
 @pytest.fixture(autouse=True)
 def _many_cores_and_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileAhead, "_machine", with_cores)
+    monkeypatch.setattr(compile_ahead, "USED_SHARE", 1.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
@@ -140,11 +141,12 @@ def test_a_fault_while_compiling_ahead_is_no_verdict(
 PLANNER = """
 import sys
 from pathlib import Path
-from autoplan.planner.search.compile_ahead import CompileAhead, Machine
+from autoplan.planner.search import compile_ahead
+from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.processes import Zygote
 from tests.planner.search.test_compile_ahead_live import PRELOAD, SOUND, real_session, with_cores
 
-CompileAhead._machine = with_cores
+CompileAhead._machine, compile_ahead.USED_SHARE = with_cores, 1.0
 with Zygote(preload=PRELOAD) as zygote:
     found = real_session(Path(sys.argv[1]), SOUND, zygote)
     found.on_progress = lambda progress: print(progress.phase, flush=True)
