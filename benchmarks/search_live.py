@@ -38,6 +38,7 @@ from typing import Any
 import optuna
 
 from autoplan.planner.records.trials import Outcome, Trial
+from autoplan.planner.search.inspection import Means
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler
@@ -116,7 +117,7 @@ class Live:
             options = SearchOptions(
                 spec=case_spec(self.case, self.folder), device="cpu", memory_limit=self.memory_limit_bytes
             )
-            self.context = prepare_search(options, self.zygote, SearchObserver())
+            self.context = prepare_search(Means(options=options, zygote=self.zygote, observer=SearchObserver()))
         return self.context
 
     def chosen(self, config: TrainingConfig | None, seconds: float, tried: int, why_not: str | None = None) -> Choice:

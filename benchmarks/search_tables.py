@@ -33,6 +33,7 @@ from typing import Any
 from autoplan.errors import AutoplanError, UsageError
 from autoplan.files import replace_file
 from autoplan.planner.records.trials import Trial
+from autoplan.planner.search.inspection import Means
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.setup import prepare_search
@@ -79,7 +80,7 @@ def begin(
         memory_limit=LIMIT_BYTES,
         bound=dict(parse_bound(text) for text in asked["bounds"]),
     )
-    context = prepare_search(options, zygote, SearchObserver(), saved=probed)
+    context = prepare_search(Means(options=options, zygote=zygote, observer=SearchObserver(), saved=probed))
     chosen = choose(context.candidates, candidates - compiled, compiled, asked["seed"])
     return {
         **asked,

@@ -20,6 +20,7 @@ from typing import Any
 
 from autoplan.errors import ConfigError
 from autoplan.planner.records.trials import Prediction
+from autoplan.planner.search.inspection import Means
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.setup import SearchContext, prepare_search
@@ -64,7 +65,9 @@ def run_trials(task: dict[str, Any], out: Path, seconds: float) -> None:
         device, context = task["device"], None
         if task.get("predict"):
             options = SearchOptions(spec=spec, device=device, budget=300.0)
-            context = prepare_search(options, zygote, SearchObserver(), saved=out.with_name("hardware.json"))
+            saved = out.with_name("hardware.json")
+            means = Means(options=options, zygote=zygote, observer=SearchObserver(), saved=saved, budget_s=300.0)
+            context = prepare_search(means)
             spec = context.spec
             profile = context.estimator.profile.model_dump_json(exclude_defaults=True)
             out.with_name(out.name.removesuffix(".jsonl") + ".profile.json").write_text(profile)

@@ -45,7 +45,6 @@ class SearchRun:
     Attributes:
         options, observer, store: What it was given.
         budget_s: Seconds over all runs of the search.
-        fingerprint, device: Of this machine; cuda or cpu.
         context: None until the machine and the workload are known.
         session: None until trials can run.
         kept: The configuration of the unverified plan in the store; None: there is none of this run of the search.
@@ -55,8 +54,6 @@ class SearchRun:
     observer: SearchObserver
     store: Store
     budget_s: float
-    fingerprint: str
-    device: str
     context: SearchContext | None = None
     session: Session | None = None
     kept: TrainingConfig | None = None

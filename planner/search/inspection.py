@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.errors import BudgetEndedError, DidNotRunError, NoFeasiblePlanError, WorkloadError
-from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
 from autoplan.probes.profile import HardwareProfile
 from autoplan.processes import Ended, ProcessReport, Task, Zygote, limit_hit, run_again
 from autoplan.strategies.config import DEGREES
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
-from autoplan.strategies.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
     from autoplan.strategies.analysis.facts import WorkloadFacts
@@ -29,23 +30,31 @@ CHECK_LEAST_S, CHECK_MOST_S = 20.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UserCodeLimits:
-    """What user code may take outside trials.
+class Means:
+    """What every piece of the setup is made with.
 
     Attributes:
+        options: What the search is asked for.
+        zygote: Where ranks are started.
+        observer: Its methods are called with what happens.
+        saved: Where the study keeps its hardware profile: every run of a search uses the same one.
         budget_s: Of the whole search.
-        left_s: How much of it is left now, in seconds.
-        memory_limit_bytes: Host memory of all processes together.
+        left_s: How much of it is left now, in seconds; None: all of it.
+        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
     """
 
-    budget_s: float
-    left_s: Callable[[], float]
-    memory_limit_bytes: int | None
+    options: SearchOptions
+    zygote: Zygote
+    observer: SearchObserver
+    saved: Path | None = None
+    budget_s: float = DEFAULT_BUDGET_S
+    left_s: Callable[[], float] | None = None
+    on_attempt: Callable[[str, ProcessReport], None] = lambda part, report: None
 
     @property
-    def inspect_deadline_s(self) -> float:
-        """Seconds after which an inspection is ended."""
-        return min(max(self.left_s(), LEAST_DEADLINE_S), longest_inspection_s(self.budget_s))
+    def time_s(self) -> float:
+        """Seconds of the budget that are left now."""
+        return self.budget_s if self.left_s is None else self.left_s()
 
 
 def longest_inspection_s(budget_s: float) -> float:
@@ -54,51 +63,28 @@ def longest_inspection_s(budget_s: float) -> float:
 
 
 def look_at(
-    zygote: Zygote,
-    options: SearchOptions,
-    hardware: HardwareProfile,
-    device: str,
-    ranks: int,
-    *,
-    allowed: UserCodeLimits,
-    observer: SearchObserver,
-    on_attempt: Callable[[ProcessReport], None],
+    means: Means, hardware: HardwareProfile, device: str, ranks: int, memory_limit_bytes: int | None
 ) -> WorkloadFacts:
     """The facts of what a search was given, its dataset checked too; raises what `inspect` and `check_loader` raise."""
+    options, observer = means.options, means.observer
     observer.on_phase("inspect", f"looking at {options.spec.name}")
-    facts = inspect(
-        zygote,
-        options.spec,
-        hardware,
-        device,
-        allowed=allowed,
-        observer=observer,
-        on_attempt=on_attempt,
-        parallel=ranks > 1 or not options.fix.keys().isdisjoint(DEGREES),
-    )
+    facts = inspect(means, hardware, device, ranks, memory_limit_bytes)
     spec = facts.spec.model_copy(update={"payload": options.spec.payload})
     observer.on_workload(spec)
     for note in spec.notes:
         observer.on_note(note)
     if options.loader is not None and not options.dry_run:
         observer.on_phase("loader", f"a first look at {options.loader.reference}")
-        limit = allowed.memory_limit_bytes
-        check_loader(zygote, options.loader, spec.global_batch, left_s=allowed.left_s(), memory_limit_bytes=limit)
+        check_loader(means, options.loader, spec.global_batch, memory_limit_bytes)
     return facts.model_copy(update={"spec": spec})
 
 
 def inspect(
-    zygote: Zygote,
-    spec: WorkloadSpec,
-    hardware: HardwareProfile,
-    device: str,
-    *,
-    allowed: UserCodeLimits,
-    observer: SearchObserver,
-    on_attempt: Callable[[ProcessReport], None] | None = None,
-    parallel: bool = True,
+    means: Means, hardware: HardwareProfile, device: str, ranks: int, memory_limit_bytes: int | None
 ) -> WorkloadFacts:
-    """The workload's facts, from a rank; `parallel`: what it allows of several ranks is among them.
+    """The workload's facts, from a rank.
+
+    What it allows of several ranks is among them, where there may be several, or one is asked for by name.
 
     Where the loss alone takes too much memory, the facts without it do: the trials find a micro-batch that fits, and
     the parity check looks at the loss again.
@@ -111,13 +97,16 @@ def inspect(
     """
     from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, read_inspection
 
+    spec = means.options.spec
+    parallel = ranks > 1 or not means.options.fix.keys().isdisjoint(DEGREES)
     task = Task(
         target="autoplan.strategies.inspect:run_inspect_rank",
         args=(spec, hardware, device, parallel),
-        total_deadline_s=allowed.inspect_deadline_s,
-        memory_limit_bytes=allowed.memory_limit_bytes,
+        total_deadline_s=min(max(means.time_s, LEAST_DEADLINE_S), longest_inspection_s(means.budget_s)),
+        memory_limit_bytes=memory_limit_bytes,
     )
-    runs = run_again(zygote, task, on_attempt=on_attempt, left_s=allowed.left_s)
+    attempted = partial(means.on_attempt, "inspect")
+    runs = run_again(means.zygote, task, on_attempt=attempted, left_s=lambda: means.time_s)
     report = runs.report
     if not runs.settled:
         raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
@@ -135,22 +124,13 @@ def inspect(
     if hit.kind == "time":
         raise BudgetEndedError(hit.text, hint=hit.hint)
     if report.phase == LOSS_PHASE and rank is not None and rank.result is not None:
-        observer.on_note(f"{hit.text}. Whether the loss is a sum over samples is left to the parity check")
+        means.observer.on_note(f"{hit.text}. Whether the loss is a sum over samples is left to the parity check")
         return read_inspection(rank.result)
     raise NoFeasiblePlanError(hit.text, hint=hit.hint)
 
 
-def check_loader(
-    zygote: Zygote, loader: LoaderSpec, samples: int, *, left_s: float, memory_limit_bytes: int | None
-) -> None:
-    """Refuses a dataset whose first batch or last sample cannot be made, before any trial is.
-
-    Args:
-        zygote: Where ranks are started.
-        loader: The dataset.
-        samples: Of a global batch.
-        left_s: Of the budget, in seconds.
-        memory_limit_bytes: Host memory of the processes together.
+def check_loader(means: Means, loader: LoaderSpec, samples: int, memory_limit_bytes: int | None) -> None:
+    """Refuses a dataset whose first batch (of so many samples) or last sample cannot be made, before any trial is.
 
     Raises:
         WorkloadError: what is wrong, with the index of the sample.
@@ -159,10 +139,10 @@ def check_loader(
     task = Task(
         target="autoplan.planner.trials.loading:check_loading",
         args=(loader, samples),
-        total_deadline_s=min(max(left_s, CHECK_LEAST_S), CHECK_MOST_S),
+        total_deadline_s=min(max(means.time_s, CHECK_LEAST_S), CHECK_MOST_S),
         memory_limit_bytes=memory_limit_bytes,
     )
-    runs = run_again(zygote, task)
+    runs = run_again(means.zygote, task)
     report = runs.report
     if report.ended is Ended.FINISHED:
         wrong = report.ranks[0].result

@@ -14,7 +14,7 @@ from autoplan.planner.search import answer
 from autoplan.planner.search.answer import SearchRun
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
-from autoplan.planner.search.inspection import longest_inspection_s
+from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
 from autoplan.planner.search.next_work import next_work
 from autoplan.planner.search.options import (
@@ -103,8 +103,6 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
             observer=observer,
             store=store,
             budget_s=budget_s,
-            fingerprint=profile.fingerprint,
-            device=target.device,
         )
         before = answer.finished_before(run)
         if before is not None:
@@ -147,7 +145,14 @@ def _dry_run(options: SearchOptions, observer: SearchObserver) -> SearchResult:
     """The space with predicted memory and time; runs no trial."""
     began = time.monotonic()
     with Zygote(preload=preload_for(options.spec)) as zygote:
-        context = prepare_search(options, zygote, observer)
+        context = prepare_search(
+            Means(
+                options=options,
+                zygote=zygote,
+                observer=observer,
+                budget_s=options.budget_s or DEFAULT_BUDGET_S,
+            )
+        )
     candidates = [
         Candidate(config=config, prediction=prediction)
         for config, prediction in zip(context.candidates, context.estimator.estimate(context.candidates), strict=True)
@@ -163,15 +168,16 @@ def _search(run: SearchRun) -> SearchResult:
     store = run.store
     with Zygote(preload=preload_for(run.options.spec)) as zygote:
         began_s = store.spent_s
-        context = begin_search(
-            run.options,
-            zygote,
-            run.observer,
+        means = Means(
+            options=run.options,
+            zygote=zygote,
+            observer=run.observer,
             saved=store.folder / HARDWARE_FILE,
             budget_s=run.budget_s,
             left_s=lambda: _left_s(run),
             on_attempt=run.add_attempt,
         )
+        context = begin_search(means)
         setup_s = store.spent_s - began_s
         store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
         run.context = context

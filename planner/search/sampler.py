@@ -17,7 +17,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,14 +35,6 @@ from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """Why no further trial is worth making: nothing can win any more, or nothing fits in the time left."""
-
-    text: str
-    out_of_time: bool = False
 
 
 class AutoplanSampler(optuna.samplers.BaseSampler):
@@ -110,17 +101,17 @@ class AutoplanSampler(optuna.samplers.BaseSampler):
         wanted = hopeful & (now.cost_s <= self.time_left_s) if in_time else hopeful
         return [self.model.candidates[index] for index in ordered(now, gain, wanted)]
 
-    def reason_to_stop(self, study: optuna.Study | None = None) -> Stop | None:
+    def reason_to_stop(self, study: optuna.Study | None = None) -> str | None:
         """Why no further trial is worth making, None while one is. With a study: after the trials that it has now."""
         if study is not None:
             self.learn(study)
         now, worth = self.model.assess(), self.worth_a_trial()
         if not now.untried.any():
-            return Stop(text="every candidate was tried")
+            return "every candidate was tried"
         if not worth.any():
-            return Stop(text=ENDS["nothing_left"])
+            return ENDS["nothing_left"]
         if not (worth & (now.cost_s <= self.time_left_s)).any():
-            return Stop(text="no candidate that could win fits in the time left", out_of_time=True)
+            return ENDS["time"]
         return None
 
     # Optuna's contract.
@@ -189,8 +180,8 @@ class MovingSampler(AutoplanSampler):
     """Another sampler of Optuna, each of whose points is moved to the nearest legal candidate that is free.
 
     The nearest is the one that differs in the fewest knobs; of several, one is drawn. The other sampler draws in a
-    study of its own, in memory, in which each knob has the candidates' values alone. It is told of each trial at the
-    point where it was made.
+    study of its own, in memory, in which each knob has the candidates' values alone. That study is given each trial at
+    the point where it was made; what was drawn counts as failed there.
 
     Args:
         candidates: The legal configurations, or a model of them.
@@ -213,7 +204,6 @@ class MovingSampler(AutoplanSampler):
         self.inner = inner
         self._rng = np.random.default_rng(seed)
         self._own = optuna.create_study(direction="minimize", sampler=inner)
-        self._asked: dict[int, optuna.Trial] = {}
         self._told: set[int] = set()
         self._choices = choices_of(self.model.candidates)
         self._spaces: dict[str, BaseDistribution] = {
@@ -234,10 +224,8 @@ class MovingSampler(AutoplanSampler):
         asked = self._own.ask(self._spaces)
         point = np.array([asked.params[knob] for knob in self._choices], dtype=object)
         away = (self._knobs[places] != point).sum(axis=1)
-        if away.min() == 0:  # it is told how this very trial ended
-            self._asked[trial.number] = asked
-        else:
-            self._end(asked, TrialState.FAIL)
+        with contextlib.suppress(RuntimeError):  # a grid's last point: "Study.stop" outside of a loop
+            self._own.tell(asked, state=TrialState.FAIL)
         return self.model.candidates[int(self._rng.choice(places[away == away.min()]))]
 
     def reseed_rng(self) -> None:
@@ -247,18 +235,10 @@ class MovingSampler(AutoplanSampler):
 
     def _tell(self, study: optuna.Study) -> None:
         """Tells the other sampler what became of the real study's trials; never a NaN or a missing value."""
-        for trial in study.get_trials(deepcopy=False):
-            if not trial.state.is_finished() or trial.number in self._told:
-                continue
-            self._told.add(trial.number)
-            asked = self._asked.pop(trial.number, None)
-            if asked is not None:
-                for name, violation in trial.constraints.items():
-                    asked.set_constraint(name, violation)
-                self._end(asked, trial.state, trial.value if trial.state is TrialState.COMPLETE else None)
-            elif trial.state is not TrialState.FAIL and all(
-                knob in trial.params and trial.params[knob] in values for knob, values in self._choices.items()
-            ):
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            known = all(trial.params.get(knob) in values for knob, values in self._choices.items())
+            if trial.number not in self._told and known:
+                self._told.add(trial.number)
                 self._own.add_trial(
                     optuna.trial.create_trial(
                         state=trial.state,
@@ -268,10 +248,6 @@ class MovingSampler(AutoplanSampler):
                         constraints=trial.constraints,
                     )
                 )
-
-    def _end(self, asked: optuna.Trial, state: TrialState, value: float | None = None) -> None:
-        with contextlib.suppress(RuntimeError):  # a grid's last point: "Study.stop" outside of a loop
-            self._own.tell(asked, value, state=state)
 
 
 def make_sampler(

@@ -7,15 +7,13 @@ called at any time, and says before what it is expected to cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from autoplan.planner.records.trials import LeftOutFamily
-from autoplan.planner.search.inspection import UserCodeLimits, look_at
-from autoplan.planner.search.options import DEFAULT_BUDGET_S, SearchObserver, SearchOptions
+from autoplan.planner.search.inspection import Means, look_at
 from autoplan.planner.search.target import degree_combinations, find_target, limits
 from autoplan.planner.space.generate import Space, generate, without_lossy
 from autoplan.planner.space.prune import (
@@ -28,7 +26,6 @@ from autoplan.planner.space.prune import (
 )
 from autoplan.planner.store.journal import write_atomically
 from autoplan.probes.profile import HardwareProfile
-from autoplan.processes import ProcessReport, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
@@ -51,31 +48,6 @@ VARIANT_SHARE = 0.3
 
 TIMED = "operations timed"
 """Stands among the variants that were asked for: the timing of operations."""
-
-OnAttempt = Callable[[str, ProcessReport], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Means:
-    """What every piece of the setup is made with.
-
-    Attributes:
-        options: What the search is asked for.
-        zygote: Where ranks are started.
-        observer: Its methods are called with what happens.
-        saved: Where the study keeps its hardware profile: every run of a search uses the same one.
-        budget_s: Of the whole search.
-        left_s: How much of it is left now, in seconds.
-        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
-    """
-
-    options: SearchOptions
-    zygote: Zygote
-    observer: SearchObserver
-    saved: Path | None
-    budget_s: float
-    left_s: Callable[[], float]
-    on_attempt: OnAttempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,19 +101,10 @@ class SearchContext:
         return any(key.text() in self.profile.rough_variants for key in self.variants(config))
 
 
-def begin_search(
-    options: SearchOptions,
-    zygote: Zygote,
-    observer: SearchObserver,
-    *,
-    saved: Path | None = None,
-    budget_s: float | None = None,
-    left_s: Callable[[], float] | None = None,
-    on_attempt: OnAttempt = lambda part, report: None,
-) -> SearchContext:
+def begin_search(means: Means) -> SearchContext:
     """What the plain run needs: the input is checked, the plain variant traced, the legal space made.
 
-    Every other variant is predicted roughly, from the plain one. `Means` says what the arguments are.
+    Every other variant is predicted roughly, from the plain one.
 
     Raises:
         DidNotRunError: something outside ended the inspection each time.
@@ -151,29 +114,11 @@ def begin_search(
     """
     from autoplan.probes.run import read_host_profile
 
-    whole_s = budget_s or options.budget_s or DEFAULT_BUDGET_S
-    means = Means(
-        options=options,
-        zygote=zygote,
-        observer=observer,
-        saved=saved,
-        budget_s=whole_s,
-        left_s=left_s or (lambda: whole_s),
-        on_attempt=on_attempt,
-    )
+    options, observer = means.options, means.observer
     now = read_host_profile()
     target = find_target(options, now)
     _, host_limit = limits(now, target.device, target.given_limit_bytes)
-    facts = look_at(
-        zygote,
-        options,
-        now,
-        target.device,
-        target.nproc,
-        allowed=UserCodeLimits(budget_s=whole_s, left_s=means.left_s, memory_limit_bytes=host_limit),
-        observer=observer,
-        on_attempt=partial(on_attempt, "inspect"),
-    )
+    facts = look_at(means, now, target.device, target.nproc, host_limit)
     degrees, degrees_left_out = degree_combinations(options.fix, facts, target)
     choices = facts.choices if options.numerics == "lossy" else without_lossy(facts.choices)
     named = {*options.fix, *options.bound}
@@ -220,9 +165,9 @@ def begin_search(
     return _predicted(replace(context, space=space))
 
 
-def prepare_search(options: SearchOptions, zygote: Zygote, observer: SearchObserver, **means: Any) -> SearchContext:
-    """All that can be known before the first trial; the arguments are those of `begin_search`."""
-    return trace_more(probe_more(begin_search(options, zygote, observer, **means)))
+def prepare_search(means: Means) -> SearchContext:
+    """All that can be known before the first trial."""
+    return trace_more(probe_more(begin_search(means)))
 
 
 def probe_cost_s(context: SearchContext) -> float:
@@ -347,7 +292,7 @@ def _trace(
             time_limit_s=TRACE_SHARE * means.budget_s,
             timing_budget_s=0.0 if known is None else _timing_s(means),
             memory_limit_bytes=host_limit_bytes,
-            left_s=means.left_s(),
+            left_s=means.time_s,
         ),
         on_attempt=partial(means.on_attempt, "trace"),
     )

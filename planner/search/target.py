@@ -40,20 +40,6 @@ class Target:
     given_limit_bytes: int | None
 
 
-def pick_device(hardware: HardwareProfile, wanted: str | None) -> Literal["cuda", "cpu"]:
-    """The device type to search on.
-
-    Raises:
-        DeviceError: CUDA was asked for and there is none.
-    """
-    from autoplan.probes.run import pick_device as pick
-
-    kind = pick(hardware, wanted)
-    if kind not in ("cuda", "cpu"):
-        raise DeviceError(f"autoplan does not search on {kind!r}", hint="Use --device cuda or --device cpu.")
-    return "cuda" if kind == "cuda" else "cpu"
-
-
 def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
     """Where the search runs: the device, up to how many ranks (by default all visible GPUs; 1 on CPU), the limit.
 
@@ -61,6 +47,8 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
         DeviceError: CUDA was asked for and there is none.
         UsageError: the memory limit is a share, and the memory of the device is not known.
     """
+    from autoplan.probes.run import pick_device
+
     device = pick_device(hardware, options.device)
     gpus = sum(found.type == "cuda" for found in hardware.devices) if device == "cuda" else 0
     return Target(

@@ -42,13 +42,13 @@ def find_untried(sampler: AutoplanSampler, found: TrainingConfig, step_time_s: f
         return None
     posterior, _ = known.target
     best = math.log(step_time_s * devices_of(model.objective, found))
-    ranking, stop = sampler.ranking(in_time=False), sampler.reason_to_stop()
+    ranking = sampler.ranking(in_time=False)
     tried_next: bool | None = True
     if ranking:
         first = model.candidates.index(ranking[0])
     else:
         first = int(np.argmax(np.where(known.untried, expected_improvement(posterior, best), -1.0)))
-        tried_next = None if stop is None or stop.out_of_time else False
+        tried_next = None if sampler.draws else False
     mean, sd = float(posterior.log_time[first]), float(posterior.log_time_sd[first])
     runs = float(posterior.fits[first] * posterior.works[first])
     better = float(normal_cdf(np.array([(best - mean) / sd]))[0])

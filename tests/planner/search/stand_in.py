@@ -288,8 +288,6 @@ class Searches:
             observer=observer or Observer(),
             store=store,
             budget_s=budget_s,
-            fingerprint="here",
-            device="cpu",
         )
         self._plant(world, store)
         context = context_of(world)

@@ -27,9 +27,7 @@ def store(tmp_path: Path):
 def run_of(store: Store, budget_s: float, **options: Any) -> SearchRun:
     store.set_budget(budget_s)
     given = SearchOptions(spec=make_plan().workload, budget=budget_s, **options)
-    return SearchRun(
-        options=given, observer=SearchObserver(), store=store, budget_s=budget_s, fingerprint="here", device="cpu"
-    )
+    return SearchRun(options=given, observer=SearchObserver(), store=store, budget_s=budget_s)
 
 
 def test_a_smaller_budget_is_answered_from_the_record(store: Store):

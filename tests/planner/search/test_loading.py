@@ -236,13 +236,14 @@ def test_on_cuda_prefetch_and_pinned_memory_are_measured():
 
 
 def test_a_search_refuses_a_dataset_that_cannot_be_loaded_before_its_first_trial(zygote: Zygote):
-    check_loader(zygote, spec_of_object(Rows(32)), 16, left_s=60.0, memory_limit_bytes=None)
+    means: Any = SimpleNamespace(zygote=zygote, time_s=60.0)
+    check_loader(means, spec_of_object(Rows(32)), 16, None)
     for dataset, says in (
         (Rows(8), "ends after 8 samples, and a step takes 16"),
         (Rows(32, breaks=31), r"OSError: the share is gone raised by dataset\[31\]"),
     ):
         with pytest.raises(WorkloadError, match=says) as refused:
-            check_loader(zygote, spec_of_object(dataset), 16, left_s=60.0, memory_limit_bytes=None)
+            check_loader(means, spec_of_object(dataset), 16, None)
         assert refused.value.flag_hint
 
 

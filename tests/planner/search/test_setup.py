@@ -9,6 +9,7 @@ import pytest
 
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
 from autoplan.planner.cost.traced.estimator import Estimator
+from autoplan.planner.search.inspection import Means
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.setup import (
     SearchContext,
@@ -101,14 +102,15 @@ def test_the_input_is_refused_before_anything_is_measured(
 ) -> None:
     listener = Listener()
     with pytest.raises(kind) as caught:
-        begin_search(options(tmp_path, old, new, **more), zygote, listener)
+        begin_search(Means(options=options(tmp_path, old, new, **more), zygote=zygote, observer=listener))
     assert text in caught.value.message
     assert set(listener.phases) <= {"inspect"}
 
 
 def begin(zygote: Zygote, folder: Path, **more: Any) -> tuple[SearchContext, Listener]:
     listener = Listener()
-    return begin_search(options(folder), zygote, listener, **more), listener
+    means = Means(options=options(folder), zygote=zygote, observer=listener, budget_s=60.0, **more)
+    return begin_search(means), listener
 
 
 def test_later_pieces_know_more_of_the_same_space(zygote: Zygote, tmp_path: Path) -> None:

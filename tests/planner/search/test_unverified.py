@@ -61,8 +61,6 @@ def run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Search
         observer=Notes(),
         store=store,
         budget_s=600.0,
-        fingerprint="here",
-        device="cpu",
         session=session,
     )
 

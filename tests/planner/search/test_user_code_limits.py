@@ -13,7 +13,7 @@ from autoplan.planner.export.run import export_plan
 from autoplan.planner.export.user_code import LIMITS, ExportLimits, make_limits
 from autoplan.planner.parity.compare import run_parity, where_ended
 from autoplan.planner.search import inspection
-from autoplan.planner.search.inspection import UserCodeLimits, inspect
+from autoplan.planner.search.inspection import Means, inspect
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import PRELOAD
 from autoplan.planner.search.run import run_search
@@ -60,8 +60,9 @@ def spec_of(workload: str) -> WorkloadSpec:
 
 def look_at(zygote: Zygote, workload: str, left_s: float = 60.0) -> tuple[WorkloadFacts, list[str]]:
     listener = Listener()
-    allowed = UserCodeLimits(budget_s=600.0, left_s=lambda: left_s, memory_limit_bytes=LIMIT_BYTES)
-    facts = inspect(zygote, spec_of(workload), read_host_profile(), "cpu", allowed=allowed, observer=listener)
+    options = SearchOptions(spec=spec_of(workload))
+    means = Means(options=options, zygote=zygote, observer=listener, budget_s=600.0, left_s=lambda: left_s)
+    facts = inspect(means, read_host_profile(), "cpu", 2, LIMIT_BYTES)
     return facts, listener.notes
 
 
