@@ -15,8 +15,7 @@ Read next_work.py first: it says what runs next and why. In the order of the dat
 - candidate_model.py: what is known of the candidates: predictions, corrected by the trials so far;
 - sampler.py: picks the next candidate;
 - surrogate.py: predicts all candidates from the cost model and the trials;
-- trial_cost.py: predicts how long a trial takes;
-- parity_time.py: predicts how long a parity check takes;
+- trial_cost.py: predicts how long a trial and a parity check take;
 - selection.py: ranks the measured configurations;
 - claim.py: how much faster the plan is, and whether that may be claimed;
 - untried.py: what was not tried, and how much faster it could be;

@@ -14,12 +14,12 @@ from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.trials import Outcome
-from autoplan.planner.search.objective import order
+from autoplan.planner.search.objective import best_trial, order
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
 from autoplan.planner.search.references import what_would_fit
-from autoplan.planner.search.selection import best_trial, is_late
-from autoplan.planner.search.session import Session
+from autoplan.planner.search.selection import is_late
+from autoplan.planner.search.session import Session, budget_of
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.untried import find_untried
 from autoplan.planner.space.prune import HOST_LIMIT
@@ -113,17 +113,7 @@ class SearchRun:
 
     def budget(self) -> BudgetState:
         """How much of the budget is used, for the observer."""
-        return BudgetState(
-            budget_s=self.budget_s,
-            spent_s=self.store.spent_s,
-            trials_done=self.trials_done,
-            max_trials=self.options.max_trials,
-        )
-
-    @property
-    def trials_done(self) -> int:
-        """Trials that count towards --max-trials: all but those that measure again."""
-        return sum(not trial.is_repeat for trial in self.store.trials)
+        return budget_of(self.options, self.store, self.budget_s)
 
 
 # The best so far, as a plan that nobody verified.
@@ -199,7 +189,7 @@ def finished_before(run: SearchRun) -> SearchResult | None:
     if finished is None:
         return None
     most = run.options.max_trials
-    if finished.get("ended_by") == "max_trials" and (most is None or most > run.trials_done):
+    if finished.get("ended_by") == "max_trials" and (most is None or most > run.budget().trials_done):
         run.store.open_again()
         return None
     plan, path = None, None

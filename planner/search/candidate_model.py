@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.records.trials import Objective, Outcome, Trial
-from autoplan.planner.search.objective import THROUGHPUT, view
+from autoplan.planner.search.objective import THROUGHPUT, best_trial, view
 from autoplan.planner.search.selection import has_lasting_load
 from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate, expected_improvement
 from autoplan.planner.search.trial_cost import TrialCost
@@ -201,12 +201,7 @@ class CandidateModel:
 
     def best_trial(self) -> Trial | None:
         """The fastest measured trial that may be the plan."""
-        good = [
-            trial
-            for trial in self.trials
-            if trial.outcome is Outcome.OK and trial.step_time_s is not None and self._allows(trial.config)
-        ]
-        return min(good, key=lambda trial: trial.step_time_s.median if trial.step_time_s else math.inf, default=None)
+        return best_trial(trial for trial in self.trials if self._allows(trial.config))
 
     def best_log_time(self) -> float | None:
         """The logarithm of the best measured step time that may be the plan's; None: nothing was measured."""

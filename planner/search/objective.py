@@ -7,7 +7,7 @@ trial, the same expectations as a value that is to be small. Trials measure the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,28 +44,21 @@ def order(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spr
         candidates: In any order.
         spread: Between runs on this device.
     """
-    if objective.name == "throughput":
-        return rank(candidates, spread)
-    if objective.name == "cost":
-        return _by_cost(objective, candidates, spread)
-    by_speed = rank(candidates, spread)
-    if not by_speed:
-        return []
-    floor_s = floor_time_s(objective, [candidate.step_time.median for candidate in by_speed])
-    good = [candidate for candidate in by_speed if candidate.step_time.median <= floor_s]
-    good.sort(key=lambda candidate: (candidate.peak_memory_bytes, candidate.step_time.median))
-    return good + [candidate for candidate in by_speed if candidate not in good]
-
-
-def _by_cost(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spread) -> list[CandidateRuns]:
-    """By step time times ranks; the same rules for ties as for throughput."""
     own = {candidate.config: candidate for candidate in candidates}
-    scaled = [_scaled(candidate, devices_of(objective, candidate.config)) for candidate in candidates]
-    return [own[candidate.config] for candidate in rank(scaled, spread)]
+    ranked = [own[one.config] for one in rank([_scaled(objective, one) for one in candidates], spread)]
+    if objective.name != "memory" or not ranked:
+        return ranked
+    floor_s = floor_time_s(objective, [candidate.step_time.median for candidate in ranked])
+    good = [candidate for candidate in ranked if candidate.step_time.median <= floor_s]
+    good.sort(key=lambda candidate: (candidate.peak_memory_bytes, candidate.step_time.median))
+    return good + [candidate for candidate in ranked if candidate not in good]
 
 
-def _scaled(candidate: CandidateRuns, factor: int) -> CandidateRuns:
-    """The candidate with step times as many times as long."""
+def _scaled(objective: Objective, candidate: CandidateRuns) -> CandidateRuns:
+    """The candidate with step times as many times as long as its seconds count."""
+    factor = devices_of(objective, candidate.config)
+    if factor == 1:
+        return candidate
 
     def times(trial: Trial) -> Trial:
         step = trial.step_time_s
@@ -92,13 +85,11 @@ def contenders(
 
     Where memory is looked for: the fastest, which the floor is a share of, and the smallest that reach it.
     """
-    if objective.name == "throughput":
-        return near_leader(candidates, leader, spread)
+    if objective.name != "memory":
+        scaled = [_scaled(objective, one) for one in candidates]
+        near = {one.config for one in near_leader(scaled, _scaled(objective, leader), spread)}
+        return [one for one in order(objective, candidates, spread) if one.config in near]
     best_first = order(objective, candidates, spread)
-    if objective.name == "cost":
-        scaled = {one.config: _scaled(one, devices_of(objective, one.config)) for one in best_first}
-        near = {one.config for one in near_leader(list(scaled.values()), scaled[leader.config], spread)}
-        return [candidate for candidate in best_first if candidate.config in near]
     fastest = min(candidates, key=lambda candidate: candidate.step_time.median)
     small = [candidate for candidate in best_first if candidate.config not in (fastest.config, leader.config)]
     return [one for one in (fastest, *small) if one.config != leader.config][:MOST_CONTENDERS]
@@ -149,8 +140,8 @@ def drop_level(looks: int) -> float:
     return DROP_LEVEL * USUAL_LOOKS / (2 * k * (k + 1))
 
 
-def best_trial_for(objective: Objective, trials: Sequence[Trial]) -> Trial | None:
-    """The best of some good trials: by cost where that is looked for, else the fastest."""
+def best_trial(trials: Iterable[Trial], objective: Objective = THROUGHPUT) -> Trial | None:
+    """The best good look: by cost where that is looked for, else the fastest; what measured again does not count."""
     good = [t for t in trials if t.outcome is Outcome.OK and t.step_time_s is not None and not t.is_repeat]
     return min(
         good,

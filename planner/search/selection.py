@@ -226,9 +226,3 @@ def is_tie(candidate: CandidateRuns, fastest: CandidateRuns, spread: Spread = AS
         return False
     ratio = speed_ratio(candidate, fastest, spread)
     return ratio.low <= 1.0 <= ratio.high
-
-
-def best_trial(trials: Iterable[Trial]) -> Trial | None:
-    """The fastest good trial so far; the repeated runs of the finalists do not count."""
-    good = [t for t in trials if t.outcome is Outcome.OK and t.step_time_s is not None and not t.is_repeat]
-    return min(good, key=lambda t: t.step_time_s.median, default=None)  # type: ignore[union-attr]

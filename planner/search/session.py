@@ -24,14 +24,13 @@ from autoplan.planner.records.trials import (
 from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import Comparison, compare, is_claim_over
 from autoplan.planner.search.next_work import EndedBy, Work
-from autoplan.planner.search.objective import best_trial_for, contenders
+from autoplan.planner.search.objective import best_trial, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
-from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.setup import SearchContext
-from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
 from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread, ToBeat
@@ -142,19 +141,14 @@ class Session:
 
     def budget(self) -> BudgetState:
         """How much of the budget is used, for the observer."""
-        return BudgetState(
-            budget_s=self.budget_s,
-            spent_s=self.store.spent_s,
-            trials_done=self.trials_done,
-            max_trials=self.options.max_trials,
-        )
+        return budget_of(self.options, self.store, self.budget_s)
 
     # What was measured.
 
     @property
     def trials_done(self) -> int:
-        """Trials that count towards --max-trials: all except those that measure a configuration again."""
-        return sum(not trial.is_repeat for trial in self.store.trials)
+        """Trials that count towards --max-trials."""
+        return self.budget().trials_done
 
     @property
     def baseline(self) -> Trial | None:
@@ -184,12 +178,12 @@ class Session:
     @property
     def best(self) -> Trial | None:
         """The fastest good trial so far that keeps what the user fixed; the plain baseline may not."""
-        return best_trial_for(self.objective, [t for t in self.store.trials if self.options.allows(t.config)])
+        return best_trial((t for t in self.store.trials if self.options.allows(t.config)), self.objective)
 
     @property
     def best_eligible(self) -> Trial | None:
         """The same among those that may become the plan: nothing is dropped for one that failed its check."""
-        return best_trial_for(self.objective, [runs.first for runs in self.eligible])
+        return best_trial((runs.first for runs in self.eligible), self.objective)
 
     @property
     def eligible(self) -> list[CandidateRuns]:
@@ -410,6 +404,16 @@ class Session:
     def hard_deadline_s(self, needs_s: float) -> float:
         """Seconds after which a trial that starts now is ended, so that the budget holds what is needed after it."""
         return self.left_s - needs_s + OVERRUN * self.budget_s
+
+
+def budget_of(options: SearchOptions, store: Store, budget_s: float) -> BudgetState:
+    """How much of a budget is used. Trials that measure a configuration again do not count towards --max-trials."""
+    return BudgetState(
+        budget_s=budget_s,
+        spent_s=store.spent_s,
+        trials_done=sum(not trial.is_repeat for trial in store.trials),
+        max_trials=options.max_trials,
+    )
 
 
 def is_plain_run(config: TrainingConfig) -> bool:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.planner.records.trials import WorkLine
-from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import prospects
 from autoplan.planner.search.claim import claim_progress, rounds_needed
 from autoplan.planner.search.next_work import (
@@ -29,6 +28,7 @@ from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.sampler import ordered
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
+from autoplan.planner.search.trial_cost import parity_s
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _plain_run(session: Session) -> Option:
         kind="baseline",
         config=config,
         cost_s=fixed_s + optimism * max(0.0, session.model.cost_s(config) - fixed_s),
-        needs_s=optimism * parity_time.check_s(session.trial_cost, session.parity_cost, config),
+        needs_s=optimism * parity_s(session.trial_cost, session.parity_cost, config),
         why="all others are compared with it",
     )
 
@@ -105,7 +105,7 @@ def _plain_run(session: Session) -> Option:
 def plain_needs_s(session: Session) -> float:
     """Seconds that the plain run and a check of it are expected to take."""
     config = plain_configs(session)[0]
-    return session.model.cost_s(config) + parity_time.check_s(session.trial_cost, session.parity_cost, config)
+    return session.model.cost_s(config) + parity_s(session.trial_cost, session.parity_cost, config)
 
 
 # Finding.
@@ -257,7 +257,7 @@ def check_s(session: Session, config: TrainingConfig) -> float:
     """Expected seconds of its parity check; 0 where it has passed one."""
     if session.store.parity_of(config) is not None:
         return 0.0
-    predicted_s = parity_time.check_s(session.trial_cost, session.parity_cost, config)
+    predicted_s = parity_s(session.trial_cost, session.parity_cost, config)
     return max(predicted_s * _check_factor(session.store.ledger), LEAST_CHECK_S)
 
 

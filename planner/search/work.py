@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
-from autoplan.planner.search import parity_time
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.objective import to_beat
@@ -21,7 +20,7 @@ from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
 from autoplan.planner.search.setup import probe_more, trace_more
 from autoplan.planner.search.state import check_s, claim_size, leader_needs_s, near_configs, needs_s
-from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE
+from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, takes_own_shapes
 from autoplan.planner.trials.runner import WORKLOAD
 from autoplan.processes import TaskFailedError
 from autoplan.strategies.config import SLOW_COMPILE_MODES, TrainingConfig
@@ -257,7 +256,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
     kept = session.store.folder / "parity"
     others: dict[str, Any] = {}
     if not opaque:
-        own_shapes = trials.is_warm(config) and parity_time.takes_own_shapes(trials, cost, config)
+        own_shapes = trials.is_warm(config) and takes_own_shapes(trials, cost, config)
         plain_fits = session.plain_config is None or is_plain_run(session.plain_config)
         others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and plain_fits}
         others["plain_fits"] = plain_fits

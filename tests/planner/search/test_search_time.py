@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 
 from autoplan.planner.records.trials import Interval, Outcome, Trial
-from autoplan.planner.search import parity_time
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.parity_time import ModelCost
 from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
-from autoplan.planner.search.trial_cost import COMPILE_S, FIXED_S, SLOW_MODE_FACTOR, WARM_SHARE, TrialCost
+from autoplan.planner.search.trial_cost import (
+    COMPILE_S,
+    FIXED_S,
+    SLOW_MODE_FACTOR,
+    WARM_SHARE,
+    ModelCost,
+    TrialCost,
+    parity_s,
+    takes_own_shapes,
+)
 from autoplan.planner.trials.request import look_s
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig, knob_values
 
@@ -168,28 +175,28 @@ def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
 
 def test_the_check_knows_what_the_leader_compiles():
     cost = trial_cost()
-    eager_s = parity_time.check_s(cost, COST, PLAIN)
+    eager_s = parity_s(cost, COST, PLAIN)
     cost.observe(trial_of(COMPILED, compile_s=60.0))
-    eager_now_s = parity_time.check_s(cost, COST, PLAIN)
+    eager_now_s = parity_s(cost, COST, PLAIN)
     assert eager_now_s == pytest.approx(eager_s, abs=2.0), "less what starting a process was seen to take"
-    compiled_s = parity_time.check_s(cost, COST, COMPILED)
+    compiled_s = parity_s(cost, COST, COMPILED)
     assert compiled_s == pytest.approx(eager_now_s + 60.0), "no verdict does without one compilation"
 
 
 def test_the_check_grows_with_the_model():
     cost = trial_cost()
     small = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
-    assert parity_time.check_s(cost, small, PLAIN) < 5.0
+    assert parity_s(cost, small, PLAIN) < 5.0
     slow = ModelCost(sequence_length=1024, parameters=124e6, sample_s=20.0, optimizer_s=1.0)
-    assert parity_time.check_s(cost, slow, PLAIN) > 80.0
+    assert parity_s(cost, slow, PLAIN) > 80.0
     # a GPT-2 of 124M on two cores: 44 CPU-seconds were measured, where a sample takes 8 to 10
     gpt2 = ModelCost(sequence_length=1024, parameters=124e6, sample_s=9.0, optimizer_s=0.3)
-    assert 40.0 < parity_time.check_s(cost, gpt2, PLAIN) < 60.0
+    assert 40.0 < parity_s(cost, gpt2, PLAIN) < 60.0
     pictures = ModelCost(sequence_length=None, parameters=1e6, sample_s=0.5, fixed_micro_batch=True)
     larger = PLAIN.model_copy(update={"micro_batch": 8})
     starts_s = 2 * cost.fixed_s
-    assert parity_time.check_s(cost, pictures, larger) - starts_s == pytest.approx(
-        2 * (parity_time.check_s(cost, pictures, PLAIN) - starts_s)
+    assert parity_s(cost, pictures, larger) - starts_s == pytest.approx(
+        2 * (parity_s(cost, pictures, PLAIN) - starts_s)
     )
 
 
@@ -198,12 +205,12 @@ def test_a_check_takes_the_trials_own_shapes_where_that_costs_less_than_compilin
     cost, quick = trial_cost(), ModelCost(sequence_length=None, parameters=5e6, sample_s=0.005, has_dropout=False)
     larger = COMPILED.model_copy(update={"micro_batch": 8})
     cost.observe(trial_of(larger, compile_s=60.0))
-    assert parity_time.takes_own_shapes(cost, quick, larger)
+    assert takes_own_shapes(cost, quick, larger)
     warm_s = cost.compile_s(larger, warm=True)
-    assert parity_time.check_s(cost, quick, larger) < 10.0 + warm_s < cost.compile_s(larger)
+    assert parity_s(cost, quick, larger) < 10.0 + warm_s < cost.compile_s(larger)
     slow = dataclasses.replace(quick, sample_s=2.0)
-    assert not parity_time.takes_own_shapes(cost, slow, larger), "9 micro-steps of 8 samples take longer than compiling"
+    assert not takes_own_shapes(cost, slow, larger), "9 micro-steps of 8 samples take longer than compiling"
     noisy = dataclasses.replace(quick, has_dropout=True)
-    assert not parity_time.takes_own_shapes(cost, noisy, larger), "without dropout it is another graph"
+    assert not takes_own_shapes(cost, noisy, larger), "without dropout it is another graph"
     for knobs in ({"compile": "off"}, {"loss": "fused"}):
-        assert not parity_time.takes_own_shapes(cost, quick, larger.model_copy(update=knobs))
+        assert not takes_own_shapes(cost, quick, larger.model_copy(update=knobs))
