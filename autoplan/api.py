@@ -41,6 +41,7 @@ from autoplan.planner.search.options import DeviceName, SearchKeywords, SearchOb
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.workloads.frameworks import framework_of, is_one_of
 from autoplan.strategies.workloads.spec import WorkloadSpec
+from autoplan.text import right_name
 from autoplan.trainings import allowed_precisions, read_training
 
 if TYPE_CHECKING:
@@ -79,7 +80,12 @@ def _with_options(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        signature.bind(*args, **kwargs)  # TypeError for a name that no option has
+        for name in kwargs.keys() - signature.parameters.keys():
+            near = right_name(name, signature.parameters)
+            raise TypeError(
+                f"autoplan.{call.__name__}() got an unexpected keyword argument {name!r}"
+                + (f"; did you mean {near}?" if near else "")
+            )
         return call(*args, **kwargs)
 
     texts = {name: as_keywords(f"{fields[name].description} {flags[name].in_python}".strip()) for name in flags}
@@ -202,14 +208,23 @@ def _off_the_device(training: Any) -> Iterator[None]:
         yield
 
 
-def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet: bool = False) -> SearchResult:
-    """Runs a search with its progress on stderr, unless an observer takes it or it is to be quiet."""
+def run(
+    options: SearchOptions, *, observer: SearchObserver | None = None, quiet: bool = False, verbose: bool = False
+) -> SearchResult:
+    """Runs a search with its progress on stderr, unless an observer takes it or it is to be quiet.
+
+    Args:
+        options: What it is asked for.
+        observer: Takes what happens in place of stderr.
+        quiet: No progress.
+        verbose: A line for each event on a terminal too, as in a log.
+    """
     from autoplan.planner.search.run import run_search
 
     if options.recheck:
         from autoplan.planner.verify.measure import with_recheck
 
-        result = run(options.model_copy(update={"recheck": False}), observer=observer, quiet=quiet)
+        result = run(options.model_copy(update={"recheck": False}), observer=observer, quiet=quiet, verbose=verbose)
         say = observer.on_note if observer is not None else (lambda text: None) if quiet else _say_note
         return with_recheck(options, result, on_note=say)
     said = secrets_note(options.spec)
@@ -221,7 +236,7 @@ def run(options: SearchOptions, *, observer: SearchObserver | None = None, quiet
     from autoplan.report.screen import make_console
 
     console = make_console(sys.stderr)
-    if not console.is_terminal:
+    if verbose or not console.is_terminal:
         return run_search(options, observer=PlainProgress(console, options.spec.unit))
     with LiveProgress(console, options.spec.unit) as live:
         return run_search(options, observer=live)

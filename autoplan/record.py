@@ -19,6 +19,10 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def __dir__(self) -> list[str]:
+        """What completion offers: the names of the record, without pydantic's own."""
+        return sorted(set(super().__dir__()) - {name for name in dir(BaseModel) if not name.startswith("__")})
+
     @model_validator(mode="before")
     @classmethod
     def _keep_texts_writable(cls, value: Any) -> Any:

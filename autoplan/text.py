@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 # What a terminal obeys instead of showing it: C0 without tab and newline, DEL, C1 (ECMA-48).
@@ -34,3 +36,25 @@ def all_writable(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(all_writable, value))
     return value
+
+
+OTHER_NAMES = {
+    "batch_size": "global_batch",
+    "seq_len": "sequence_length",
+    "max_length": "sequence_length",
+    "lr": "learning_rate",
+    "time": "budget",
+    "timeout": "budget",
+    "output": "out",
+    "gpus": "nproc",
+    "price_per_gpu_hour": "price_per_hour",
+}
+"""What other tools call an option, or an earlier version did."""
+
+
+def right_name(given: str, names: Iterable[str]) -> str | None:
+    """The name that was meant: another tool's word for it, or the nearest in spelling; None: none is near."""
+    names = list(names)
+    if OTHER_NAMES.get(given) in names:
+        return OTHER_NAMES[given]
+    return next(iter(difflib.get_close_matches(given, names, n=1)), None)

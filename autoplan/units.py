@@ -7,17 +7,17 @@ import re
 
 from autoplan.errors import UsageError
 
-_SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
-_BYTES = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
+_SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES = {"b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 _BYTES |= {"t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_duration_s(text: str | float, *, option: str = "--budget") -> float:
-    """Reads `90s`, `10m`, `1h`, `1h30m`, `45` (seconds).
+    """Reads `90s`, `10m`, `1h`, `1h30m`; a number is seconds.
 
     Raises:
-        UsageError: not a duration, or not above zero.
+        UsageError: not a duration, a text without a unit, or not above zero.
     """
     hint = "Write it like 90s, 10m, 1h or 1h30m."
     if isinstance(text, (int, float)) and not isinstance(text, bool):
@@ -26,6 +26,8 @@ def parse_duration_s(text: str | float, *, option: str = "--budget") -> float:
         total, place, text = 0.0, 0, str(text).strip()
         while place < len(text):
             part = _PART.match(text, place)
+            if part is not None and not part[2]:
+                raise UsageError(f"{option} is {text!r}, which has no unit", hint=f"Seconds or minutes? {hint}")
             if part is None or part[2].lower() not in _SECONDS:
                 raise UsageError(f"{option} is {text!r}, which is not a duration", hint=hint)
             total += float(part[1]) * _SECONDS[part[2].lower()]
@@ -39,7 +41,7 @@ def parse_memory_bytes(text: str | int, *, option: str = "--memory-limit") -> in
     """Reads `8GiB`, `8GB`, `500MiB` as bytes (an int), `80%` as a share of what there is (a float up to 1).
 
     Raises:
-        UsageError: not a size, or not above zero.
+        UsageError: not a size, a text without a unit, or not above zero.
     """
     hint = "Write it like 8GiB, 8GB or 80%."
     if isinstance(text, int) and not isinstance(text, bool):
@@ -54,6 +56,8 @@ def parse_memory_bytes(text: str | int, *, option: str = "--memory-limit") -> in
             raise UsageError(f"{option} is {text!r}; a share is above 0 % and at most 100 %", hint=hint)
         return share
     part = _PART.fullmatch(given)
+    if part is not None and not part[2] and float(part[1]):
+        raise UsageError(f"{option} is {text!r}, which has no unit", hint=hint)
     if part is None or part[2].lower() not in _BYTES:
         raise UsageError(f"{option} is {text!r}, which is not a size", hint=hint)
     size = round(float(part[1]) * _BYTES[part[2].lower()])

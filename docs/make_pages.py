@@ -72,7 +72,7 @@ def _options(command: Any) -> dict[str, list[str]]:
     """Rows of the options by panel, and of the arguments that have a text."""
     panels: dict[str, list[str]] = {}
     for one in command.params:
-        if getattr(one, "hidden", False) or not getattr(one, "help", None):
+        if not getattr(one, "help", None):  # those that only --help-all shows are hidden
             continue
         is_option = one.param_type_name == "option"
         named = ", ".join(one.opts) if is_option else one.metavar or one.name.upper()

@@ -1,4 +1,4 @@
-"""Knobs as text: as a user gives them, in the help of the command line, and in the table of docs/reference/knobs.md.
+"""Knobs as text: as a user gives them, in `autoplan knobs`, and in the table of docs/reference/knobs.md.
 
 All of it is made from the fields of TrainingConfig. Loads no torch.
 """
@@ -52,16 +52,14 @@ def check_knob(knob: str, value: Any) -> Any:
     return getattr(config, knob)
 
 
-def knob_help() -> str:
-    """Every knob with the values that it takes, for the help of a command line."""
-    values = {knob: knob_values(knob) for knob in KNOBS}
-    texts = [f"{knob}={' | '.join(map(str, allowed)) if allowed else 'N'}" for knob, allowed in values.items()]
-    return "Knobs of --fix and --bound: " + "; ".join(texts) + "."
+def knob_rows() -> list[tuple[str, ...]]:
+    """The cells of HEADINGS, one row per knob in the order of the fields."""
+    return [(knob, _values(knob), _description(knob), knobs()[knob].numerics, _left_out(knob)) for knob in KNOBS]
 
 
 def knob_table() -> list[str]:
     """The lines of the Markdown table, one row per knob in the order of the fields."""
-    rows = [(f"`{knob}`", _values(knob), _description(knob), knobs()[knob].numerics, _left_out(knob)) for knob in KNOBS]
+    rows = [(f"`{knob}`", *cells) for knob, *cells in knob_rows()]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (HEADINGS, *rows)]
     return [lines[0], "|" + "---|" * len(HEADINGS), *lines[1:]]
 

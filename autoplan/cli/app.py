@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import typer
 
 from autoplan import __version__
 from autoplan.cli import ends, output
+from autoplan.cli.doctor import doctor_command
 from autoplan.cli.ends import ReaderGone
 from autoplan.cli.estimate import estimate_command
 from autoplan.cli.explain import explain_command
 from autoplan.cli.export import export_command
+from autoplan.cli.help import Command, Group
+from autoplan.cli.knobs import knobs_command
 from autoplan.cli.probe import probe_command
 from autoplan.cli.report import report_command
 from autoplan.cli.run import run_command
 from autoplan.cli.schema import schema_command
 from autoplan.cli.search import EXAMPLES, search_command
+from autoplan.cli.settings import read_settings
 from autoplan.cli.show import show_command
+from autoplan.cli.studies import clean_command, ls_command
 from autoplan.cli.verify import verify_command
 from autoplan.errors import AutoplanError, InterruptedSearchError, UsageError
+from autoplan.planner.search.options import flag_name
 from autoplan.report.screen import is_plain
-from autoplan.strategies.knob_text import knob_help
+from autoplan.text import printable, right_name
 
 HELP = (
     "Finds the fastest way to run a training job on this machine, by measuring. What is trained stays the same. "
@@ -34,6 +41,24 @@ EPILOG = (
     "5 budget ended before a verified plan; 6 export failed its check; 130 interrupted "
     "(143 by SIGTERM, 129 by SIGHUP); 141 nobody reads the output."
 )
+
+COMMANDS: Mapping[str, Callable[..., Any]] = {
+    "search": search_command,
+    "show": show_command,
+    "explain": explain_command,
+    "report": report_command,
+    "verify": verify_command,
+    "run": run_command,
+    "export": export_command,
+    "knobs": knobs_command,
+    "ls": ls_command,
+    "clean": clean_command,
+    "doctor": doctor_command,
+    "probe": probe_command,
+    "estimate": estimate_command,
+    "schema": schema_command,
+}
+"""In the order of the help: the way of a plan first."""
 
 
 def show_version(wanted: bool) -> None:
@@ -47,10 +72,9 @@ def build_app() -> typer.Typer:
     """The application; with boxes and colours in its help only on a terminal."""
     app = typer.Typer(
         name="autoplan",
+        cls=Group,
         help=HELP,
         epilog=EPILOG,
-        no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None if is_plain(sys.stdout) else "rich",
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -64,37 +88,59 @@ def build_app() -> typer.Typer:
     ) -> None:
         pass
 
-    app.command("probe")(probe_command)
-    app.command("estimate")(estimate_command)
-    app.command("search", epilog=f"{EXAMPLES}\n\n{knob_help()}")(search_command)
-    app.command("show")(show_command)
-    app.command("explain")(explain_command)
-    app.command("verify")(verify_command)
-    app.command("run")(run_command)
-    app.command("export")(export_command)
-    app.command("report")(report_command)
-    app.command("schema")(schema_command)
+    for name, command in COMMANDS.items():
+        app.command(name, cls=Command, epilog=EXAMPLES if name == "search" else None)(command)
     return app
 
 
 def call(app: typer.Typer) -> int:
-    """Runs the application; with --json, what typer refuses becomes an error of ours, and so a document.
+    """Runs the application and returns its exit code.
 
     Raises:
-        SystemExit: the end of a command, without --json.
-        UsageError: an option that is unknown, missing or of the wrong kind, with --json.
+        UsageError: what typer refuses, as an error of ours: an option that is unknown, missing or of the wrong kind.
     """
-    if not output.wants_json():
-        app(prog_name="autoplan")
-        return 0
+    command: Any = typer.main.get_command(app)
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        code = app(prog_name="autoplan", standalone_mode=False)
+        code = command(
+            arguments, prog_name="autoplan", standalone_mode=False, default_map=_settings(command.commands, arguments)
+        )
     except Exception as error:
-        say = getattr(error, "format_message", None)  # of click's exceptions, whichever click typer uses
-        if say is None:
+        if not hasattr(error, "format_message"):  # of click's exceptions, whichever click typer uses
             raise
-        raise UsageError(say(), hint="autoplan COMMAND --help lists the options.") from None
+        raise _refused(error, arguments[0], command.commands) from None
     return code if isinstance(code, int) else 0
+
+
+def _settings(commands: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """The settings file's values; those for this command are said, unless it is to be quiet."""
+    name = arguments[0]
+    if name not in commands or {"-h", "--help", "--help-all"} & set(arguments):
+        return {}
+    file, values = read_settings(commands)
+    if values.get(name) and "--quiet" not in arguments:
+        given = ", ".join(f"{key}={value}" for key, value in values[name].items())
+        sys.stderr.write(printable(f"note: {file} gives {given}\n"))
+    return values
+
+
+def _refused(error: Any, name: str, commands: dict[str, Any]) -> UsageError:
+    """What typer says of a wrong option, in our words, with the option that was meant."""
+    message = error.format_message().rstrip(".")
+    option = getattr(error, "option_name", None)
+    rest = f"autoplan {name if name in commands else 'COMMAND'} --help lists the options."
+    param = getattr(error, "param", None)
+    word = {"N": "a whole number", "X": "a number"}.get(getattr(param, "metavar", ""))
+    if param is not None and word is not None:
+        return UsageError(f"{param.opts[0]} takes {word}", hint=rest)
+    if option is None or name not in commands or "requires" in message:
+        return UsageError(message[0].lower() + message[1:], hint=rest)
+    flags = [flag.lstrip("-") for one in commands[name].params for flag in one.opts if flag.startswith("--")]
+    near = right_name(option.lstrip("-").replace("-", "_"), [flag.replace("-", "_") for flag in flags])
+    hint = f"Did you mean {flag_name(near)}?" if near else rest
+    if option == "--batch-size" and near:
+        hint = "Give --global-batch, the samples of an optimizer step; the micro-batch is what a search finds."
+    return UsageError(f"autoplan {name} has no option {option}", hint=hint)
 
 
 def run() -> int:

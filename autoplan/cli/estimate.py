@@ -14,46 +14,57 @@ MOST_REASONS = 5
 _SCALE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
+def _option(metavar: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text)
+
+
 def estimate_command(
-    model: Annotated[str | None, typer.Option("--model", help="A built-in model or a config.json.")] = None,
+    model: Annotated[str | None, _option("MODEL", "A built-in model or a config.json.", "--model")] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="nodes x GPUs x chip (256x8xH100), GPUs x chip, or a JSON file.")
+        str | None, _option("CLUSTER", "nodes x GPUs x chip (256x8xH100), GPUs x chip, or a JSON file.", "--cluster")
     ] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", help="Tokens to train on: 2T, 300B.")] = None,
-    price: Annotated[float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="For the cost.")] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Default: the model's own length.")] = None,
+    tokens: Annotated[str | None, _option("NUMBER", "Tokens to train on: 2T, 300B.", "--tokens")] = None,
+    price: Annotated[float | None, _option("X", "Of one GPU, for the cost.", "--price-per-hour")] = None,
+    sequence_length: Annotated[
+        int | None,
+        _option("N", "Tokens per sequence. Default: the model's own length.", "--seq-len", "--sequence-length"),
+    ] = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Sequences per step. Default: some 4M tokens.")
+        int | None, _option("N", "Sequences per step. Default: some 4M tokens.", "--global-batch")
     ] = None,
     fix: Annotated[
-        list[str] | None, typer.Option("--fix", help="knob=value, for example tp=8 or precision=bf16; repeat.")
+        list[str] | None,
+        _option("KNOB=VALUE", "Keep a knob at one value: tp=8, precision=bf16. Repeat it for more knobs.", "--fix"),
     ] = None,
     inter: Annotated[
-        float | None, typer.Option("--inter-gbits-per-gpu", help="Between nodes, per GPU and direction.")
+        float | None, _option("X", "Gbit/s between nodes, per GPU and direction.", "--inter-gbits-per-gpu")
     ] = None,
     intra: Annotated[
-        float | None, typer.Option("--intra-gbytes-per-s", help="Inside a node, per GPU and direction.")
+        float | None, _option("X", "GB/s inside a node, per GPU and direction.", "--intra-gbytes-per-s")
     ] = None,
     input_rate: Annotated[
-        float | None, typer.Option("--input-tokens-per-s", help="What all loader workers of a node deliver together.")
+        float | None, _option("X", "Tokens/s that all loader workers of a node deliver.", "--input-tokens-per-s")
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many layouts to show.")] = 5,
-    rows: Annotated[Path | None, typer.Option("--rows", help="Estimate the rows of a CSV table instead.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="With --rows: where the estimated table goes.")] = None,
+    top: Annotated[int, _option("N", "How many layouts to show.", "--top")] = 5,
+    rows: Annotated[Path | None, _option("FILE", "Estimate the rows of a CSV table instead.", "--rows")] = None,
+    out: Annotated[Path | None, _option("FILE", "With --rows: where the estimated table goes.", "--out")] = None,
     calibrate: Annotated[
-        Path | None, typer.Option("--calibrate", help="A CSV table with measured step_time_s: fits first.")
+        Path | None, _option("FILE", "A CSV table with measured step_time_s: fits first.", "--calibrate")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a transformer on a cluster: the best layouts, memory and time by part, time to train, cost."""
+    """Estimate a training on a cluster.
+
+    The best layouts of a transformer, memory and time by part, time to train, cost.
+    """
     from autoplan.planner.cost.analytical.api import estimate
 
     document = estimate(
         model,
         cluster,
         tokens=parse_tokens(tokens) if tokens is not None else None,
-        price_per_gpu_hour=price,
-        seq_len=seq_len,
+        price_per_hour=price,
+        sequence_length=sequence_length,
         global_batch=global_batch,
         fix=_parse_fixes(fix or []),
         inter_gbits_per_gpu=inter,

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,7 @@ import typer
 from autoplan.cli.ends import OutputError
 from autoplan.errors import AutoplanError
 from autoplan.files import replace_file
-from autoplan.report.screen import make_console
+from autoplan.report.screen import is_plain, make_console
 from autoplan.text import printable
 
 if TYPE_CHECKING:
@@ -29,6 +31,35 @@ JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 def console(*, stderr: bool = True) -> Console:
     """A rich console on stderr (narration) or stdout (data)."""
     return make_console(sys.stderr if stderr else sys.stdout)
+
+
+@contextmanager
+def progress(text: str, *, once: bool = False) -> Iterator[Callable[[str], None]]:
+    """What is being done: a line with a clock on a terminal, a line for each change elsewhere; on stderr.
+
+    Args:
+        text: What is done first.
+        once: Elsewhere this first line alone: the changes are many.
+    """
+    screen = console()
+    if is_plain(sys.stderr):
+        said = [""]
+
+        def tell(doing: str) -> None:
+            if doing != said[0] and not (once and said[0]):
+                screen.print(text if once else doing, markup=False, soft_wrap=True)
+                said[0] = doing
+
+        if not once:
+            tell(text)
+        yield tell
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task(text)
+        yield lambda doing: bar.update(task, description=doing)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,8 +34,8 @@ def probe_command(
     """
     from autoplan.probes.run import run_probes
 
-    with _progress() as tell:
-        profile = run_probes(device=device, fresh=fresh, on_progress=tell)
+    with output.progress("measuring this machine, some 12 s", once=True) as tell:
+        profile = run_probes(device=device, fresh=fresh, on_progress=lambda doing: tell(f"measuring {doing}"))
     if json:
         sys.stdout.write(profile.model_dump_json(indent=2) + "\n")
         return
@@ -217,22 +216,3 @@ def _show(title: str, header: Row, rows: Sequence[Row]) -> None:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     console.print()
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """What is being measured: a line that changes on a terminal, one line in all elsewhere; on stderr."""
-    console = output.console()
-    if is_plain(sys.stderr):
-        said = False
-
-        def tell_once(doing: str) -> None:
-            nonlocal said
-            if not said:
-                console.print("measuring this machine, some 12 s", markup=False, soft_wrap=True)
-            said = True
-
-        yield tell_once
-        return
-    with console.status("looking at this machine") as status:
-        yield lambda doing: status.update(f"measuring {doing}")

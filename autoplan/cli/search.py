@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from autoplan.cli import ends, output
+from autoplan.cli.help import show_all
 from autoplan.cli.workloads import make_spec, named_workload
+from autoplan.errors import UsageError
 from autoplan.planner.search.options import GOAL, LIMITS, RECORD, SEARCH, WORKLOAD, SearchOptions, flag_name
+from autoplan.strategies.config import KNOBS, knob_values
+from autoplan.strategies.workloads.registry import list_models
 
 if TYPE_CHECKING:
     from autoplan.planner.search.options import Flag
@@ -20,6 +24,7 @@ PANELS = (WORKLOAD, SEARCH, GOAL, LIMITS, RECORD)
 """Of the help, the everyday ones first."""
 
 EXAMPLES = (
+    "autoplan knobs lists the knobs of --fix and --bound.\n\n"
     "Examples:\n\n"
     "autoplan search --model gpt2 --seq-len 512 --budget 30m\n\n"
     "autoplan search --model mine.py:workload --fix precision=bf16 --bound micro_batch=1..8\n\n"
@@ -45,6 +50,8 @@ def _parameter(name: str, flag: Flag) -> inspect.Parameter:
         metavar=flag.metavar or None,
         help=f"{field.description}{repeated}",
         rich_help_panel=flag.panel,
+        hidden=not flag.everyday,
+        autocompletion=complete_knob if flag.kind is list else _choices(field.annotation),
     )
     kind = bool if flag.kind is bool else (list[str] if flag.kind is list else flag.kind) | None
     default = field.default if isinstance(field.default, bool | str) else flag.default
@@ -53,8 +60,26 @@ def _parameter(name: str, flag: Flag) -> inspect.Parameter:
     )
 
 
-def _of_workload(name: str, metavar: str, text: str) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel=WORKLOAD)
+def _choices(annotation: Any) -> Callable[[str], list[str]] | None:
+    """What a shell completes an option's value with: the words of its Literal; None: it has none."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal]
+    return (lambda incomplete: [str(word) for kind in kinds for word in get_args(kind)]) if kinds else None
+
+
+def complete_knob(incomplete: str) -> list[str]:
+    """`precision=` for a knob that is begun, then each of its values."""
+    knob, equals, _ = incomplete.partition("=")
+    if equals and knob in KNOBS:
+        return [f"{knob}={value}" for value in knob_values(knob) or ()]
+    return [f"{one}=" for one in KNOBS]
+
+
+def _of_workload(metavar: str, text: str, *names: str, everyday: bool = True, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=WORKLOAD, hidden=not everyday, **more)
+
+
+def _of_output(text: str, *names: str, everyday: bool = False, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=RECORD, hidden=not everyday, **more)
 
 
 @with_search_options
@@ -70,34 +95,48 @@ def search_command(
     model: Annotated[
         str | None,
         _of_workload(
-            "--model", "MODEL", "gpt2 or another built-in name, a config.json, a folder with one, or file.py:function."
+            "MODEL",
+            "gpt2 or another built-in name, a config.json, a folder with one, or file.py:function.",
+            "--model",
+            autocompletion=lambda incomplete: list(list_models()),
         ),
     ] = None,
     trainer: Annotated[
         str | None,
         _of_workload(
-            "--trainer",
             "FILE.PY:FUNCTION",
             "Instead of --model: a function that returns a Trainer of transformers or TRL. It does not train; "
             "arguments after -- are its script's.",
+            "--trainer",
         ),
     ] = None,
     sequence_length: Annotated[
-        int | None, _of_workload("--seq-len", "N", "Tokens per sequence. Default: the model's own length.")
+        int | None,
+        _of_workload("N", "Tokens per sequence. Default: the model's own length.", "--seq-len", "--sequence-length"),
     ] = None,
     global_batch: Annotated[
         int | None,
-        _of_workload("--global-batch", "N", "Samples per optimizer step. No plan changes this number. Default: 32."),
+        _of_workload("N", "Samples per optimizer step. No plan changes this number. Default: 32.", "--global-batch"),
     ] = None,
     learning_rate: Annotated[
-        float | None, _of_workload("--learning-rate", "X", "Learning rate of the optimizer.")
+        float | None, _of_workload("X", "Learning rate of the optimizer.", "--learning-rate", everyday=False)
     ] = None,
-    weight_decay: Annotated[float | None, _of_workload("--weight-decay", "X", "Weight decay of the optimizer.")] = None,
+    weight_decay: Annotated[
+        float | None, _of_workload("X", "Weight decay of the optimizer.", "--weight-decay", everyday=False)
+    ] = None,
     max_grad_norm: Annotated[
         float | None,
-        _of_workload("--max-grad-norm", "X", "Clip the norm of the gradients to this. 0: no clipping."),
+        _of_workload("X", "Clip the norm of the gradients to this. 0: no clipping.", "--max-grad-norm", everyday=False),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help=output.JSON_HELP, rich_help_panel=RECORD)] = False,
+    json_output: Annotated[bool, _of_output(output.JSON_HELP, "--json", everyday=True)] = False,
+    quiet: Annotated[bool, _of_output("No progress on stderr; errors and the result stay.", "--quiet")] = False,
+    verbose: Annotated[
+        bool, _of_output("A line for each piece of work, and the whole plan at the end.", "--verbose")
+    ] = False,
+    help_all: Annotated[
+        bool,
+        _of_output("Show every option and exit.", "--help-all", everyday=True, callback=show_all, is_eager=True),
+    ] = False,
     **options: Any,
 ) -> None:
     """Search for the fastest plan on this machine.
@@ -109,6 +148,13 @@ def search_command(
     from autoplan.cli.search_result import search_document, show_result
 
     given = {name: value for name, value in options.items() if value is not None}
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose were given", hint="Give one of them.")
+    loose = [text for text in (*given.get("fix", ()), *given.get("bound", ())) if "=" not in text]
+    if loose and arguments:
+        raise UsageError(
+            f"a knob is given without its value: {loose[0]}", hint=f"In one word: {loose[0]}={arguments[0]}"
+        )
     spec = make_spec(
         named_workload(model, trainer),
         sequence_length,
@@ -120,12 +166,13 @@ def search_command(
         seed=given.get("seed"),
     )
     asked = SearchOptions(spec=spec, **given)
-    say_what_is_searched(asked)
-    result = api.run(asked)
+    if not quiet:
+        say_what_is_searched(asked)
+    result = api.run(asked, quiet=quiet, verbose=verbose)
     if json_output:
         output.print_json(search_document(result))
     else:
-        show_result(result, Path(given["out"]), spec.unit)
+        show_result(result, Path(given["out"]), whole=verbose)
     if result.status == "interrupted":
         ends.said.append(result.status)
     raise typer.Exit(ends.exit_code(result.exit_code))

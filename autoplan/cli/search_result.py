@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 SHOWN_CANDIDATES = 20  # of a dry run, on screen; --json has them all
 
 
-def show_result(result: SearchResult, out: Path, unit: str) -> None:
-    """The end of a search for a person: the plan, or why there is none and what came nearest."""
+def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None:
+    """The end of a search for a person: the plan, or why there is none and what came nearest.
+
+    Args:
+        result: How it ended.
+        out: Where the plan was to go.
+        whole: Show the plan as `autoplan show` does.
+    """
     from autoplan.report import facts, terminal
 
     narration, console = output.console(), output.console(stderr=False)
@@ -29,31 +35,40 @@ def show_result(result: SearchResult, out: Path, unit: str) -> None:
         return
     if result.plan is not None:
         narration.print()
-        terminal.show_summary(console, result.plan, more=command_with(larger_budget(result)))
+        show = terminal.show_plan if whole else terminal.show_summary
+        show(console, result.plan, more=command_with(larger_budget(result)))
         if result.from_record:
             terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
-        path = result.plan_path or out
-        terminal.say(narration, "plan", f"{path}; {how_to_apply(result.plan)}")
-        terminal.say(narration, "more", f"autoplan show {shlex.quote(str(path))} has the reasons, and what lost")
+        path = shlex.quote(str(result.plan_path or out))
+        terminal.say(narration, "plan", f"{path}; autoplan show {path} has the reasons, and what lost")
+        terminal.say(narration, "next", next_step(result.plan, path))
         return
-    if result.best is not None:
-        ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
-        content = facts.trial_rows([trial for trial in ends if trial is not None], unit)
-        terminal.show_table(console, content, title="Best so far, not verified")
-    terminal.show_left_out(console, result.left_out, more="--json")
     sys.stderr.write(printable(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n"))
     if result.hint:
-        sys.stderr.write(f"  {result.hint}\n")
+        sys.stderr.write(printable(f"  {result.hint}\n"))
+    if result.best is not None:
+        ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
+        content = facts.trial_rows([trial for trial in ends if trial is not None], result.unit)
+        terminal.show_table(console, content, title="Best so far, not verified")
+    if result.status == "no_feasible_plan":
+        terminal.show_left_out(console, result.left_out, more="--json")
 
 
-def how_to_apply(plan: Plan) -> str:
-    """What is done with a plan."""
+def next_step(plan: Plan, path: str) -> str:
+    """What is done with a plan: a command, or a call in the user's own program.
+
+    Args:
+        plan: The plan.
+        path: Its file, as a shell takes it.
+    """
     from autoplan.report import facts
 
     if facts.is_plain(plan) and facts.reference_words(plan, "") == "":
-        return "it is the plain run"
-    own = "plan.apply_to(trainer)" if plan.workload.taken_from else "plan.prepare()"
-    return f"apply it with {own}, autoplan export or autoplan run"
+        return "nothing to apply: the plan is the plain run"
+    if plan.workload.kind not in ("function", "object"):
+        return f"autoplan export {path} --to pytorch; or plan.prepare() in your script"
+    own = "plan.apply_to(...)" if plan.workload.taken_from else "plan.prepare()"
+    return f"{own} in your script, then autoplan run {path} SCRIPT; or autoplan export {path}"
 
 
 def larger_budget(result: SearchResult) -> str:

@@ -36,6 +36,7 @@ def verify_command(
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     model: ModelOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Check a plan on this machine.
@@ -53,7 +54,11 @@ def verify_command(
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)
-    found = verify_plan(loaded, seconds, memory_limit, wait=wait)
+    if quiet:
+        found = verify_plan(loaded, seconds, memory_limit, wait=wait)
+    else:
+        with output.progress("starting") as tell:
+            found = verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=tell)
     if json_output:
         output.print_json(_document(loaded, found, elsewhere))
         if found.exit_code:

@@ -76,9 +76,9 @@ def _training(training: dict[str, Any] | None, cluster: dict[str, Any], screen: 
     price = cluster["price_per_gpu_hour"]
     if training is None:
         more = "" if price is None else f"; an hour of the cluster costs {price * cluster['num_gpus']:,.2f}"
-        _say(screen, f"\ntime to train and cost: give --tokens and --price-per-gpu-hour{more}")
+        _say(screen, f"\ntime to train and cost: give --tokens and --price-per-hour{more}")
         return
-    cost = "cost: give --price-per-gpu-hour"
+    cost = "cost: give --price-per-hour"
     if training["cost"] is not None:
         cost = f"cost {training['cost']:,.0f} ({training['cost_low']:,.0f} to {training['cost_high']:,.0f}) at "
         cost += f"{price:g} a GPU hour"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoplan.planner.plan.plan import Plan
@@ -70,6 +70,24 @@ def headline(plan: Plan) -> str:
         return no_gain_words(plan)
     parts = "; step times put together from parts of a step" if plan.measurement.method == "parts" else ""
     return _against_baseline(plan) + parts + _claim_basis(plan.claim) + _against_hand(plan)
+
+
+def headline_clause(plan: Plan) -> str:
+    """The headline for a screen of few lines: how step times were made and how runs differ is left to `headline`."""
+    if is_plain(plan):
+        return no_gain_words(plan)
+    rounds = 0 if plan.claim is None else plan.claim.rounds
+    basis = f", from {rounds} round{'s' if rounds > 1 else ''} side by side" if rounds else ""
+    bound = None if plan.hand is None else plan.hand.speedup.low
+    known = bound is not None and bound > 1.0 and plan.hand is not None and plan.hand.config != plan.config
+    hand = f"; at least {format_number(bound)} times the hand setting" if known else ""
+    return _against_baseline(plan).replace(" the speed of the plain baseline", " the plain run") + basis + hand
+
+
+def plan_line(plan: Plan) -> str:
+    """`plan of gpt2 (cpu): 3.03 times (2.90 to 3.16) the plain run, ...: micro_batch=1 precision=bf16`."""
+    state = "" if plan.unverified is None else "UNVERIFIED "
+    return f"{state}plan of {plan.workload.name} ({plan.device}): {headline_clause(plan)}: {plan.config.describe()}"
 
 
 def is_plain(plan: Plan) -> bool:
@@ -316,18 +334,14 @@ def loading_words(plan: Plan) -> str | None:
 
 
 def measured_words(plan: Plan) -> str:
-    """`401 tokens/s (plain: 133), a step in 81.6 s (plain: 247 s), 5.36 GiB of memory (plain: 6.30 GiB)`."""
+    """`401 tokens/s, a step in 81.6 s, 5.36 GiB of memory; plain: 133 tokens/s, 247 s, 6.30 GiB`."""
     base, best, unit = baseline(plan), plan.measurement, plan.workload.unit
-    texts = [
-        (f"{format_number(best.tokens_per_s.median)} {unit}/s", _median(base.tokens_per_s, format_number)),
-        (f"a step in {format_seconds(best.step_time_s.median)}", _median(base.step_time_s, format_seconds)),
-        (f"{format_bytes(best.peak_memory_bytes)} of memory", format_bytes(base.peak_memory_bytes)),
-    ]
-    return ", ".join(new if is_plain(plan) or old is None else f"{new} (plain: {old})" for new, old in texts)
-
-
-def _median(interval: Interval | None, words: Callable[[float], str]) -> str | None:
-    return None if interval is None else words(interval.median)
+    text = f"{format_number(best.tokens_per_s.median)} {unit}/s, a step in {format_seconds(best.step_time_s.median)}"
+    text += f", {format_bytes(best.peak_memory_bytes)} of memory"
+    if is_plain(plan) or base.tokens_per_s is None or base.step_time_s is None:
+        return text
+    plain = f"{format_number(base.tokens_per_s.median)} {unit}/s, {format_seconds(base.step_time_s.median)}"
+    return f"{text}; plain: {plain}, {format_bytes(base.peak_memory_bytes)}"
 
 
 def changed_words(plan: Plan) -> str | None:
@@ -345,7 +359,9 @@ def parity_clause(parity: Parity) -> str:
 def untried_clause(plan: Plan) -> str | None:
     """How many configurations were not tried, and what a longer search would try next; None: it is not known."""
     words = untried_words(plan)
-    return None if words is None else "; ".join(words.split("; ")[:2]).partition(": predicted")[0]
+    if words is None:
+        return None
+    return "; ".join(words.split("; ")[:2]).partition(": predicted")[0].replace(" were not tried;", ";", 1)
 
 
 def notes_clause(notes: Sequence[str]) -> str | None:

@@ -68,6 +68,12 @@ def render_page(plan: Plan) -> str:
     )
 
 
+def render_part(plan: Plan) -> str:
+    """The headline and the first two tables alone, for a notebook."""
+    tables = _section("Baseline against plan", facts.comparison(plan)) + _section("The plan", facts.configuration(plan))
+    return f"<div><p><b>{escape(facts.plan_line(plan))}</b></p>{tables}</div>"
+
+
 def _figures(plan: Plan) -> str:
     measured = plan.measurement
     figures = [

@@ -171,10 +171,10 @@ class LiveProgress(PlainProgress):
             lines.append(head)
         lines.append(Text(self.doing))
         if self.running:
-            lines.append(Text(self.running, style="dim", overflow="ellipsis", no_wrap=True))
+            lines.append(Text(self.running, style="dim"))
         if self.best is not None:
             text = pieces.best_words(self.best, self.baseline, self.unit)
-            lines.append(Text(f"{text}: {self.best.config.describe()}", overflow="ellipsis", no_wrap=True))
+            lines.append(Text(f"{text}: {self.best.config.describe()}", style="green"))
         return Group(*lines)
 
     def remember(self, budget: BudgetState) -> None:
@@ -206,7 +206,8 @@ class LiveProgress(PlainProgress):
         self.remember(budget)
         detail = f"{self.running}, " if purpose == "claim" and self.running else ""
         expected = f", predicted {format_seconds(prediction.step_time_s)} a step" if prediction else ""
-        self.running = f"{detail}trial {number}: {config.describe()}{expected}"
+        said = self.work is not None and self.work.config == config  # the line of the work names it
+        self.running = f"{detail}trial {number}{'' if said else f': {config.describe()}'}{expected}"
 
     def on_progress(self, phase: str, facts: dict[str, Any], budget: BudgetState) -> None:
         self.remember(budget)

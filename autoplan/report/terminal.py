@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import LeftOutFamily, Trial
-from autoplan.report import facts, pieces
+from autoplan.report import facts
 from autoplan.text import printable
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
     say_unverified(console, plan)
     if plan.edited:
         say(console, "edited", f"nobody measured this plan as it is now (changed: {', '.join(plan.edited)})")
-    _say_headline(console, plan, more)
+    _say_headline(console, plan, more, facts.headline(plan))
     say(console, "workload", facts.workload_line(plan.workload))
     say(console, "hardware", facts.hardware_line(plan))
     say(console, "found", f"{plan.created}, study {plan.study}, {len(plan.evidence)} trials")
@@ -117,7 +117,7 @@ def show_plan(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
 
 
 def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
-    """A search's end for a person, in at most a dozen lines; `show_plan` has the rest.
+    """A search's end for a person: with what the command adds, at most a dozen lines; `show_plan` has the rest.
 
     Args:
         console: Where.
@@ -125,15 +125,14 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
         more: What goes on from here, where no gain was found.
     """
     say_unverified(console, plan)
-    _say_headline(console, plan, more)
+    _say_headline(console, plan, more, facts.headline_clause(plan))
     lines = {
         "objective": facts.objective_words(plan),
         "measured": facts.measured_words(plan),
         "changed": facts.changed_words(plan),
-        "parity": facts.parity_clause(plan.parity),
+        "parity": None if facts.is_plain(plan) else facts.parity_clause(plan.parity),
         "loader": facts.loading_words(plan),
         "not tried": facts.untried_clause(plan),
-        "time": pieces.time_words(plan.ledger),
         "notes": facts.notes_clause(plan.notes),
     }
     for topic, text in lines.items():
@@ -141,14 +140,15 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
             say(console, topic, text)
 
 
-def _say_headline(console: Console, plan: Plan, more: str) -> None:
-    """What was gained; where nothing was, that in the first line, and what goes on."""
+def _say_headline(console: Console, plan: Plan, more: str, headline: str) -> None:
+    """What was gained; if nothing was, that and what to do, in the first line."""
     if not facts.is_plain(plan):
-        say(console, "speed-up", facts.headline(plan))
+        say(console, "speed-up", headline)
         return
-    console.print(Text(facts.headline(plan), style="bold"), soft_wrap=not console.is_terminal)
-    if facts.may_go_on(plan):
-        say(console, "go on", more)
+    todo = f"go on with: {more}" if facts.may_go_on(plan) else "nothing is left that a longer search would try"
+    console.print(
+        Text.assemble((printable(headline), "bold"), f"; {printable(todo)}"), soft_wrap=not console.is_terminal
+    )
 
 
 def say_unverified(console: Console, plan: Plan) -> None:

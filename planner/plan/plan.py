@@ -6,7 +6,9 @@ trust.py.
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +40,30 @@ if TYPE_CHECKING:
     from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
 
 
+def _report(name: str) -> Any:
+    """A module of the reports, which are above this package and found by name."""
+    return importlib.import_module(f"autoplan.report.{name}")
+
+
 class Plan(PlanRecord):
     """What a search hands over: a verified plan, or the best so far of one that ended before (`unverified`)."""
+
+    def show(self, *, trials: bool = False) -> None:
+        """Prints the plan as `autoplan show` does; with `trials` every trial of the search too."""
+        terminal = _report("terminal")
+        console = _report("screen").make_console(sys.stdout)
+        terminal.show_plan(console, self)
+        if trials:
+            terminal.show_trials(console, self.evidence, self.workload.unit)
+
+    def __repr__(self) -> str:
+        return f"<{_report('facts').plan_line(self)}; plan.show() has the rest>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: the figures beside the plain run's, and the knobs with their reasons."""
+        return str(_report("html").render_part(self))
 
     def sealed(self) -> Plan:
         """The plan with the digests of its measured part as it is now."""

@@ -27,6 +27,7 @@ from autoplan.planner.store.store import Store
 from autoplan.planner.trials.runner import make_attempt
 from autoplan.processes import ProcessReport
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes
 
 PLAN_FILE = "plan.json"
@@ -95,10 +96,23 @@ class SearchRun:
             resumed_trials=sum(trial.resumed for trial in trials),
             budget_s=self.budget_s,
             spent_s=self.store.spent_s,
+            unit=self.workload.unit,
             study=self.store.identity,
             store=str(self.store.folder),
             **(known | facts),
         )
+
+    @property
+    def workload(self) -> WorkloadSpec:
+        """What is trained, as it was read by this run, or by the one that wrote the plan of the record."""
+        if self.context is not None:
+            return self.context.spec
+        for path in (self.store.folder / PLAN_FILE, self.store.folder / _beside(PLAN_FILE)):
+            try:
+                return Plan.load(path).workload
+            except PlanError:
+                pass  # there is none
+        return self.options.spec
 
     def add_attempt(self, part: str, report: ProcessReport) -> None:
         """Keeps a run of the inspection or the trace that something outside ended."""
@@ -200,6 +214,7 @@ def finished_before(run: SearchRun) -> SearchResult | None:
         path = _place(run, plan)
     run.budget_s = run.store.finished_budget_s  # a smaller one that is given now has no part in it
     budget = run.budget()
+    run.observer.on_workload(run.workload)
     for trial in run.store.trials:
         run.observer.on_trial_finished(trial, best_trial(run.store.trials), budget)
     text = (

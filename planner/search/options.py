@@ -42,7 +42,7 @@ from autoplan.strategies.config import LOSSY, TORCHAO_INSTALL, TrainingConfig, k
 from autoplan.strategies.knob_text import check_knob, parse_knob
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from autoplan.units import parse_duration_s, parse_memory_bytes
+from autoplan.units import format_bytes, parse_duration_s, parse_memory_bytes
 
 if TYPE_CHECKING:
     import optuna
@@ -85,6 +85,7 @@ class Flag:
         kind: What the command line reads it as; `list`: it may be given several times.
         default: Of the command line, where that has another one than Python.
         in_python: What only a call can give, for the docstring of `autoplan.search`.
+        everyday: It is in --help; the others are in --help-all.
     """
 
     panel: str
@@ -93,6 +94,7 @@ class Flag:
     kind: type = str
     default: str | None = None
     in_python: str = ""
+    everyday: bool = True
 
 
 def flag_name(option: str | None) -> str:
@@ -100,8 +102,8 @@ def flag_name(option: str | None) -> str:
     return "--" + str(option).replace("_", "-")
 
 
-def _switch(panel: str) -> Flag:
-    return Flag(panel, rule="True or False", kind=bool)
+def _switch(panel: str, *, everyday: bool = False) -> Flag:
+    return Flag(panel, rule="True or False", kind=bool, everyday=everyday)
 
 
 # The checks that types do not express. Texts name an option as the command line does; in Python an error says them as
@@ -256,6 +258,7 @@ class SearchOptions(BaseModel):
         Flag(
             WORKLOAD,
             "FILE.PY:FUNCTION",
+            everyday=False,
             in_python="Also a dataset, a DataLoader, or the function. `plan.loading` is the setting, and "
             "`plan.loader(dataset)` makes the DataLoader.",
         ),
@@ -264,29 +267,29 @@ class SearchOptions(BaseModel):
         description="Measure the training's own data, with several numbers of workers, beside the plan's step: a "
         "function that returns a dataset or a DataLoader, or a file of tokens (.bin, .npy).",
     )
-    dry_run: Annotated[Switch, _switch(SEARCH)] = Field(
+    dry_run: Annotated[Switch, _switch(SEARCH, everyday=True)] = Field(
         default=False, description="List the configurations with their predicted memory and time. Run no trial."
     )
     out: Annotated[str | Path | None, PlainValidator(_check_path), Flag(SEARCH, "FILE", default="plan.json")] = Field(
         default=None, description="The plan file to write."
     )
-    objective: Annotated[ObjectiveName, Flag(GOAL, "NAME", "throughput, memory or cost")] = Field(
+    objective: Annotated[ObjectiveName, Flag(GOAL, "NAME", "throughput, memory or cost", everyday=False)] = Field(
         default="throughput",
         description="What the plan should be best in: throughput, memory (the least, at a floor of throughput) or "
         "cost (the least time of all ranks together).",
     )
     min_throughput: Annotated[
         Annotated[float, Field(strict=True, gt=0, le=1)] | None,
-        Flag(GOAL, "SHARE", "a share of the best throughput, above 0 and at most 1", float),
+        Flag(GOAL, "SHARE", "a share of the best throughput, above 0 and at most 1", float, everyday=False),
     ] = Field(
         default=None,
         description="With --objective memory: the floor, as a share of the best throughput. Default: 0.9.",
     )
     price_per_hour: Annotated[
         Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None,
-        Flag(GOAL, "X", "a number above 0", float),
+        Flag(GOAL, "X", "a number above 0", float, everyday=False),
     ] = Field(default=None, description="Of one device: the plan says what a million tokens cost.")
-    numerics: Annotated[Numerics, Flag(GOAL, "KIND", "kept or lossy")] = Field(
+    numerics: Annotated[Numerics, Flag(GOAL, "KIND", "kept or lossy", everyday=False)] = Field(
         default="kept",
         description="kept, or lossy: also try parameters, states and products in fewer bits (docs/techniques.md). The "
         "plan names the risk.",
@@ -296,11 +299,11 @@ class SearchOptions(BaseModel):
         description="Memory that one trial may use: 8GiB, or 80% of all memory. Default: 80% of the free memory; of a "
         "GPU 95%, less what CUDA itself takes.",
     )
-    nproc: Annotated[Count, Flag(LIMITS, "N", COUNT, int)] = Field(
+    nproc: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
         default=None,
         description="Use at most this number of processes (ranks). Default: the number of visible GPUs; 1 on CPU.",
     )
-    max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int)] = Field(
+    max_trials: Annotated[Count, Flag(LIMITS, "N", COUNT, int, everyday=False)] = Field(
         default=None, description="Run at most this number of trials."
     )
     sampler: Annotated[
@@ -309,14 +312,15 @@ class SearchOptions(BaseModel):
         Flag(
             LIMITS,
             "NAME",
+            everyday=False,
             in_python="Also a sampler object of Optuna, whose points are moved to the nearest legal candidate.",
         ),
     ] = Field(default="autoplan", description="How the next trial is chosen: autoplan, or tpe or random of Optuna.")
     seed: Annotated[
         Annotated[int, Field(strict=True, ge=0, lt=2**32)],
-        Flag(WORKLOAD, "N", "a whole number from 0 to 4294967295", int),
+        Flag(WORKLOAD, "N", "a whole number from 0 to 4294967295", int, everyday=False),
     ] = Field(default=0, description="Seed of the weights, the batches and the search. Default: 0.")
-    store: Annotated[str | Path | None, PlainValidator(_check_path), Flag(RECORD, "DIR")] = Field(
+    store: Annotated[str | Path | None, PlainValidator(_check_path), Flag(RECORD, "DIR", everyday=False)] = Field(
         default=None,
         description="Folder for the records of searches; each search has a folder of its own in it. Default: a folder "
         "in the user's state folder.",
@@ -380,10 +384,15 @@ class SearchOptions(BaseModel):
             total_bytes: All the memory of the device, which a share is of; None: not known.
 
         Raises:
-            UsageError: a share was given, and the memory of the device is not known.
+            UsageError: it is more than the device has; or a share was given, and the memory is not known.
         """
         limit = None if self.memory_limit is None else parse_memory_bytes(self.memory_limit)
         if not isinstance(limit, float):
+            if limit is not None and total_bytes is not None and limit > total_bytes:
+                raise UsageError(
+                    f"--memory-limit is {self.memory_limit}, and the device has {format_bytes(total_bytes)}",
+                    hint="Give less, or a share of it: --memory-limit 80%.",
+                )
             return limit
         if total_bytes is None:
             raise UsageError(
@@ -518,6 +527,7 @@ class SearchResult(Record):
     resumed_trials: int = 0
     budget_s: float = 0.0
     spent_s: float = 0.0
+    unit: str = Field(default="tokens", description="what throughput counts")
     study: str = ""
     store: str = ""
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,11 @@ def parse_bound(text: str) -> tuple[str, Bound]:
             f"{text!r} is not of the form knob=low..high or knob=a,b,c", hint="For example: --bound micro_batch=1..8"
         )
     closed = knob_values(knob)
+    if closed is None and (dashed := re.fullmatch(r"\s*(\d+)\s*[-:]\s*(\d+)\s*", allowed)):
+        raise ConfigError(
+            f"{knob}={allowed}: a range is written with two dots",
+            hint=f"For example: --bound {knob}={dashed[1]}..{dashed[2]}",
+        )
     if ".." not in allowed:
         return knob, Bound(values=tuple(check_knob(knob, value.strip()) for value in allowed.split(",")))
     if closed is not None:

@@ -153,8 +153,8 @@ def check_out(path: Path) -> None:
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "no regular file"
             raise UsageError(f"--out is {path}, which is {what}", hint=hint)
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent  # the plan makes the folders that are missing
+        if not folder.exists():
+            raise UsageError(f"--out is {path}, and there is no folder {folder}", hint=f"Make it first. {hint}")
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0" * 4096)
             file.flush()

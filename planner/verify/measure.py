@@ -37,6 +37,10 @@ RECHECK_FACTOR, RECHECK_LEAST_S = 4.0, 60.0
 least."""
 
 
+def _say_nothing(text: str) -> None:
+    pass
+
+
 def verify(
     plan: Plan | str | Path,
     *,
@@ -46,6 +50,7 @@ def verify(
     changed_ok: bool = False,
     workload: str | Path | None = None,
     wait: bool = False,
+    on_progress: Callable[[str], None] = _say_nothing,
 ) -> Verification:
     """Checks a plan on this machine: does it train the same thing as the plain run, does it fit, how fast is it?
 
@@ -58,6 +63,7 @@ def verify(
         changed_ok: Verify it although the plan was edited, or the workload's code changed.
         workload: What the plan is of, as you name it: a text as `--model` takes it. Not needed where you searched it.
         wait: Wait where a search measures on this device. Default: an error.
+        on_progress: Is told what is done, in words: `print` for example. It takes minutes for a large model.
 
     Returns:
         The verdict, the speed against the plan's with its interval, and the likely causes where it is slower.
@@ -72,7 +78,8 @@ def verify(
     loaded, changed = make_verifiable(loaded, None if workload is None else str(workload), changed_ok=changed_ok)
     if changed is not None:
         warnings.warn(changed, stacklevel=2)
-    return verify_plan(loaded, parse_duration_s(budget or DEFAULT_BUDGET_S), memory_limit, wait=wait)
+    seconds = parse_duration_s(budget or DEFAULT_BUDGET_S)
+    return verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=on_progress)
 
 
 def make_verifiable(plan: Plan, workload: str | None, *, changed_ok: bool) -> tuple[Plan, str | None]:
@@ -92,7 +99,12 @@ def make_verifiable(plan: Plan, workload: str | None, *, changed_ok: bool) -> tu
 
 
 def verify_plan(
-    plan: Plan, seconds: float, memory_limit: str | int | None = None, *, wait: bool = False
+    plan: Plan,
+    seconds: float,
+    memory_limit: str | int | None = None,
+    *,
+    wait: bool = False,
+    on_progress: Callable[[str], None] = _say_nothing,
 ) -> Verification:
     """The parity check and one measured trial of a plan's configuration, and what they say of it."""
     order = TrialOrder(
@@ -104,7 +116,7 @@ def verify_plan(
         deadline_s=seconds * 4 + PARITY_DEADLINE_S,
     )
     options = SearchOptions(spec=plan.workload, memory_limit=memory_limit, wait=wait)
-    return measure(plan, options, order, checks_parity=True)
+    return measure(plan, options, order, checks_parity=True, on_wait=on_progress, on_progress=on_progress)
 
 
 def measure(
@@ -113,7 +125,8 @@ def measure(
     order: TrialOrder,
     *,
     checks_parity: bool,
-    on_wait: Callable[[str], None] = lambda text: None,
+    on_wait: Callable[[str], None] = _say_nothing,
+    on_progress: Callable[[str], None] = _say_nothing,
 ) -> Verification:
     """One trial of a plan's configuration here, and the verdict.
 
@@ -123,6 +136,7 @@ def measure(
         order: The trial.
         checks_parity: Run the parity check too; else the plan's own verdict stands.
         on_wait: Is told that the device is waited for.
+        on_progress: Is told what is done.
     """
     profile = read_host_profile()
     device = pick_device(profile, plan.device)
@@ -135,6 +149,7 @@ def measure(
         Zygote() as zygote,
     ):
         if checks_parity:
+            on_progress("1 of 2: the parity check, the plan beside a plain run")
             parity = run_parity(
                 zygote,
                 options.spec,
@@ -153,12 +168,13 @@ def measure(
             directory=Path(folder, "trials"),
             seed=options.seed,
         )
-        trial = runner.run(order)
+        part = "2 of 2: the measurement" if checks_parity else "the measurement"
+        trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
     return judge(plan, parity, trial, find_differences(plan, profile), limit)
 
 
 def with_recheck(
-    options: SearchOptions, result: SearchResult, *, on_note: Callable[[str], None] = lambda text: None
+    options: SearchOptions, result: SearchResult, *, on_note: Callable[[str], None] = _say_nothing
 ) -> SearchResult:
     """The result of a search with what its plan does here and now; a result that is no answer of a record stays.
 

@@ -44,8 +44,14 @@ def file_of(text: str) -> Path:
     """The absolute path of a file, named by its path or as a module of the user's own; nothing is imported.
 
     Raises:
-        WorkloadError: there is no such module in the current folder, nor in a folder of the user's own on sys.path.
+        WorkloadError: it is a notebook; or there is no such module in the current folder, nor in a folder of the
+            user's own on sys.path.
     """
+    if text.endswith(".ipynb"):
+        raise WorkloadError(
+            f"{text} is a notebook, and a function is named in a file of Python",
+            hint="Move it into a .py file, or call autoplan.search in the notebook.",
+        )
     if text.endswith(".py") or not all(part.isidentifier() for part in text.split(".")):
         return Path(text).expanduser().resolve()
     for folder in _own_folders(Path.cwd()):
@@ -295,10 +301,10 @@ def command_line(reference: str, arguments: Sequence[str]) -> Iterator[None]:
 def _parse(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(), filename=str(path))
+    except FileNotFoundError:
+        raise WorkloadError(f"there is no file {path}", hint="Give file.py:function with a file that exists.") from None
     except OSError as error:
-        raise WorkloadError(
-            f"{path} cannot be read: {error.strerror}", hint="Give file.py:function with a file that exists."
-        ) from error
+        raise WorkloadError(f"{path} cannot be read: {error.strerror}", hint="Check its permissions.") from error
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,19 @@ def _check_language_options(model: str, options: Mapping[str, Option]) -> None:
 
 
 def _unknown_model(model: str) -> WorkloadError:
+    if model.endswith(".py"):
+        there = Path(model).expanduser().is_file()
+        return WorkloadError(
+            f"{model} names no function of that file" if there else f"there is no file {model} here",
+            hint=f"Name a function that returns the workload: --model {model if there else 'train.py'}:make_workload.",
+        )
     near = registry.near_names(model)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return WorkloadError(
+            f"{model} looks like a name of the Hugging Face Hub, and nothing is downloaded",
+            hint=f"Download it first (hf download {model} --local-dir DIR) and give that folder: --model DIR."
+            + (f" Built in, without weights: {' or '.join(near)}." if near else ""),
+        )
     return WorkloadError(
         f"{model!r} is no built-in model, no file and no folder here",
         hint=(f"Did you mean {' or '.join(near)}? " if near else "")

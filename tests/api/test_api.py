@@ -200,8 +200,9 @@ def test_search_takes_every_option_under_its_one_name() -> None:
         if name in options
     }
     assert autoplan.search.__doc__ and all(f"\n        {name}: " in autoplan.search.__doc__ for name in taken)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
-        autoplan.search("gpt2", bugdet="10m")  # type: ignore[call-arg]
+    for wrong, right in {"bugdet": "budget", "batch_size": "global_batch", "seq_len": "sequence_length"}.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'; did you mean {right}[?]"):
+            autoplan.search("gpt2", **{wrong: 10})
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def public_names(text: str) -> set[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_name_that_the_docs_use_is_there(path: Path) -> None:
-    modules = {module.name for module in pkgutil.iter_modules(autoplan.__path__)}
+    modules = {module.name for module in pkgutil.iter_modules(autoplan.__path__)} | {"toml"}  # autoplan.toml is a file
     missing = {name for name in public_names(path.read_text()) if name not in modules and not hasattr(autoplan, name)}
     assert not missing, f"{path.name} names {missing}, which autoplan does not have"
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +54,7 @@ def plan_file(tmp_path: Path) -> Path:
     return make_plan().save(tmp_path / "plan.json")
 
 
-COMMANDS = ("probe", "estimate", "search", "show", "explain", "verify", "run", "export", "report", "schema")
+COMMANDS = tuple(app.COMMANDS)
 
 
 def test_help_names_every_command_and_the_exit_codes(cli) -> None:
@@ -65,8 +66,7 @@ def test_help_names_every_command_and_the_exit_codes(cli) -> None:
 def test_help_says_each_command_in_one_line(cli) -> None:
     lines = cli("--help").out.splitlines()
     said = {command: next(line for line in lines if line.startswith(f"  {command} ")) for command in COMMANDS}
-    cut = [line for command, line in said.items() if line.endswith("...") and command != "estimate"]
-    assert not cut
+    assert not [line for line in said.values() if line.endswith("...")]
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -74,7 +74,7 @@ def test_the_help_of_search_fits_the_terminal_and_names_every_option(columns: in
     from autoplan.planner.search.options import SearchOptions
 
     code = (
-        "import sys; sys.argv = ['autoplan', 'search', '--help']\n"
+        "import sys; sys.argv = ['autoplan', 'search', '--help-all']\n"
         "from autoplan.cli import app\n"
         "app.is_plain = lambda stream: False\n"
         "app.run()"
@@ -87,6 +87,20 @@ def test_the_help_of_search_fits_the_terminal_and_names_every_option(columns: in
         assert any(f"--{name.replace('_', '-')} " in line for line in lines), name
     panels = [next(n for n, line in enumerate(lines) if f"─ {panel} ─" in line) for panel in PANELS]
     assert panels == sorted(panels), "the everyday ones first"
+
+
+def test_the_help_of_search_shows_a_dozen_options_and_all_on_demand(cli) -> None:
+    def options(text: str) -> list[str]:
+        return re.findall(r"^  (--[a-z-]+)[ ,]", text, re.MULTILINE)
+
+    few, every = options(cli("search", "--help").out), options(cli("search", "--help-all").out)
+    assert len(few) == 13 and "--help-all" in few and {"--model", "--budget", "--fix", "--out"} < set(few)
+    assert set(few) < set(every) and {"--objective", "--sampler", "--store", "--quiet"} < set(every)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_types_in_help_are_words(cli, command: str) -> None:
+    assert not re.findall(r"<[a-z]|range\b.*x>|\bNone\b", cli(command, "--help").out)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -122,14 +136,26 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
     ("arguments", "words"),
     [
         (("serch",), "Did you mean 'search'"),
-        (("search", "--modle", "gpt2"), "--model"),
+        (("search", "--modle", "gpt2"), "Did you mean --model?"),
+        (("search", "--model", "gpt2", "--batch-size", "8"), "Give --global-batch"),
+        (("search", "--model", "gpt2", "--budget", "10"), "has no unit"),
+        (("search", "--model", "gpt2", "--memory-limit", "8"), "has no unit"),
+        (("search", "--model", "meta-llama/Llama-2-7b"), "nothing is downloaded"),
+        (("search", "--model", "nofile.py"), "there is no file nofile.py here"),
+        (("search", "--model", "nofile.py:f"), "nofile.py\n  Give file.py:function with a file that exists"),
+        (("search", "--model", "x.ipynb:f"), "x.ipynb is a notebook"),
+        (("search", "--model", "gpt2", "--fix", "precision", "bf16"), "In one word: precision=bf16"),
+        (("search", "--model", "gpt2", "--bound", "micro_batch=1-8"), "--bound micro_batch=1..8"),
+        (("search", "--model", "gpt2", "--out", "nowhere/plan.json"), "there is no folder nowhere"),
+        (("search", "--model", "gpt2", "--quiet", "--verbose"), "Give one of them"),
+        (("estimate", "--model", "llama2-7b", "--cluster", "8xA100", "--top", "0"), "--top is 0"),
         (("search",), "no workload was named"),
         (("search", "--model", "gpt3"), "Did you mean gpt2"),
         (("search", "--model", "gpt2", "--budget", "soon"), "90s, 10m"),
         (("search", "--model", "gpt2", "--budget", "0s"), "above zero"),
         (("search", "--model", "gpt2", "--global-batch", "0"), "at least 1"),
         (("search", "--model", "gpt2", "--global-batch", "-4"), "at least 1"),
-        (("search", "--model", "gpt2", "--global-batch", "2.5"), "--global-batch"),
+        (("search", "--model", "gpt2", "--global-batch", "2.5"), "--global-batch takes a whole number"),
         (("search", "--model", "gpt2", "--seq-len", "4096"), "1024 positions"),
         (("search", "--model", "gpt2", "--fix", "precison=bf16"), "Did you mean precision"),
         (("search", "--model", "gpt2", "--fix", "precision=int3"), "fp32, tf32"),
@@ -153,8 +179,53 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
 )
 def test_bad_input_ends_with_2_and_says_what_to_do(cli, arguments: tuple[str, ...], words: str) -> None:
     ended = cli(*arguments)
-    assert ended.code == 2 and words in ended.err and ended.out == ""
+    assert ended.code == 2 and words in ended.err and ended.out == "" and "\n  " in ended.err, ended.err
+    assert ended.err.startswith("error: ") or "\nerror: " in ended.err
     assert "Traceback" not in ended.err and not re.search(r"\b(?:max_trials|memory_limit) is", ended.err)
+
+
+def test_a_settings_file_gives_options_and_the_command_line_goes_first(cli, plan_file, tmp_path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.autoplan.explain]\nknob = "precision"\n')
+    ended = cli("explain", plan_file)
+    assert "note: pyproject.toml gives knob=precision" in ended.err and "checkpointing=" not in ended.out
+    (tmp_path / "autoplan.toml").write_text('[explain]\nknob = "nothing"\n[search]\nfix = {precision = "int3"}')
+    assert "precision" in cli("explain", plan_file, "--knob", "precision").out
+    assert cli("explain", plan_file).code == 2
+    assert "precision='int3' is not a value" in cli("search", "--model", "gpt2").err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serch]\nbudget = '9m'", "Did you mean [search]?"),
+        ("budget = '9m'", "no table of a command"),
+        ("[search]\nbugdet = '9m'", "Did you mean budget?"),
+        ("[search]\nhelp = true", "no such option"),
+        ("[search", "cannot be read"),
+    ],
+)
+def test_a_settings_file_with_an_unknown_key_is_refused(cli, tmp_path, text: str, words: str) -> None:
+    (tmp_path / "autoplan.toml").write_text(text)
+    ended = cli("show", "plan.json")
+    assert ended.code == 2 and words in ended.err and "autoplan.toml" in ended.err
+
+
+def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
+    def complete(words: str) -> str:
+        place = str(len(words.split(" ")) - 1)
+        asked = {"_AUTOPLAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        return subprocess.run(
+            [sys.executable, "-m", "autoplan"], cwd=ROOT, env=os.environ | asked, capture_output=True, text=True
+        ).stdout
+
+    assert "search" in complete("autoplan se") and "--budget" in complete("autoplan search --bud")
+    assert complete("autoplan search --objective ").split() == ["throughput", "memory", "cost"]
+    assert "gpt2-medium" in complete("autoplan search --model gpt2-")
+
+
+def test_knobs(cli) -> None:
+    assert "precision" in (text := cli("knobs").out) and "fp32, tf32, bf16" in text
+    assert {row["knob"] for row in cli("knobs", "--json").document["knobs"]} > {"compile", "tp"}
 
 
 def test_errors_are_documents_too(cli) -> None:
@@ -202,7 +273,7 @@ def test_a_plan_without_a_gain_is_shown_explained_and_reported(cli, tmp_path) ->
     path = plan.save(tmp_path / "plain.json")
     assert Plan.load(path) == plan
     ended = cli("show", path, "--trials")
-    assert ended.out.startswith("no gain found in 8 m: the plan is the plain run\ngo on: the same search with a larger")
+    assert ended.out.startswith("no gain found in 8 m: the plan is the plain run; go on with: the same search with a")
     assert "time: setup 15 s, plain run 47 s" in ended.out
     document = cli("show", path, "--json").document
     assert [line["kind"] for line in document["plan"]["ledger"]][:3] == ["setup", "baseline", "look"]
@@ -222,12 +293,13 @@ def test_the_end_of_a_search_without_a_gain_names_the_command_that_goes_on(monke
     result = SearchResult(status="plan_found", plan=plan, plan_path="plan.json", budget_s=600.0, ledger=plan.ledger)
     given = ["--trainer", "my train.py:make", "--budget", "10m", "--max-trials=9", "--fresh", "--seed", "1"]
     monkeypatch.setattr(sys, "argv", ["autoplan", "search", *given, "--", "--budget", "3"])
-    show_result(result, Path("plan.json"), "tokens")
+    show_result(result, Path("plan.json"))
     printed = capsys.readouterr()
-    first, second = printed.out.splitlines()[:2]
-    assert first == "no gain found in 8 m: the plan is the plain run"
-    assert second == "go on: autoplan search --trainer 'my train.py:make' --seed 1 --budget 20m -- --budget 3"
-    assert "plan: plan.json; it is the plain run" in printed.err and "apply it" not in printed.err
+    assert printed.out.splitlines()[0] == (
+        "no gain found in 8 m: the plan is the plain run; go on with: autoplan search --trainer 'my train.py:make' "
+        "--seed 1 --budget 20m -- --budget 3"
+    )
+    assert "next: nothing to apply: the plan is the plain run" in printed.err
     ledger = search_document(result)["ledger"]
     assert ledger[1] | {"config": None} == {
         "kind": "baseline",
@@ -246,14 +318,14 @@ def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_fi
     from autoplan.planner.search.options import SearchResult
 
     plan = make_plan()
-    show_result(SearchResult(status="plan_found", plan=plan, plan_path="my plan.json"), Path("plan.json"), "tokens")
+    show_result(SearchResult(status="plan_found", plan=plan, plan_path="my plan.json"), Path("plan.json"))
     printed = capsys.readouterr()
-    lines = [*printed.out.splitlines(), *printed.err.split("\n\n")[-1].splitlines()]
-    assert len(lines) <= 12, lines
-    assert lines[0].startswith("speed-up: ") and "the speed of the plain baseline" in lines[0]
+    lines = [*printed.out.splitlines(), *printed.err.strip().splitlines()]
+    assert len([part for line in lines for part in textwrap.wrap(line, 80)]) <= 12, lines
+    assert lines[0].startswith("speed-up: ") and "(3.10 to 3.30) the plain run" in lines[0]
     assert "changed: " in printed.out and "precision=bf16 (fp32)" in printed.out and "\nparity: passed" in printed.out
-    assert "plan: my plan.json; apply it with" in printed.err
-    assert "more: autoplan show 'my plan.json' has the reasons" in printed.err
+    assert "plan: 'my plan.json'; autoplan show 'my plan.json' has the reasons" in printed.err
+    assert "next: autoplan export 'my plan.json' --to pytorch" in printed.err
     assert "Ruled out" not in printed.out and "Ruled out" in cli("show", plan_file).out
 
 
@@ -352,3 +424,50 @@ def test_the_page_of_an_unverified_plan_says_so_first(cli, unverified_file: Path
     assert page.index(f"UNVERIFIED: {WHY}") < page.index("the speed of the plain baseline")
     cli("report", plan_file, "--out", "r.html")
     assert "UNVERIFIED" not in Path("r.html").read_text() and "UNVERIFIED" not in cli("show", plan_file).out
+
+
+def make_study(store: Path, name: str, end: dict | None = None) -> Path:
+    """The folder of a search as the store leaves it."""
+    from autoplan.planner.store.store import Store
+
+    with Store(store / name, name, summary={"model": "gpt2"}) as opened:
+        opened.set_budget(60.0)
+        if end is not None:
+            opened.finish(**end)
+    return store / name
+
+
+def test_searches_are_listed_and_removed_but_never_one_that_runs(cli, tmp_path, monkeypatch) -> None:
+    from autoplan.planner.store.store import Store
+
+    store = tmp_path / "store"
+    (make_study(store, "found", {"status": "plan_found"}) / "plan.json").write_text(
+        '{"speedup": {"median": 2.5, "low": 2.25, "high": 2.75}}'
+    )
+    make_study(store, "stopped")
+    (store / "no search").mkdir()
+    with Store(store / "active", "active", summary={"model": "gpt2"}):
+        listed = cli("ls", "--store", store)
+        assert "2.50 times (2.25 to 2.75)" in listed.out and "running" in listed.out and "no search" not in listed.out
+        asked = cli("clean", "--store", store)
+        assert asked.code == 2 and "Add --yes" in asked.err and (store / "found").exists()
+        assert cli("clean", "--older-than", "1d", "--store", store, "--yes").out.startswith("removed 0")
+        assert cli("clean", "missing", "--store", store, "--yes").code == 2
+        document = cli("clean", "--store", store, "--yes", "--json").document
+    assert sorted(document["removed"]) == ["found", "stopped"]
+    assert (store / "active").exists() and (store / "no search").exists()
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdin, "readline", lambda: "n\n", raising=False)
+    assert cli("clean", "--store", store).out.endswith("removed 0 search(es), 0 B\n") and (store / "active").exists()
+    monkeypatch.setattr(sys.stdin, "readline", lambda: "y\n", raising=False)
+    assert cli("clean", "act", "--store", store).code == 0 and not (store / "active").exists()
+
+
+def test_doctor_says_what_is_missing_for_which_feature(cli, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    document = cli("doctor", "--json").document
+    found = {row["what"]: (row["found"], row["for"]) for row in document["software"]}
+    assert found["C++ compiler"] == ("missing", "torch.compile on CPU")
+    assert found["torch"][0].startswith("2.") and "fp8" in found["torchao"][1]
+    assert "cores" in cli("doctor").out

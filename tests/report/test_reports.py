@@ -35,13 +35,13 @@ from tests.recorded import make_ledger, make_plain_plan, make_plan, make_trial
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("45", 45), (2.5, 2.5), ("1.5m", 90)],
+    [("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), (45, 45), (2.5, 2.5), ("1.5m", 90)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "ten", "10x", "-5s", "0", "10m foo", "nan", float("inf"), "1h-3m"])
+@pytest.mark.parametrize("text", ["", "ten", "10", "1h30", "10x", "-5s", "0", "10m foo", "nan", float("inf"), "1h-3m"])
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(UsageError, match="budget is"):
         parse_duration_s(text)
@@ -55,7 +55,7 @@ def test_sizes(text: str, size: float) -> None:
     assert parse_memory_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "big", "8 parsecs", "0", "-1GiB", "0%", "101%", "x%"])
+@pytest.mark.parametrize("text", ["", "big", "8", "8 parsecs", "0", "-1GiB", "0%", "101%", "x%"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="memory_limit is"):
         parse_memory_bytes(text)
@@ -198,8 +198,19 @@ def test_progress_on_a_terminal() -> None:
         text = on_screen(live)
     assert "best so far 410 tokens/s, 3.20 times the plain run: micro_batch=4" in text
     assert "the claim of micro_batch=4" in text and "because it rests on its own runs" in text
-    assert "round 2 of 4, trial 3:" in text
+    assert "round 2 of 4, trial 3\n" in text
     assert "SIGSEGV" in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_word_of_the_live_lines_is_cut(columns: int) -> None:
+    live = LiveProgress(Console(file=io.StringIO(), width=columns))
+    drive(live)
+    screen = Console(file=io.StringIO(), width=columns)
+    screen.print(live.render())
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= columns and "…" not in text
+    assert " ".join(text.split()).endswith(f"3.20 times the plain run: {make_plan().config.describe()}")
 
 
 class Page(HTMLParser):
@@ -361,21 +372,22 @@ def test_a_hand_setting_is_compared_by_the_bound_of_its_look(low: float, high: f
 def test_a_plan_without_a_gain_says_so_first() -> None:
     plan = make_plain_plan()
     assert not broken_rules(plan)
-    assert first_line(plan) == "no gain found in 8 m: the plan is the plain run"
+    assert first_line(plan).startswith("no gain found in 8 m: the plan is the plain run; go on with: the same search")
     console = Console(file=io.StringIO(), width=300)
     terminal.show_plan(console, plan, more="autoplan search --model gpt2 --budget 20m")
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.splitlines()[1] == "go on: autoplan search --model gpt2 --budget 20m"
+    assert text.splitlines()[0].endswith("; go on with: autoplan search --model gpt2 --budget 20m")
     assert "parity: the plan is the plain run, with which a parity check compares: nothing was checked\n" in text
     assert "not told apart from precision=bf16 (trial 1), side by side: the plan is simpler" in text
     assert plan.claim is not None
     why = "nothing faster was found; disturbed: others may be faster (other work took 48% of the CPU time)"
     loud = plan.model_copy(update={"claim": plan.claim.model_copy(update={"why_not": why})})
-    assert first_line(loud).endswith(
-        "the plain run; disturbed: others may be faster (other work took 48% of the CPU time)"
+    assert "the plain run; disturbed: others may be faster (other work took 48% of the CPU time); go" in first_line(
+        loud
     )
     done = make_plain_plan(evidence=make_plan().evidence)  # no rounds, and nothing left that could win
     assert not facts.may_go_on(done) and facts.may_go_on(plan)
+    assert first_line(done).endswith("; nothing is left that a longer search would try")
     page = Page()
     page.feed(render_page(plan))
     assert "no gain found in 8 m: the plan is the plain run." in page.text and "1.00 x" not in page.text
@@ -407,3 +419,15 @@ def test_no_setting_is_cut_on_a_narrow_terminal():
         text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
         assert all(word in text.split() for word in (*words.split(), "reference", "ok"))
         assert max(map(len, text.splitlines())) <= columns
+
+
+def test_a_plan_shows_itself_in_a_line_on_a_screen_and_in_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(choices=(Choice(knob="precision", value="bf16", reason="<script>alert(1)</script>"),))
+    assert len(repr(plan)) < 300 and "3.20 times (3.10 to 3.30) the plain run" in repr(plan) == str(plan)
+    page = Page()
+    page.feed(plan._repr_html_())
+    assert not page.open and not page.loads and "alert(1)" in page.text
+    plan.show(trials=True)
+    assert "Ruled out, never tried" in (shown := capsys.readouterr().out) and "Trials:" in shown
+    offered = [name for name in dir(plan) if not name.startswith("_")]
+    assert {"show", "prepare", "apply_to", "speedup"} < set(offered) and not {"model_dump", "parse_obj"} & set(offered)

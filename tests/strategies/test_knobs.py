@@ -26,7 +26,7 @@ from autoplan.strategies.config import (
     knob_values,
     knobs,
 )
-from autoplan.strategies.knob_text import check_knob, knob_help
+from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.prepare import STRATEGIES, prepare
 from autoplan.strategies.techniques.rules import RULES, Combinations, incompatible
 from tests.contracts.knob_cases import needed_by, tried_values
@@ -159,12 +159,6 @@ def test_many_combinations_are_judged_as_one_by_one() -> None:
 def test_prepare_refuses_what_does_not_go_together(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         prepare(language(GPT2), TrainingConfig(**({"micro_batch": 2} | values)))
-
-
-def test_the_help_names_every_knob_with_its_values() -> None:
-    text = knob_help()
-    assert all(f" {knob}=" in text for knob in KNOBS)
-    assert "gradient_sync=last | every" in text and "micro_batch=N" in text
 
 
 @pytest.mark.parametrize(("knob", "least"), [("fsdp_prefetch", 0), ("micro_batch", 1), ("threads", 1)])

@@ -35,8 +35,8 @@ def estimate(
     cluster: str | Cluster | None = None,
     *,
     tokens: float | None = None,
-    price_per_gpu_hour: float | None = None,
-    seq_len: int | None = None,
+    price_per_hour: float | None = None,
+    sequence_length: int | None = None,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
     inter_gbits_per_gpu: float | None = None,
@@ -55,8 +55,8 @@ def estimate(
         model: A built-in model's name, or the path of a Hugging Face config.json.
         cluster: `nodes x GPUs x chip` ("256x8xH100"), `GPUs x chip`, the path of a JSON file, or a Cluster.
         tokens: Tokens to train on, for days and cost.
-        price_per_gpu_hour: In any currency, for the cost.
-        seq_len: Tokens per sequence; None: the model's own.
+        price_per_hour: Of one GPU, in any currency, for the cost.
+        sequence_length: Tokens per sequence; None: the model's own.
         global_batch: Sequences per optimizer step; None: some 4 million tokens.
         fix: Values of knobs, under TrainingConfig's names or other trainers' (docs/estimate.md).
         inter_gbits_per_gpu: Between nodes, Gbit/s per GPU and direction.
@@ -78,6 +78,11 @@ def estimate(
         NoFeasiblePlanError: no layout fits, and by how much.
     """
     _check_arguments(model, cluster, rows, out)
+    for option, value in {"seq-len": sequence_length, "global-batch": global_batch, "top": top}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{option} is {value}", hint="Give a whole number of at least 1.")
+    if price_per_hour is not None and not price_per_hour > 0:
+        raise UsageError(f"--price-per-hour is {price_per_hour}", hint="Give a number above 0.")
     factors = None if calibrate is None else fit_to_table(Path(calibrate))
     if rows is not None:
         table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
@@ -88,8 +93,8 @@ def estimate(
         "intra_gbytes_per_s": intra_gbytes_per_s,
         "input_tokens_per_s": input_tokens_per_s,
     }
-    found, assumed = _cluster(cluster, links, price_per_gpu_hour)
-    question, more = _question(model, found, seq_len, global_batch, fix or {}, factors)
+    found, assumed = _cluster(cluster, links, price_per_hour)
+    question, more = _question(model, found, sequence_length, global_batch, fix or {}, factors)
     return estimate_cluster(question, model_name=model, tokens=tokens, assumed=(*assumed, *more), top=top)
 
 
@@ -114,7 +119,7 @@ def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any) -> None:
 
 
 def _cluster(
-    cluster: str | Cluster, links: Mapping[str, float | None], price_per_gpu_hour: float | None
+    cluster: str | Cluster, links: Mapping[str, float | None], price_per_hour: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster, and what was assumed of it."""
     assumed: tuple[str, ...] = ()
@@ -123,8 +128,8 @@ def _cluster(
     else:
         given = {name: value for name, value in links.items() if value is not None}
         cluster, assumed = with_links(cluster.model_copy(update=given), usual=False)
-    if price_per_gpu_hour is not None:
-        cluster = cluster.model_copy(update={"price_per_gpu_hour": price_per_gpu_hour})
+    if price_per_hour is not None:
+        cluster = cluster.model_copy(update={"price_per_gpu_hour": price_per_hour})
     return cluster, assumed
 
 

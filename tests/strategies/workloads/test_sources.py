@@ -160,7 +160,7 @@ def test_identity_follows_the_source_and_its_neighbours(function_file):
         ("gpt3", ["gpt2"]),
         ("lama2-7b", ["llama2-7b"]),
         ("nothing/at/all.json", ["cannot be read"]),
-        ("missing.py:workload", ["cannot be read"]),
+        ("missing.py:workload", ["there is no file"]),
     ],
 )
 def test_unknown_models(model, says):

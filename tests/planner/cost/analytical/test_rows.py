@@ -126,7 +126,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
 
 def test_the_screen_has_all_that_was_asked_for() -> None:
     code, text, _ = command(
-        "--model", "llama2-7b", "--cluster", "8xA100", "--tokens", "1B", "--price-per-gpu-hour", "2",
+        "--model", "llama2-7b", "--cluster", "8xA100", "--tokens", "1B", "--price-per-hour", "2",
         "--global-batch", "256", "--input-tokens-per-s", "5000", "--fix", "precision=bf16",
     )  # fmt: skip
     assert code == 0

@@ -1,0 +1,122 @@
+"""autoplan ls and autoplan clean: the searches that were made here, and how their records are removed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoplan.cli import output
+from autoplan.errors import UsageError
+from autoplan.units import format_bytes, format_seconds, parse_duration_s
+
+if TYPE_CHECKING:
+    from autoplan.planner.store.studies import Study
+
+StoreOption = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="The folder of records. Default: the one in your state folder."),
+]
+
+
+def ls_command(store: StoreOption = None, json_output: output.JsonOption = False) -> None:
+    """List the searches that were made here.
+
+    Each with its age, size and result. They are the folders of the store, which autoplan clean removes.
+    """
+    from autoplan.planner.store.studies import list_studies
+
+    place = _place(store)
+    studies = list_studies(place)
+    if json_output:
+        output.print_json({"status": "ok", "store": str(place), "searches": [_document(one) for one in studies]})
+        return
+    _show(studies)
+    size = format_bytes(sum(one.size_bytes for one in studies))
+    output.console().print(f"{len(studies)} search(es), {size}, in {place}", markup=False, soft_wrap=True)
+
+
+def clean_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SEARCH]...", help="As autoplan ls names them. Default: all.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="TIME", help="Only those that old: 30d, 12h.")
+    ] = None,
+    store: StoreOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json_output: output.JsonOption = False,
+) -> None:
+    """Remove the records of searches.
+
+    It lists them and asks first. A search that runs is never removed. Plan files elsewhere stay.
+    """
+    from autoplan.planner.store.studies import list_studies, remove_study
+
+    place = _place(store)
+    least_s = 0.0 if older_than is None else parse_duration_s(older_than, option="--older-than")
+    studies = list_studies(place)
+    unknown = [name for name in names or () if not any(one.name.startswith(name) for one in studies)]
+    if unknown:
+        raise UsageError(f"there is no search {unknown[0]} in {place}", hint="autoplan ls lists them.")
+    chosen = [one for one in studies if not names or any(one.name.startswith(name) for name in names)]
+    chosen = [one for one in chosen if one.age_s >= least_s and one.status != "running"]
+    if chosen and not yes:
+        _show(chosen)
+        if not _is_wanted(chosen, place):
+            chosen = []
+    for one in chosen:
+        remove_study(one)
+    if json_output:
+        output.print_json({"status": "ok", "store": str(place), "removed": [one.name for one in chosen]})
+    else:
+        print(f"removed {len(chosen)} search(es), {format_bytes(sum(one.size_bytes for one in chosen))}")
+
+
+def _is_wanted(studies: list[Study], place: Path) -> bool:
+    """The answer of a person; UsageError if there is nobody to ask."""
+    if not sys.stdin.isatty():
+        raise UsageError("autoplan clean asks first, and nobody can answer here", hint="Add --yes.")
+    size = format_bytes(sum(one.size_bytes for one in studies))
+    sys.stderr.write(f"Remove these {len(studies)} search(es), {size}, from {place}? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _place(store: Path | None) -> Path:
+    from autoplan.planner.store.store import study_folder
+
+    return study_folder(store, "any").parent
+
+
+def _show(studies: list[Study]) -> None:
+    from autoplan.report import facts, terminal
+
+    rows: list[tuple[str, ...]] = [
+        (
+            one.name,
+            format_seconds(one.age_s) if one.age_s < 2 * 86_400 else f"{one.age_s / 86_400:.0f} days",
+            format_bytes(one.size_bytes),
+            str(one.summary.get("model", "unknown")),
+            str(one.trials),
+            _result(one),
+        )
+        for one in studies
+    ]
+    content = facts.Rows(("search", "age", "size", "workload", "trials", "result"), rows)
+    terminal.show_table(output.console(stderr=False), content, title="Searches", right=(4,))
+
+
+def _result(study: Study) -> str:
+    """How it ended, in words; the speed-up of a plan."""
+    if study.speedup is None:
+        return study.status.replace("_", " ") + ("; the same command goes on" if study.status == "stopped" else "")
+    median, low, high = (study.speedup[key] for key in ("median", "low", "high"))
+    return "no gain: the plan is the plain run" if median == 1 else f"{median:.2f} times ({low:.2f} to {high:.2f})"
+
+
+def _document(study: Study) -> dict[str, object]:
+    return dataclasses.asdict(study) | {"folder": str(study.folder), "name": study.name}

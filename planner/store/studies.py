@@ -1,0 +1,117 @@
+"""The searches of a store, as their files say: what each is, how old, how large, how it ended. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import StoreBusyError, StoreError
+from autoplan.files import read_regular
+from autoplan.planner.store.journal import RECORD
+from autoplan.planner.store.locks import OwnedLock
+
+LONGEST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """One search of a store.
+
+    Attributes:
+        folder: Its folder.
+        summary: What is trained and how it was asked for, as its record begins.
+        age_s: Seconds since its record was last written.
+        size_bytes: Of all its files.
+        trials: How many finished.
+        status: `running`, how it ended, or `stopped` if it can go on.
+        speedup: Of its plan over the plain run, the median and the interval; None: it has none.
+    """
+
+    folder: Path
+    summary: Mapping[str, Any]
+    age_s: float
+    size_bytes: int
+    trials: int
+    status: str
+    speedup: Mapping[str, float] | None
+
+    @property
+    def name(self) -> str:
+        """The folder's name: the identity of the search, or IDENTITY.old-DATE of one that was moved aside."""
+        return self.folder.name
+
+
+def list_studies(store: Path) -> list[Study]:
+    """The searches in a store, the one that was written last first; what is no search is left out."""
+    if not store.is_dir():
+        return []
+    folders = (path for path in store.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted((study for folder in folders if (study := _read(folder))), key=lambda study: study.age_s)
+
+
+def remove_study(study: Study) -> None:
+    """Removes a search with all its files.
+
+    Raises:
+        StoreBusyError: it runs.
+        StoreError: it cannot be removed.
+    """
+    lock = OwnedLock(study.folder / "lock")
+    try:
+        if not lock.acquire():
+            raise StoreBusyError(f"{study.name} runs: {lock.owner}", hint="End it first, or leave it out.")
+        try:
+            shutil.rmtree(study.folder)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise StoreError(
+            f"{study.folder} cannot be removed: {error.strerror}", hint="Remove the folder by hand."
+        ) from error
+
+
+def _read(folder: Path) -> Study | None:
+    """What the files of a folder say; None: it is no search."""
+    lines = list(_lines(folder / RECORD))
+    if not lines or lines[0].get("kind") != "study":
+        return None
+    kinds = [line.get("kind") for line in lines]
+    end = lines[-1] if kinds[-1] == "finished" else {}
+    status = str(end.get("status", "stopped"))
+    if _runs(folder):
+        status = "running"
+    try:
+        speedup = json.loads(read_regular(folder / "plan.json"))["speedup"] if status == "plan_found" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        speedup = None
+    return Study(
+        folder=folder,
+        summary=lines[0].get("summary") or {},
+        age_s=max(0.0, time.time() - (folder / RECORD).stat().st_mtime),
+        size_bytes=sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()),
+        trials=kinds.count("trial"),
+        status=status,
+        speedup=speedup,
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The documents of a record up to the first that is torn."""
+    try:
+        for line in read_regular(path, limit_bytes=LONGEST_BYTES).splitlines():
+            document = json.loads(line)
+            if not isinstance(document, dict):
+                return
+            yield document
+    except (OSError, ValueError):
+        return
+
+
+def _runs(folder: Path) -> bool:
+    """Whether a living process has the search: the one that its lock names."""
+    return (folder / "lock.owner").exists() and "not on this" not in OwnedLock(folder / "lock").owner
