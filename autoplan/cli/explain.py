@@ -77,11 +77,12 @@ def _tried(plan: Plan, knob: str) -> list[dict[str, Any]]:
     measured = [one.reported for one in collect_runs(plan.evidence)]
     tried = []
     for value, trials in groups.items():
-        rates = [
-            median(run.tokens_per_s.median for run in one.runs if run.tokens_per_s is not None)
+        timed = [
+            [run.tokens_per_s.median for run in one.runs if run.tokens_per_s is not None]
             for one in measured
             if getattr(one.config, knob) == value
         ]
+        rates = [median(run_rates) for run_rates in timed if run_rates]
         ends = sorted({t.outcome.value for t in trials if t.outcome.value != "ok"})
         tried.append(
             {"value": value, "trials": len(trials), "best_tokens_per_s": max(rates, default=None), "other_ends": ends}

@@ -371,7 +371,7 @@ def test_threads_of_the_environment_are_those_of_the_machine(value: str, taken: 
 LOSSES = """
 import json, sys
 import plan_pytorch as script
-print(json.dumps([script.workload.build_optimizer([__import__("torch").zeros(1)]).defaults["lr"], sys.argv[1:]]))
+print(json.dumps([script.the_workload().build_optimizer([__import__("torch").zeros(1)]).defaults["lr"], sys.argv[1:]]))
 """
 
 
@@ -386,7 +386,8 @@ def test_an_exported_script_keeps_the_arguments(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": ""}
     command = [sys.executable, "-c", LOSSES, "--steps", "2"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert json.loads(done.stdout) == [0.5, ["--steps", "2"]], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0.5, ["--steps", "2"]]
     export_plan(Plan.load("plan.json"), "ray", "on_ray.py", workload=named)
     assert "USER_ARGUMENTS = ['--lr', '0.5']" in (folder / "on_ray_training.py").read_text()
 
