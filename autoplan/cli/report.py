@@ -20,7 +20,7 @@ def report_command(
 ) -> None:
     """Write an HTML page about a plan.
 
-    Tables and drawings in one file. It needs no scripts and no network.
+    Tables and drawings in one file of some 50 KB. It loads nothing; its one script sorts the table of trials.
     """
     from autoplan.report.html import render_page
 

@@ -1,60 +1,101 @@
-"""A plan as one page of HTML: no scripts, no network, readable as plain tables; drawings are inline SVG."""
+"""A plan as one page of HTML: nothing is loaded; drawings are inline SVG; one script sorts the table of trials."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Sequence
 from html import escape
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.report import facts
 from autoplan.report.pareto import pareto_rows
-from autoplan.report.svg import draw_rates, draw_tradeoff
+from autoplan.report.svg import draw_best_so_far, draw_tradeoff, kind_of
 from autoplan.units import format_bytes, format_number, format_seconds
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d1d9e0; --page: #ffffff; --band: #f6f8fa;
-  --best: #0b7a3e; --plain: #0a58a8; --other: #8a94a0; --bad: #b3261e; }
+  --best: #0b7a3e; --plain: #0a58a8; --hand: #9a6700; --other: #8a94a0; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #9aa4ae; --line: #363d45; --page: #14181c;
-  --band: #1c2127; --best: #4cc383; --plain: #6fb0f2; --other: #7d8792; --bad: #f2847c; } }
+  --band: #1c2127; --best: #4cc383; --plain: #6fb0f2; --hand: #d9a441; --other: #7d8792; --bad: #f2847c; } }
+* { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
-p { margin: .25rem 0; max-width: 60rem; } .soft { color: var(--soft); }
+p { margin: .25rem 0; max-width: 60rem; } .soft { color: var(--soft); } li { max-width: 60rem; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; margin: 1.25rem 0 0; padding: 1rem 1.25rem;
   background: var(--band); border-radius: 8px; }
 .figures div { min-width: 8rem; } .figures b { display: block; font-size: 1.5rem; line-height: 1.3; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th { text-align: left; font-weight: 600; border-bottom: 2px solid var(--line); padding: .35rem .75rem .35rem 0; }
-td { border-bottom: 1px solid var(--line); padding: .35rem .75rem .35rem 0; vertical-align: top; }
-td, th { overflow-wrap: break-word; } svg { width: 100%; height: auto; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
+td { border-bottom: 1px solid var(--line); padding: .35rem .75rem .35rem 0; vertical-align: top; min-width: 4.5rem; }
+td:first-child, .bars td { min-width: 0; } .bars td { border: 0; white-space: nowrap; }
+.bars td:last-child { width: 100%; padding-right: 0; }
+.bar { display: block; height: .85rem; min-width: 2px; border-radius: 3px; background: var(--other); margin: .3rem 0; }
+.best { background: var(--best); } .plain { background: var(--plain); } .hand { background: var(--hand); }
+th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--plain); }
+th[aria-sort] button { text-decoration: underline; }
+svg { display: block; width: 100%; min-width: 40rem; height: auto; }
+svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
 code { font: .9em ui-monospace, monospace; } pre { background: var(--band); padding: 1rem; border-radius: 8px;
   overflow-x: auto; font: .85rem/1.45 ui-monospace, monospace; }
 .passed { color: var(--best); } .failed { color: var(--bad); }
+@media (max-width: 30rem) { svg { min-width: 0; } svg text { font-size: 24px; } td { min-width: 3.5rem; } }
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --line: #bbb; --page: #fff; --band: #fff;
+  --best: #0b7a3e; --plain: #0a58a8; --hand: #9a6700; --other: #8a94a0; --bad: #b3261e; }
+  body { font-size: 11px; max-width: none; padding: 0; } .wide { overflow: visible; } svg { min-width: 0; }
+  tr, svg, .figures { break-inside: avoid; } h2 { break-after: avoid; } .bar { print-color-adjust: exact; } }
 """
+
+SORT = """
+for (const table of document.querySelectorAll("table.sorts")) {
+  [...table.tHead.rows[0].cells].forEach((head, column) => {
+    const button = document.createElement("button");
+    button.textContent = head.textContent;
+    head.replaceChildren(button);
+    button.onclick = () => {
+      const down = head.ariaSort === "ascending";
+      for (const other of table.tHead.rows[0].cells) other.ariaSort = null;
+      head.ariaSort = down ? "descending" : "ascending";
+      const key = row => row.cells[column].dataset.v ?? row.cells[column].textContent;
+      const rows = [...table.tBodies[0].rows].sort((a, b) => key(a).localeCompare(key(b), "en", {numeric: true}));
+      table.tBodies[0].append(...(down ? rows.reverse() : rows));
+    };
+  });
+}
+"""
+"""What a click on a heading does. The page says all without it; its policy runs this script alone, by its hash."""
 
 
 def render_page(plan: Plan) -> str:
     """The whole page."""
-    unit = plan.workload.unit
+    colours = "Green: the plan; blue: plain; brown: by hand."
+    curve = f"Each dot is a trial; the line is the fastest so far. Time is that spent in trials. {colours}"
+    points = f"Each dot is a configuration, by the number of its first trial. Up is faster, left is smaller. {colours}"
     sections = [
+        _before_and_after(plan),
         _section("Baseline against plan", facts.comparison(plan)),
         _section("The plan, and why", facts.configuration(plan)),
         _parity(plan),
+        _memory(plan),
         _section("The loader, measured beside the step", facts.loading(plan)),
-        _drawing("How fast each trial was", draw_rates(plan), f"Median {unit}/s with its interval, in the order run."),
-        _drawing("Speed against memory", draw_tradeoff(plan), "Up is faster, left takes less memory."),
+        _drawing("The best so far", draw_best_so_far(plan), curve),
+        _drawing("Speed against memory", draw_tradeoff(plan), points),
         _section("The best of both: no other is faster with less memory", pareto_rows(plan)),
         _section("Next best", facts.alternatives(plan)),
         _section("Ruled out, never tried", facts.left_out_rows(plan.left_out)),
-        _section("Every trial", facts.trial_rows(plan.evidence, unit)),
+        _trials(plan),
         _section("Predicted and measured", _predictions(plan)),
         _apply(plan),
         _notes(plan),
     ]
     title = f"{plan.workload.name} on {plan.hardware.device(plan.device).name}"
+    script = base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}: autoplan</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n"
@@ -64,7 +105,7 @@ def render_page(plan: Plan) -> str:
         f"Found {escape(plan.created)}, study <code>{escape(plan.study)}</code>.</p>\n"
         + _figures(plan)
         + "\n".join(section for section in sections if section)
-        + "\n</body>\n</html>\n"
+        + f"\n<script>{SORT}</script>\n</body>\n</html>\n"
     )
 
 
@@ -90,12 +131,74 @@ def _figures(plan: Plan) -> str:
 def _section(title: str, content: facts.Rows) -> str:
     if not content.rows:
         return ""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in content.headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in content.rows)
-    return (
-        f'<h2>{escape(title)}</h2>\n<div class="wide"><table><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody></table></div>"
+    return _titled(
+        title, content.headings, ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in content.rows]
     )
+
+
+def _titled(title: str, headings: Sequence[str], rows: Sequence[str], *, css: str = "") -> str:
+    """A table under its title; `rows` are cells as HTML. Without headings it has no head."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    head = f"<thead><tr>{head}</tr></thead>\n" if head else ""
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    start = f'<h2>{escape(title)}</h2>\n<div class="wide"><table class="{css}">{head}'
+    return f"{start}<tbody>\n{body}\n</tbody></table></div>"
+
+
+def _bar(share: float, css: str = "") -> str:
+    """A bar of a share (0 to 1) of the width of its cell."""
+    return f'<span class="bar {css}" style="width:{max(0.0, min(1.0, share)):.1%}"></span>'
+
+
+def _bars(title: str, bars: Sequence[tuple[str, str, float, str]]) -> str:
+    """Bars under each other: of each its name, its figure as text and as a number, and its colour."""
+    most = max((value for _, _, value, _ in bars), default=0.0)
+    if most <= 0:
+        return ""
+    rows = [
+        f"<td>{escape(name)}</td><td>{escape(words)}</td><td>{_bar(value / most, css)}</td>"
+        for name, words, value, css in bars
+    ]
+    return _titled(title, (), rows, css="bars")
+
+
+def _before_and_after(plan: Plan) -> str:
+    """The plain run, the hand setting and the plan: their speed, then their memory."""
+    named = [("plain", "plain", facts.baseline(plan)), ("plan", "best", plan.measurement)]
+    if plan.hand is not None and plan.hand.config not in (plan.config, plan.baseline.config):
+        named.insert(1, ("by hand", "hand", plan.hand.measurement))
+    unit = f"{plan.workload.unit}/s"
+    rates = [(name, css, one.tokens_per_s.median) for name, css, one in named if one.tokens_per_s is not None]
+    sizes = [(name, css, one.peak_memory_bytes) for name, css, one in named if one.peak_memory_bytes]
+    speed = _bars("Before and after: speed", [(n, f"{format_number(v)} {unit}", v, css) for n, css, v in rates])
+    return speed + _bars("Before and after: peak memory", [(n, format_bytes(v), float(v), css) for n, css, v in sizes])
+
+
+def _memory(plan: Plan) -> str:
+    """The parts of the plan's peak as the cost model predicts them, the largest first."""
+    if plan.prediction is None:
+        return ""
+    parts = sorted(plan.prediction.memory_parts_bytes.items(), key=lambda part: -part[1])
+    bars = [(name.replace("_", " "), format_bytes(size), size, "best") for name, size in parts if size > 0]
+    peak = format_bytes(plan.measurement.peak_memory_bytes)
+    return _bars(f"The plan's memory by part, predicted (measured in all: {peak})", bars)
+
+
+def _trials(plan: Plan) -> str:
+    """Every trial, with its speed as a bar; a click on a heading sorts."""
+    content = facts.trial_rows(plan.evidence, plan.workload.unit)
+    rates = [0.0 if trial.tokens_per_s is None else trial.tokens_per_s.median for trial in plan.evidence]
+    most = max(rates, default=0.0) or 1.0
+    rows = []
+    for trial, cells, rate in zip(plan.evidence, content.rows, rates, strict=True):
+        keys = {0: trial.number, 3: rate, 4: trial.peak_memory_bytes or 0, 5: trial.seconds_spent}
+        bar = _bar(rate / most, kind_of(plan, trial)) if rate else ""
+        row = ""
+        for column, cell in enumerate(cells):
+            key = f' data-v="{keys[column]:.3f}"' if column in keys else ""
+            row += f"<td{key}>{escape(cell)}{bar if column == 3 else ''}</td>"
+        rows.append(row)
+    return _titled("Every trial", content.headings, rows, css="sorts") if rows else ""
 
 
 def _drawing(title: str, drawing: str, legend: str) -> str:

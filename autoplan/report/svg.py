@@ -1,89 +1,122 @@
-"""Two drawings of a plan's trials as inline SVG: rates in the order run, and speed against memory."""
+"""Two drawings of a plan's trials as inline SVG: the best so far, and speed against memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from html import escape
+from statistics import median
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome, Trial
-from autoplan.units import format_bytes, format_number
+from autoplan.strategies.config import TrainingConfig
+from autoplan.units import format_bytes, format_number, format_seconds
 
 WIDTH = 900
 
 
-def measured_trials(plan: Plan) -> list[Trial]:
-    """The trials that have a rate."""
-    return [t for t in plan.evidence if t.outcome is Outcome.OK and t.tokens_per_s is not None]
-
-
-def colour(plan: Plan, trial: Trial) -> str:
-    """The plan's own trials, the baseline, the rest."""
+def kind_of(plan: Plan, trial: Trial) -> str:
+    """`best` of the plan's own trials, `plain` of the baseline's, `hand` of the hand setting's; `other`."""
     if trial.config == plan.config:
-        return "var(--best)"
-    return "var(--plain)" if trial.config == plan.baseline.config else "var(--other)"
+        return "best"
+    if trial.config == plan.baseline.config:
+        return "plain"
+    return "hand" if plan.hand is not None and trial.config == plan.hand.config else "other"
 
 
-def draw_rates(plan: Plan) -> str:
-    """A bar per trial with its interval; the outcome of those that did not finish. Empty without trials."""
-    trials = list(plan.evidence)
-    highest = max((t.tokens_per_s.high for t in measured_trials(plan) if t.tokens_per_s), default=0.0)
-    if not trials or highest <= 0:
+def draw_best_so_far(plan: Plan) -> str:
+    """A dot for the rate of each measured trial at its end, and the fastest so far as a line. Empty without two."""
+    dots, clock = [], 0.0
+    for trial in plan.evidence:
+        clock += trial.seconds_spent
+        if trial.outcome is Outcome.OK and trial.tokens_per_s is not None:
+            dots.append((clock, trial.tokens_per_s.median, trial))
+    if len(dots) < 2:
         return ""
-    row, left, right = 24, 330, 150
-    height = row * len(trials) + 10
-    scale = (WIDTH - left - right) / highest
-    parts = [open_drawing(height, "Rate of every trial")]
-    for number, trial in enumerate(trials):
-        middle = 5 + row * number + row / 2
-        name = f"{trial.number}: {trial.config.describe()}"
-        parts.append(draw_text(left - 10, middle + 4, _short(name, 44), anchor="end", title=name))
-        if trial.tokens_per_s is None or trial.outcome is not Outcome.OK:
-            parts.append(
-                draw_text(left, middle + 4, trial.outcome.value.replace("_", " "), css="soft", title=trial.reason)
-            )
-            continue
-        rate = trial.tokens_per_s
-        fill = colour(plan, trial)
-        parts.append(
-            f'<rect x="{left}" y="{middle - 8:.1f}" width="{rate.median * scale:.1f}" height="16" rx="3" '
-            f'fill="{fill}" fill-opacity="0.8"/>'
-            f'<line x1="{left + rate.low * scale:.1f}" x2="{left + rate.high * scale:.1f}" y1="{middle:.1f}" '
-            f'y2="{middle:.1f}" stroke="var(--ink)" stroke-width="2"/>'
-        )
-        words = format_number(rate.median) + (" (plan)" if trial.config == plan.config else "")
-        parts.append(draw_text(left + rate.high * scale + 8, middle + 4, words))
+    chart = Chart("The best so far", max(at for at, _, _ in dots), max(rate for _, rate, _ in dots), 280)
+    best, path = 0.0, ""
+    for at, rate, _ in dots:
+        x = chart.x(at)
+        path += f"H{x:.1f}" if path else f"M{x:.1f} {chart.y(0):.1f}"
+        if rate > best:
+            best, path = rate, f"{path}V{chart.y(rate):.1f}"
+    parts = [*chart.axes(format_seconds, f"{plan.workload.unit}/s, over time in trials")]
+    parts.append(f'<path d="{path}" fill="none" stroke="var(--best)" stroke-width="2"/>')
+    parts += [chart.dot(plan, trial, at, rate) for at, rate, trial in dots]
     return "".join([*parts, "</svg>"])
 
 
 def draw_tradeoff(plan: Plan) -> str:
-    """A dot per measured trial: peak memory across, rate up. Empty with fewer than three."""
+    """A dot per configuration: peak memory across, rate up, the median of its trials. Empty with fewer than three."""
+    runs: dict[TrainingConfig, list[Trial]] = {}
+    for trial in plan.evidence:
+        if trial.outcome is Outcome.OK and trial.tokens_per_s is not None and trial.peak_memory_bytes:
+            runs.setdefault(trial.config, []).append(trial)
     points = [
-        (trial, trial.peak_memory_bytes, trial.tokens_per_s.median)
-        for trial in measured_trials(plan)
-        if trial.peak_memory_bytes and trial.tokens_per_s is not None
+        (
+            median(one.peak_memory_bytes or 0 for one in same),
+            median(one.tokens_per_s.median for one in same if one.tokens_per_s is not None),
+            same[0],
+        )
+        for same in runs.values()
     ]
     if len(points) < 3:
         return ""
-    height, left, right, top, bottom = 340, 80, 170, 16, 46
-    memory_top = max(memory for _, memory, _ in points) * 1.05
-    rate_top = max(rate for _, _, rate in points) * 1.08
-    parts = [open_drawing(height, "Speed against memory")]
-    floor, end = height - bottom, WIDTH - right
-    parts.append(f'<path d="M{left} {top}V{floor}H{end}" fill="none" stroke="var(--line)"/>')
-    for share in (0.0, 0.5, 1.0):
-        x, y = left + share * (end - left), floor - share * (floor - top)
-        parts.append(draw_text(x, floor + 18, format_bytes(memory_top * share), anchor="middle", css="soft"))
-        parts.append(draw_text(left - 8, y + 4, format_number(rate_top * share), anchor="end", css="soft"))
-    parts.append(draw_text((left + end) / 2, height - 6, "peak memory", anchor="middle", css="soft"))
-    for trial, memory, rate in points:
-        x = left + memory / memory_top * (end - left)
-        y = floor - rate / rate_top * (floor - top)
-        title = f"{trial.number}: {trial.config.describe()}, {format_number(rate)}, {format_bytes(memory)}"
-        place = f'cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{colour(plan, trial)}"'
-        parts.append(f"<circle {place}><title>{escape(title)}</title></circle>")
-        if trial.config == plan.config or trial.purpose == "baseline":
-            parts.append(draw_text(x + 10, y + 4, "plan" if trial.config == plan.config else "baseline"))
+    chart = Chart("Speed against memory", max(memory for memory, _, _ in points), max(r for _, r, _ in points), 340)
+    parts = [*chart.axes(format_bytes, f"{plan.workload.unit}/s, over peak memory")]
+    taken: list[tuple[float, float]] = []
+    for memory, rate, trial in points:
+        parts.append(chart.dot(plan, trial, memory, rate))
+        x, y = chart.x(memory) + 10, chart.y(rate) + 4
+        while any(abs(x - other_x) < 60 and abs(y - other_y) < 13 for other_x, other_y in taken):
+            y += 13
+        taken.append((x, y))
+        name = {"best": "plan", "plain": "plain", "hand": "by hand"}.get(kind_of(plan, trial))
+        parts.append(draw_text(x, y, f"{trial.number}{f' {name}' if name else ''}"))
     return "".join([*parts, "</svg>"])
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with a rate upwards and something else across, both from zero.
+
+    Attributes:
+        title: For who cannot see it.
+        across, up: The largest figures.
+        height: Of the drawing, in its own units; it is WIDTH wide.
+    """
+
+    title: str
+    across: float
+    up: float
+    height: int
+
+    def x(self, value: float) -> float:
+        """Where a figure is, across."""
+        return 70 + value / (self.across * 1.02) * (WIDTH - 150)
+
+    def y(self, rate: float) -> float:
+        """Where a rate is, upwards."""
+        return self.height - 40 - rate / (self.up * 1.08) * (self.height - 70)
+
+    def axes(self, words: Callable[[float], str], legend: str) -> list[str]:
+        """The start of the drawing: axes with three figures each, and what they are."""
+        end = self.x(self.across)
+        parts = [open_drawing(self.height, self.title), draw_text(8, 14, legend, css="soft")]
+        parts.append(f'<path d="M70 24V{self.y(0):.1f}H{end:.1f}" fill="none" stroke="var(--line)"/>')
+        for share in (0.0, 0.5, 1.0):
+            x, y = self.x(share * self.across), self.y(share * self.up)
+            figure = words(share * self.across) if share else "0"
+            parts.append(draw_text(x, self.y(0) + 20, figure, anchor="middle", css="soft"))
+            parts.append(draw_text(62, y + 4, format_number(share * self.up), anchor="end", css="soft"))
+        return parts
+
+    def dot(self, plan: Plan, trial: Trial, across: float, rate: float) -> str:
+        """A trial, which is named where the mouse stands on it."""
+        memory = format_bytes(trial.peak_memory_bytes)
+        title = f"{trial.number}: {trial.config.describe()}, {format_number(rate)} {plan.workload.unit}/s, {memory}"
+        place = f'cx="{self.x(across):.1f}" cy="{self.y(rate):.1f}" r="5" fill="var(--{kind_of(plan, trial)})"'
+        return f"<circle {place}><title>{escape(title)}</title></circle>"
 
 
 def open_drawing(height: float, title: str) -> str:
@@ -98,7 +131,3 @@ def draw_text(
     kind = f' class="{css}"' if css else ""
     tip = f"<title>{escape(title)}</title>" if title else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(words)}{tip}</text>'
-
-
-def _short(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import re
 import xml.etree.ElementTree as ElementTree
@@ -20,7 +22,7 @@ from autoplan.report import facts, pieces, terminal
 from autoplan.report.html import render_page
 from autoplan.report.progress import LiveProgress, PlainProgress
 from autoplan.report.screen import is_plain, make_console
-from autoplan.report.svg import draw_rates, draw_tradeoff
+from autoplan.report.svg import draw_best_so_far, draw_tradeoff
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import (
     format_bytes,
@@ -220,11 +222,13 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.loads: list[str] = []
+        self.scripts = 0
         self.text = ""
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "link", "img", "iframe"):
+        if tag in ("link", "img", "iframe"):
             self.loads.append(tag)
+        self.scripts += tag == "script"
         self.loads += [name for name, _ in attributes if name in ("src", "href") or name.startswith("on")]
         if tag not in ("meta", "br"):
             self.open.append(tag)
@@ -242,6 +246,26 @@ def test_the_page_stands_alone_and_says_all() -> None:
     assert not page.open and not page.loads
     for words in ("3.20 x", "Every trial", "Ruled out, never tried", "matmuls measured 3.9 times", "Test CPU <3 GHz>"):
         assert words in page.text, words
+    assert page.scripts == 1, "the one that sorts"
+
+
+def test_a_page_of_many_trials_is_small_and_names_each_once() -> None:
+    trials = tuple(make_trial(n, TrainingConfig(micro_batch=1 + n % 2), 2.0 + n % 7) for n in range(600))
+    text = render_page(make_plan(evidence=trials))
+    assert len(text) < 1_000_000
+    labels = re.findall(r'<tr><td data-v="[\d.]+">(\d+)</td>', text)
+    assert len(labels) == len(set(labels)) == 600
+    drawing = draw_tradeoff(make_plan(evidence=(*make_plan().evidence, *trials[4:])))
+    names = re.findall(r'text-anchor="start">([^<]*)</text>', drawing)
+    assert len(names) == len(set(names)) == drawing.count("<circle") and {"0 plain", "1 plan"} < set(names)
+
+
+def test_no_script_of_a_hostile_plan_runs() -> None:
+    text = render_page(make_plan(choices=(Choice(knob="x", value="y", reason="</script><script>alert(1)</script>"),)))
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
+    allowed = re.search(r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-(.+?)'\"", text)
+    assert script and allowed and text.count("<script") == 1
+    assert base64.b64decode(allowed[1]) == hashlib.sha256(script[1].encode()).digest()
 
 
 def test_values_of_one_knob_that_one_limit_rules_out_are_one_row() -> None:
@@ -269,18 +293,18 @@ def test_values_of_one_knob_that_one_limit_rules_out_are_one_row() -> None:
 def test_the_page_escapes_what_it_shows() -> None:
     plan = make_plan(choices=(Choice(knob="precision", value="bf16", reason="<script>alert(1)</script>"),))
     text = render_page(plan)
-    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "<script>alert" not in text and "&lt;script&gt;" in text
 
 
 def test_the_drawings_are_well_formed() -> None:
     plan = make_plan()
     trials = (*plan.evidence, make_trial(4, TrainingConfig(micro_batch=1), 9.0))
     plan = make_plan(evidence=trials)
-    bars = ElementTree.fromstring(draw_rates(plan))
-    assert len(bars.findall("rect")) == 4 and "out of memory" in "".join(bars.itertext())
+    curve = ElementTree.fromstring(draw_best_so_far(plan))
+    assert len(curve.findall("circle")) == 4 and len(curve.findall("path")) == 2
     dots = ElementTree.fromstring(draw_tradeoff(plan))
     assert len(dots.findall("circle")) == 4
-    assert draw_rates(make_plan(evidence=())) == "" and draw_tradeoff(make_plan(evidence=())) == ""
+    assert draw_best_so_far(make_plan(evidence=())) == "" and draw_tradeoff(make_plan(evidence=())) == ""
 
 
 def test_a_long_list_of_what_was_ruled_out_is_cut_and_says_so() -> None:
