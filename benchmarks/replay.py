@@ -39,7 +39,7 @@ from autoplan.planner.search.state import read_state
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost, what_is_compiled
 from autoplan.planner.search.work import do
 from autoplan.planner.space.prune import keep_what_may_win
-from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
+from autoplan.planner.store.optuna_study import choices_of
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.measure import ToBeat, compare, invert, median_interval, step_terms, sum_interval
 from autoplan.planner.trials.request import FEWEST_SAMPLES
@@ -360,8 +360,7 @@ def open_session(
         slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
     )  # fmt: skip
     values = choices_of((*candidates, *recorded.plain))
-    spaces = make_distributions(values)
-    sampler = sampler_of(way.sampler, model, spaces, number)
+    sampler = None if way.sampler == "autoplan" else sampler_of(way.sampler, model, number)
     store = MemoryStore()
     known = {
         "spec": spec, "hardware": recorded.hardware, "device": "cpu", "nproc": 64, "probed": True, "profile": profile,
@@ -382,7 +381,6 @@ def open_session(
         budget_s=budget_s,
         model=model,
         sampler=sampler,
-        study=SearchStudy(spaces, sampler=sampler),
         **stands_in,
     )
 

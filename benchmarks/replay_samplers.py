@@ -11,38 +11,29 @@ at what is left of the table and at nothing else, with its own densities or its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import optuna
 from numpy.typing import NDArray
-from optuna.trial import FrozenTrial
 
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
+from autoplan.planner.search.sampler import MovingSampler
 from autoplan.strategies.config import TrainingConfig
 
 EI_CANDIDATES = 24
 """Points of which TPE takes the best: Optuna's default."""
 
 
-class UniformSampler(AutoplanSampler):
+class UniformSampler(MovingSampler):
     """Draws evenly among the candidates that are left."""
 
-    draws = True
+    def __init__(self, model: CandidateModel, *, seed: int) -> None:
+        super().__init__(model, optuna.samplers.RandomSampler(seed=seed), seed=seed)
 
-    def __init__(self, model: CandidateModel, distributions: Mapping[str, Any], *, seed: int) -> None:
-        super().__init__(model, distributions=distributions, seed=seed)
-        self.rng = np.random.default_rng(seed)
-
-    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """Any that is free."""
-        return self.model.candidates[int(self.rng.choice(np.flatnonzero(free)))]
-
-    def worth_a_trial(self) -> NDArray[np.bool_]:
-        """Every untried candidate."""
-        return self.model.assess().untried
+    def choose(self, places: NDArray[np.intp]) -> int:
+        """Any of them."""
+        return int(self.rng.choice(places))
 
 
 class PoolSampler(UniformSampler):
@@ -50,27 +41,24 @@ class PoolSampler(UniformSampler):
 
     Args:
         model: Of the candidates.
-        distributions: Of each knob.
         inner: The sampler: one of this module's.
         seed: Of the points that are drawn evenly.
     """
 
-    def __init__(
-        self, model: CandidateModel, distributions: Mapping[str, Any], inner: _Tpe | _Gp, *, seed: int
-    ) -> None:
-        super().__init__(model, distributions, seed=seed)
+    def __init__(self, model: CandidateModel, inner: _Tpe | _Gp, *, seed: int) -> None:
+        super().__init__(model, seed=seed)
         self.inner = inner
-        self.varying = {knob: values for knob, values in self.distributions.items() if not values.single()}
+        self.varying: dict[str, Any] = {knob: one for knob, one in self.spaces.items() if not one.single()}
         self.places = np.array([self._places(config) for config in self.model.candidates])
 
-    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """What the sampler chooses of those that are free."""
-        left = np.flatnonzero(free)
-        self.inner.pool, self.inner.chosen = self.places[left], None
-        self.inner.sample_relative(study, trial, self.varying)
-        if self.inner.chosen is None:
-            return super().choose(study, trial, free)
-        return self.model.candidates[int(left[self.inner.chosen])]
+    def choose(self, places: NDArray[np.intp]) -> int:
+        """What the sampler chooses of them."""
+        self.inner.pool, self.inner.chosen = self.places[places], None
+        asked = self.study.ask()
+        trial = self.study.get_trials(deepcopy=False)[asked.number]
+        self.inner.sample_relative(self.study, trial, self.varying)
+        self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
+        return super().choose(places) if self.inner.chosen is None else int(places[self.inner.chosen])
 
     def _places(self, config: TrainingConfig) -> list[float]:
         """What Optuna keeps of a configuration: the place of each value among the choices."""
@@ -104,12 +92,10 @@ class _Gp(optuna.samplers.GPSampler):
         return self.pool[self.chosen]
 
 
-def sampler_of(name: str, model: CandidateModel, spaces: Mapping[str, Any], seed: int) -> AutoplanSampler:
-    """The sampler of a replay: autoplan, tpe, gp or random."""
+def sampler_of(name: str, model: CandidateModel, seed: int) -> MovingSampler:
+    """What draws the looks of a replay: tpe, gp or random."""
     if name == "random":
-        return UniformSampler(model, spaces, seed=seed)
+        return UniformSampler(model, seed=seed)
     if name == "tpe":
-        return PoolSampler(model, spaces, _Tpe(seed=seed, multivariate=True, n_startup_trials=5), seed=seed)
-    if name == "gp":
-        return PoolSampler(model, spaces, _Gp(seed=seed), seed=seed)
-    return make_sampler(name, model, spaces, seed=seed)
+        return PoolSampler(model, _Tpe(seed=seed, multivariate=True, n_startup_trials=5), seed=seed)
+    return PoolSampler(model, _Gp(seed=seed), seed=seed)

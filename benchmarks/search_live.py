@@ -44,7 +44,6 @@ from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.setup import SearchContext, prepare_search
 from autoplan.planner.store.journal import RecordFile
-from autoplan.planner.store.optuna_study import SearchStudy, choices_of, make_distributions
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -156,19 +155,15 @@ def by_tpe(live: Live, seed: int) -> Choice:
     """Trials until the budget is over, at points that TPE draws; illegal points cost nothing. Takes the fastest."""
     context = live.space()
     model = ListedCandidates(context.candidates)
-    spaces = make_distributions(choices_of(context.candidates))
-    sampler = make_sampler("tpe", model, spaces, seed=seed)
-    study = SearchStudy(spaces, sampler=sampler)
+    sampler = make_sampler("tpe", model, seed=seed)
     trials: list[Trial] = []
     with live.fresh_cache("tpe") as env, Zygote(preload=preload_for(context.spec), env=env) as zygote:
         runner = live.runner(zygote, f"tpe-{seed}")
         began = time.monotonic()
-        while (left_s := began + live.budget_s - time.monotonic()) > 0 and sampler.reason_to_stop() is None:
-            asked = study.ask(len(trials))
-            config = TrainingConfig.model_validate(asked.params)
+        while (left_s := began + live.budget_s - time.monotonic()) > 0 and model.assess().untried.any():
+            config = sampler.draw(left_s)
             trials.append(run_trial(runner, config, number=len(trials), deadline_s=left_s))
             model.observe(trials[-1])
-            study.tell(asked, trials[-1])
     return fastest(live, trials, time.monotonic() - began)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import optuna
 
-from autoplan.planner.search import next_work, sampler
+from autoplan.planner.search import candidate_model, next_work
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.state import check_s
 from autoplan.planner.search.work import do
@@ -77,11 +77,11 @@ def scored_as(way: SearchMethod) -> Iterator[None]:
     """Within it, pieces of work are compared as a method has it."""
     before = next_work.score
     if way is METHODS["per_second"]:
-        next_work.score = sampler.score = lambda gain, cost_s: np.asarray(gain / np.maximum(cost_s, 1.0))
+        next_work.score = candidate_model.score = lambda gain, cost_s: np.asarray(gain / np.maximum(cost_s, 1.0))
     try:
         yield
     finally:
-        next_work.score = sampler.score = before
+        next_work.score = candidate_model.score = before
 
 
 def curve(recorded: Recorded, way: SearchMethod, number: int, budget_s: float, *, to_end: bool = True) -> list[Point]:

@@ -13,7 +13,7 @@ Read next_work.py first: it says what runs next and why. In the order of the dat
 - references.py: the plain run and the hand setting;
 - compile_ahead.py: compiles the next candidates side by side before they are measured;
 - candidate_model.py: what is known of the candidates: predictions, corrected by the trials so far;
-- sampler.py: picks the next candidate;
+- sampler.py: our sampler in a user's own study, and any other of Optuna's as what draws the looks;
 - surrogate.py: predicts all candidates from the cost model and the trials;
 - trial_cost.py: predicts how long a trial and a parity check take;
 - selection.py: ranks the measured configurations;

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.records.trials import Objective, Outcome, Trial
+from autoplan.planner.search.next_work import score
 from autoplan.planner.search.objective import THROUGHPUT, best_trial, view
 from autoplan.planner.search.selection import has_lasting_load
 from autoplan.planner.search.surrogate import Z_90, Array, Posterior, Prior, Surrogate, expected_improvement
@@ -192,6 +193,22 @@ class CandidateModel:
             return 1.0
         return self._cost.one_s(config, float(self.estimator.table([config]).step_time_s[0]))
 
+    def hopeful(self) -> NDArray[np.bool_]:
+        """Which candidates are untried and can still win."""
+        return prospects(self.assess())[1]
+
+    def in_order(self, wanted: NDArray[np.bool_]) -> list[TrainingConfig]:
+        """The wanted candidates, the highest score first (`next_work.score`)."""
+        now = self.assess()
+        return [self.candidates[index] for index in ordered(now, prospects(now)[0], wanted)]
+
+    def ranking(self, time_left_s: float = math.inf) -> list[TrainingConfig]:
+        """The candidates in the order in which they would be next if no trial taught anything new.
+
+        Only those that can win, and whose trial fits in the time left.
+        """
+        return self.in_order(self.hopeful() & (self.assess().cost_s <= time_left_s))
+
     def gain_of(self, config: TrainingConfig) -> float:
         """The expected improvement by one candidate; 0 for what is none, or was tried."""
         if config not in self.legal:
@@ -249,6 +266,12 @@ def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
     optimistic = posterior.log_time - OPTIMISM_Z * posterior.log_time_sd
     can_win = (optimistic < best - LEAST_LEAD) & (chance > LEAST_CHANCE) & (gain > LEAST_GAIN)
     return gain, now.untried & can_win
+
+
+def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int]:
+    """The indices of the wanted candidates, the highest score first (`next_work.score`)."""
+    places = np.flatnonzero(wanted)
+    return [int(places[i]) for i in np.argsort(-score(gain[places], now.cost_s[places]), kind="stable")]
 
 
 def _fast_siblings(candidates: Sequence[TrainingConfig]) -> dict[int, TrainingConfig]:

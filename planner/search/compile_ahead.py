@@ -121,7 +121,8 @@ class CompileAhead:
         where batches differ in size: each size is compiled anew.
         """
         session, cost = self.session, self.session.trial_cost
-        ranked, sizes = session.sampler.ranking(), session.context.spec.batch_sizes
+        ranked = session.model.ranking(session.left_s) if session.sampler is None else []
+        sizes = session.context.spec.batch_sizes
         if self._stopped or not ranked or not self._may(ranked[0]) or (sizes is not None and sizes.vary):
             return []
         graphs: dict[TrainingConfig, TrainingConfig] = {}

@@ -97,7 +97,12 @@ def make_plan(
         claim=claim,
         hand=_against_hand(session, winner, candidates),
         alternatives=tuple(_alternatives(session, winner, candidates, session.run_spread)),
-        untried=find_untried(session.sampler, winner.config, against.candidate.step_time.median),
+        untried=find_untried(
+            session.model,
+            winner.config,
+            against.candidate.step_time.median,
+            drawn=session.sampler is not None,
+        ),
         parity=parity,
         unverified=unverified,
         failed_parity=_failed_parity(session),

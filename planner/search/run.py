@@ -27,7 +27,6 @@ from autoplan.planner.search.options import (
 )
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search
 from autoplan.planner.search.state import plain_needs_s, read_state
@@ -36,11 +35,9 @@ from autoplan.planner.search.work import do
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import check_out
 from autoplan.planner.store.locks import DeviceLock, device_names
-from autoplan.planner.store.optuna_study import SearchStudy, make_distributions
 from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
 from autoplan.processes import Zygote
-from autoplan.strategies.config import micro_batches
 
 __all__ = [
     "Bound",
@@ -214,9 +211,11 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
     options, store = run.options, run.store
     kept_s = loading_s(options.loader, run.budget_s)
     model = make_model(options, context, store, run.budget_s - kept_s)
-    values = dict(context.space.values) | {"micro_batch": tuple(micro_batches(context.spec.global_batch))}
-    distributions = make_distributions(values)
-    sampler = make_sampler(options.sampler, model, distributions, seed=options.seed)
+    sampler = None
+    if options.sampler != "autoplan":
+        from autoplan.planner.search.sampler import make_sampler
+
+        sampler = make_sampler(options.sampler, model, seed=options.seed)
     runner = TrialRunner(
         zygote,
         context.spec,
@@ -236,7 +235,6 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
         loading_s=kept_s,
         model=model,
         sampler=sampler,
-        study=SearchStudy(distributions, store.trials, sampler),
         runner=runner,
     )
     for trial in store.trials:

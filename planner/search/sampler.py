@@ -1,4 +1,4 @@
-"""Samplers of the Optuna study: ours, and any other of Optuna's with its points moved to legal candidates.
+"""Samplers of Optuna: ours for a study of a user's own, and any other as what draws the looks of a search.
 
     candidates = [TrainingConfig(micro_batch=m, precision=p) for m in (1, 2, 4) for p in ("fp32", "bf16")]
     sampler = AutoplanSampler(candidates)
@@ -7,30 +7,27 @@
         trial = study.ask(sampler.distributions)
         study.tell(trial, seconds_of(TrainingConfig.model_validate(trial.params)))
 
-A search does the same with a cost model behind the candidates. Both samplers follow the contract of
-`optuna.samplers.BaseSampler`: what they know of other trials they read from the study.
+A search ranks its candidates with the same model, with a cost model behind it, and needs no study
+(candidate_model.py); only where another sampler draws, that one has a study here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optuna
 from numpy.typing import NDArray
-from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
 from autoplan.errors import UsageError
-from autoplan.planner.search.candidate_model import Assessment, CandidateModel, prospects
-from autoplan.planner.search.next_work import ENDS, score
-from autoplan.planner.search.surrogate import Array
-from autoplan.planner.store.optuna_study import choices_of, make_distributions, read_trial, to_params
+from autoplan.planner.search.candidate_model import CandidateModel
+from autoplan.planner.search.next_work import ENDS
+from autoplan.planner.store.optuna_study import add_trials, choices_of, make_distributions, read_trial, to_params
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -40,81 +37,33 @@ if TYPE_CHECKING:
 class AutoplanSampler(optuna.samplers.BaseSampler):
     """Legal candidates only, each once: the one with the most expected improvement for its cost.
 
+    It follows the contract of `optuna.samplers.BaseSampler`: what it knows of other trials it reads from the study.
+
     Args:
-        candidates: The legal configurations; a search gives a model of them, with its cost model.
-        distributions: The study's distribution of each knob; None: one categorical of the candidates' own values.
+        candidates: The legal configurations, or a model of them.
         seed: Of parameters that are no knobs. The choice of a candidate draws nothing.
 
-    `distributions` is what to ask a study with: `study.ask(sampler.distributions)`. A search sets `time_left_s` before
-    it asks: how long the next trial may take, by its expected cost.
+    `distributions` is what to ask a study with, one categorical of the candidates' own values for each knob:
+    `study.ask(sampler.distributions)`.
 
     Raises:
         UsageError: there are no candidates.
     """
 
-    draws = False
-    """Whether the next candidate is drawn; else `ranking` knows it."""
-
-    def __init__(
-        self,
-        candidates: Sequence[TrainingConfig] | CandidateModel,
-        *,
-        distributions: Mapping[str, BaseDistribution] | None = None,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, candidates: Sequence[TrainingConfig] | CandidateModel, *, seed: int | None = None) -> None:
         self.model = candidates if isinstance(candidates, CandidateModel) else CandidateModel(candidates)
         if not self.model.candidates:
             raise UsageError("the sampler was given no candidates", hint="Give it at least one TrainingConfig.")
-        self.distributions: dict[str, BaseDistribution] = dict(
-            make_distributions(choices_of(self.model.candidates)) if distributions is None else distributions
-        )
-        self.time_left_s = math.inf
+        self.distributions: dict[str, BaseDistribution] = dict(make_distributions(choices_of(self.model.candidates)))
         self._other_parameters = optuna.samplers.RandomSampler(seed)
-
-    def worth_a_trial(self) -> NDArray[np.bool_]:
-        """Which candidates are: the untried ones that can still win."""
-        return prospects(self.model.assess())[1]
-
-    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """The configuration of a trial, among the candidates that are free (at least one): the highest score.
-
-        Of those that can win and that fit in the time left, where there are any.
-        """
-        now = self.model.assess()
-        gain, hopeful = prospects(now)
-        masks = (free & hopeful & (now.cost_s <= self.time_left_s), free & hopeful, free)
-        wanted = next(mask for mask in masks if mask.any())
-        return self.model.candidates[ordered(now, gain, wanted)[0]]
-
-    def ranking(self, *, in_time: bool = True) -> list[TrainingConfig]:
-        """The untried candidates in the order in which they would be next if no trial taught anything new.
-
-        Only those that can win, and whose trial fits in `time_left_s`; none if the next one is drawn.
-
-        Args:
-            in_time: False: as if there was all the time.
-        """
-        if self.draws:
-            return []
-        now = self.model.assess()
-        gain, hopeful = prospects(now)
-        wanted = hopeful & (now.cost_s <= self.time_left_s) if in_time else hopeful
-        return [self.model.candidates[index] for index in ordered(now, gain, wanted)]
 
     def reason_to_stop(self, study: optuna.Study | None = None) -> str | None:
         """Why no further trial is worth making, None while one is. With a study: after the trials that it has now."""
         if study is not None:
             self.learn(study)
-        now, worth = self.model.assess(), self.worth_a_trial()
-        if not now.untried.any():
+        if not self.model.assess().untried.any():
             return "every candidate was tried"
-        if not worth.any():
-            return ENDS["nothing_left"]
-        if not (worth & (now.cost_s <= self.time_left_s)).any():
-            return ENDS["time"]
-        return None
-
-    # Optuna's contract.
+        return None if self.model.hopeful().any() else ENDS["nothing_left"]
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Every knob: a configuration is sampled as a whole."""
@@ -126,13 +75,14 @@ class AutoplanSampler(optuna.samplers.BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A candidate that no trial has or had; where all were tried, the best one again."""
+        """A candidate that no trial has or had, of those that can win where any can; where all were tried, the best."""
         self.learn(study)
         running = {_config_of(other) for other in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
         free = self.model.assess().untried & np.array([one not in running for one in self.model.candidates])
         best = self.model.best_trial()
         if free.any():
-            config = self.choose(study, trial, free)
+            hopeful = free & self.model.hopeful()
+            config = self.model.in_order(hopeful if hopeful.any() else free)[0]
         else:
             config = self.model.candidates[0] if best is None else best.config
         return {knob: value for knob, value in to_params(config).items() if knob in search_space}
@@ -170,94 +120,51 @@ class AutoplanSampler(optuna.samplers.BaseSampler):
             self.model.observe(trial)
 
 
-def ordered(now: Assessment, gain: Array, wanted: NDArray[np.bool_]) -> list[int]:
-    """The indices of the wanted candidates, the highest score first (`next_work.score`)."""
-    places = np.flatnonzero(wanted)
-    return [int(places[i]) for i in np.argsort(-score(gain[places], now.cost_s[places]), kind="stable")]
+class MovingSampler:
+    """Another sampler of Optuna as what draws the looks of a search: each point is moved to the nearest free candidate.
 
-
-class MovingSampler(AutoplanSampler):
-    """Another sampler of Optuna, each of whose points is moved to the nearest legal candidate that is free.
-
-    The nearest is the one that differs in the fewest knobs; of several, one is drawn. The other sampler draws in a
-    study of its own, in memory, in which each knob has the candidates' values alone. That study is given each trial at
-    the point where it was made; what was drawn counts as failed there.
+    The nearest is the one that differs in the fewest knobs; of several, one is drawn. The sampler draws in a study of
+    its own, in memory, in which each knob has the candidates' values alone. That study is given each trial of the
+    search at the point where it was made; what was drawn counts as failed there.
 
     Args:
-        candidates: The legal configurations, or a model of them.
+        model: Of the candidates; it has the trials of the search.
         inner: The sampler that draws.
-        distributions: The real study's distribution of each knob; None: one categorical of the candidates' own values.
         seed: Of the candidate that is drawn among several.
     """
 
-    draws = True
-
-    def __init__(
-        self,
-        candidates: Sequence[TrainingConfig] | CandidateModel,
-        inner: optuna.samplers.BaseSampler,
-        *,
-        distributions: Mapping[str, BaseDistribution] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(candidates, distributions=distributions, seed=seed)
-        self.inner = inner
-        self._rng = np.random.default_rng(seed)
-        self._own = optuna.create_study(direction="minimize", sampler=inner)
-        self._told: set[int] = set()
-        self._choices = choices_of(self.model.candidates)
-        self._spaces: dict[str, BaseDistribution] = {
-            knob: CategoricalDistribution(values) for knob, values in self._choices.items()
-        }
-        rows = [[getattr(one, knob) for knob in self._choices] for one in self.model.candidates]
+    def __init__(self, model: CandidateModel, inner: optuna.samplers.BaseSampler, *, seed: int | None = None) -> None:
+        self.model = model
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.study = optuna.create_study(direction="minimize", sampler=inner)
+        self.rng = np.random.default_rng(seed)
+        self._told = 0
+        choices = choices_of(model.candidates)
+        self.spaces = {knob: optuna.distributions.CategoricalDistribution(values) for knob, values in choices.items()}
+        rows = [[getattr(one, knob) for knob in choices] for one in model.candidates]
         self._knobs = np.array(rows, dtype=object)
 
-    def worth_a_trial(self) -> NDArray[np.bool_]:
-        """Every untried candidate."""
-        return self.model.assess().untried
+    def draw(self, time_left_s: float) -> TrainingConfig:
+        """The next candidate: an untried one, that fits in the time left where any does."""
+        trials = self.model.trials
+        add_trials(self.study, trials[self._told :], self.spaces)
+        self._told = len(trials)
+        now = self.model.assess()
+        in_time = now.untried & (now.cost_s <= time_left_s)
+        return self.model.candidates[self.choose(np.flatnonzero(in_time if in_time.any() else now.untried))]
 
-    def choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.bool_]) -> TrainingConfig:
-        """The nearest to what the other sampler draws, of those that fit in the time left where any does."""
-        self._tell(study)
-        affordable = free & (self.model.assess().cost_s <= self.time_left_s)
-        places = np.flatnonzero(affordable if affordable.any() else free)
-        asked = self._own.ask(self._spaces)
-        point = np.array([asked.params[knob] for knob in self._choices], dtype=object)
-        away = (self._knobs[places] != point).sum(axis=1)
+    def choose(self, places: NDArray[np.intp]) -> int:
+        """The index of the candidate nearest to a point that is drawn, among some indices."""
+        asked = self.study.ask(dict(self.spaces))
         with contextlib.suppress(RuntimeError):  # a grid's last point: "Study.stop" outside of a loop
-            self._own.tell(asked, state=TrialState.FAIL)
-        return self.model.candidates[int(self._rng.choice(places[away == away.min()]))]
-
-    def reseed_rng(self) -> None:
-        """Gives what is drawn another seed, in the other sampler too."""
-        super().reseed_rng()
-        self.inner.reseed_rng()
-
-    def _tell(self, study: optuna.Study) -> None:
-        """Tells the other sampler what became of the real study's trials; never a NaN or a missing value."""
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-            known = all(trial.params.get(knob) in values for knob, values in self._choices.items())
-            if trial.number not in self._told and known:
-                self._told.add(trial.number)
-                self._own.add_trial(
-                    optuna.trial.create_trial(
-                        state=trial.state,
-                        value=trial.value,
-                        params={knob: trial.params[knob] for knob in self._spaces},
-                        distributions=self._spaces,
-                        constraints=trial.constraints,
-                    )
-                )
+            self.study.tell(asked, state=TrialState.FAIL)
+        point = np.array([asked.params[knob] for knob in self.spaces], dtype=object)
+        away = (self._knobs[places] != point).sum(axis=1)
+        return int(self.rng.choice(places[away == away.min()]))
 
 
-def make_sampler(
-    wanted: str | optuna.samplers.BaseSampler,
-    model: CandidateModel,
-    distributions: Mapping[str, BaseDistribution],
-    *,
-    seed: int,
-) -> AutoplanSampler:
-    """The sampler of a search: ours, or one of Optuna's by its name or as an object.
+def make_sampler(wanted: Any, model: CandidateModel, *, seed: int) -> MovingSampler:
+    """What draws the looks of a search: a sampler of Optuna's, by its name (tpe, random) or as an object.
 
     Raises:
         UsageError: an AutoplanSampler as an object: it would not have the search's cost model.
@@ -267,14 +174,11 @@ def make_sampler(
             f"--sampler is {type(wanted).__name__} with candidates of its own",
             hint='Leave it out: a search uses it by itself ("autoplan"), with its own candidates and cost model.',
         )
-    if wanted == "autoplan":
-        return AutoplanSampler(model, distributions=distributions, seed=seed)
     if wanted == "tpe":
         wanted = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=5)
-    elif isinstance(wanted, str):
-        assert wanted == "random", wanted
+    elif wanted == "random":
         wanted = optuna.samplers.RandomSampler(seed=seed)
-    return MovingSampler(model, wanted, distributions=distributions, seed=seed)
+    return MovingSampler(model, wanted, seed=seed)
 
 
 def _config_of(trial: FrozenTrial) -> TrainingConfig | None:

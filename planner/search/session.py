@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan.planner.records.trials import (
-    REPEATS,
     ClaimRounds,
     Objective,
     Outcome,
@@ -27,11 +26,9 @@ from autoplan.planner.search.next_work import EndedBy, Work
 from autoplan.planner.search.objective import best_trial, contenders
 from autoplan.planner.search.objective import order as ordered
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions
-from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import CandidateRuns, collect_runs, has_lasting_load, measured_spread
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, ModelCost, TrialCost
-from autoplan.planner.store.optuna_study import SearchStudy
 from autoplan.planner.store.store import Store
 from autoplan.planner.trials.measure import Spread, ToBeat
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner, make_attempt, with_first_loss_compared
@@ -39,7 +36,7 @@ from autoplan.processes import ProcessReport, Progress, Zygote
 from autoplan.strategies.config import PLAIN, TrainingConfig
 
 if TYPE_CHECKING:
-    import optuna
+    from autoplan.planner.search.sampler import MovingSampler
 
 OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
@@ -65,8 +62,7 @@ class Session:
         options, observer, store, zygote, context: As given to the search.
         budget_s: Seconds over all runs.
         model: What is known of the candidates.
-        sampler: Says which candidates can still win, and what each gains.
-        study: Optuna's study.
+        sampler: What draws the looks, where --sampler names one; None: `next_work` names them.
         runner: Runs trials.
         notes: Sentences for the plan.
         did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
@@ -86,9 +82,8 @@ class Session:
     context: SearchContext
     budget_s: float
     model: CandidateModel
-    sampler: AutoplanSampler
-    study: SearchStudy
     runner: TrialRunner
+    sampler: MovingSampler | None = None
     notes: list[str] = field(default_factory=list)
     did_not_run: list[str] = field(default_factory=list)
     lost_in_a_row: int = 0
@@ -265,7 +260,9 @@ class Session:
         for compiled in (one for group in self.store.compiled_ahead for one in group.compiled):
             if compiled.compile_s is not None:
                 model.observe_ahead(compiled.config, None)
-        self.context, self.model, self.sampler.model = context, model, model
+        self.context, self.model = context, model
+        if self.sampler is not None:
+            self.sampler.model = model
 
     def predict(self, config: TrainingConfig) -> Prediction:
         """The cost model's prediction, as it is calibrated now."""
@@ -312,11 +309,10 @@ class Session:
         to_beat: ToBeat | None = None,
         method: Literal["whole_steps", "parts"] | None = None,
         round: int | None = None,
-        asked: optuna.trial.Trial | None = None,
     ) -> Trial:
         """Runs one trial and writes it to disk before anything else happens.
 
-        A Ctrl-C passes through; the trial that it ended is closed in the study and not kept in the record.
+        A Ctrl-C passes through; the trial that it ended is not kept in the record.
 
         Args:
             purpose, config: What it is for, and what is measured.
@@ -325,7 +321,6 @@ class Session:
             to_beat: The leader's step time: a look that a bound puts behind it is stopped. None: it is not stopped.
             method: As an earlier run of it was timed.
             round: Of a pair or a round of the claim.
-            asked: The study's own trial, if the study chose the configuration.
         """
         number = self.store.next_number
         prediction = self.predict(config)
@@ -342,27 +337,19 @@ class Session:
             round=round,
             remeasure=0.0 if has_lasting_load(self.store.trials) else REMEASURE,
         )
-        if asked is None and purpose not in REPEATS:
-            asked = self.study.ask(number, config)
-        try:
-            trial = self.runner.run(
-                order,
-                on_progress=self.on_progress,
-                on_attempt=lambda report: self.add_attempt(purpose, report, number=number, config=config),
-                left_s=lambda: self.hard_deadline_s(0.0),
-            )
-        except BaseException:
-            if asked is not None:
-                self.study.drop(asked)
-            raise
+        trial = self.runner.run(
+            order,
+            on_progress=self.on_progress,
+            on_attempt=lambda report: self.add_attempt(purpose, report, number=number, config=config),
+            left_s=lambda: self.hard_deadline_s(0.0),
+        )
         if trial.did_not_run:
-            return self._set_aside(trial, asked)
+            return self._set_aside(trial)
         trial = with_first_loss_compared(trial, self.baseline)
         self.lost_in_a_row = 0
         self.store.add_trial(trial)
-        if asked is not None:
+        if not trial.is_repeat:
             self.model.observe(trial)
-            self.study.tell(asked, trial)
         self.store.tick(force=True)
         self.observer.on_trial_finished(trial, self.best, self.budget())
         return trial
@@ -375,13 +362,11 @@ class Session:
         self.store.add_attempt(attempt)
         self.observer.on_note(f"something outside ended {attempt.describe()}")
 
-    def _set_aside(self, trial: Trial, asked: optuna.trial.Trial | None) -> Trial:
-        """A configuration that did not run: neither the record nor the sampler has a verdict on it.
+    def _set_aside(self, trial: Trial) -> Trial:
+        """A configuration that did not run: neither the record nor the model has a verdict on it.
 
         It is not tried again in this run of the search, but in the next one.
         """
-        if asked is not None:
-            self.study.drop(asked)
         self.model.set_aside(trial.config)
         self.did_not_run.append(f"{trial.purpose} trial of {trial.config.describe()}: {trial.reason}")
         self.lost_in_a_row += 1

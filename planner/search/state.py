@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.planner.records.trials import WorkLine
-from autoplan.planner.search.candidate_model import prospects
+from autoplan.planner.search.candidate_model import ordered, prospects
 from autoplan.planner.search.claim import claim_progress, rounds_needed
 from autoplan.planner.search.next_work import (
     CLAIM_ROUNDS,
@@ -25,7 +25,6 @@ from autoplan.planner.search.next_work import (
 )
 from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
-from autoplan.planner.search.sampler import ordered
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
 from autoplan.planner.search.trial_cost import parity_s
@@ -83,7 +82,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
         claim=claim,
         claim_began=began,
         out_of_looks=out_of_looks,
-        hopeful=bool(session.sampler.worth_a_trial().any()),
+        hopeful=bool((session.model.hopeful() if session.sampler is None else session.model.assess().untried).any()),
     )
 
 
@@ -141,8 +140,8 @@ def looks_of(
 
 def _looks(session: Session) -> Iterator[Option]:
     """Our sampler's candidates; of another sampler one that it is going to draw."""
-    model, sampler = session.model, session.sampler
-    if not sampler.draws:
+    model = session.model
+    if session.sampler is None:
 
         def after(config: TrainingConfig, look_s: float) -> tuple[float, float]:
             return needs_s(session, config, look_s), check_s(session, config)

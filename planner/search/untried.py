@@ -1,6 +1,6 @@
 """What was not tried when the search ended: what it would try next, how much better that could be, how probably.
 
-In: the sampler with what is known of the candidates, and what was found. Out: an `Untried`, for the plan and the
+In: what is known of the candidates, and what was found. Out: an `Untried`, for the plan and the
 screen.
 """
 
@@ -17,38 +17,40 @@ from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.surrogate import Z_90, expected_improvement, normal_cdf
 
 if TYPE_CHECKING:
-    from autoplan.planner.search.sampler import AutoplanSampler
+    from autoplan.planner.search.candidate_model import CandidateModel
     from autoplan.strategies.config import TrainingConfig
 
 
-def find_untried(sampler: AutoplanSampler, found: TrainingConfig, step_time_s: float) -> Untried | None:
-    """The sampler's own next choice with all the time it needs; None where all candidates were tried.
+def find_untried(
+    model: CandidateModel, found: TrainingConfig, step_time_s: float, *, drawn: bool = False
+) -> Untried | None:
+    """The next look with all the time it needs; None where all candidates were tried.
 
     Where none could still win, or another sampler draws: the untried candidate with the largest expected gain. None too
     where memory is looked for: there every second trial looks for speed, so that one figure does not say what the next
     one is for.
 
     Args:
-        sampler: Knows the candidates, after all trials.
+        model: Of the candidates, after all trials.
         found: The configuration that they are compared with: the plan's, or the best so far.
         step_time_s: Of it, as it is reported.
+        drawn: Another sampler draws the looks.
 
     The figures are those of the surrogate's posterior, which the trials have calibrated. The chance that any of the
     untried is better is larger than that of one, and not known: their errors belong together.
     """
-    model = sampler.model
     known = model.assess()
     if model.objective.name == "memory" or not known.untried.any():
         return None
     posterior, _ = known.target
     best = math.log(step_time_s * devices_of(model.objective, found))
-    ranking = sampler.ranking(in_time=False)
+    ranking = [] if drawn else model.ranking()
     tried_next: bool | None = True
     if ranking:
         first = model.candidates.index(ranking[0])
     else:
         first = int(np.argmax(np.where(known.untried, expected_improvement(posterior, best), -1.0)))
-        tried_next = None if sampler.draws else False
+        tried_next = None if drawn else False
     mean, sd = float(posterior.log_time[first]), float(posterior.log_time_sd[first])
     runs = float(posterior.fits[first] * posterior.works[first])
     better = float(normal_cdf(np.array([(best - mean) / sd]))[0])

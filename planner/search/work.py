@@ -110,10 +110,11 @@ def run_look(session: Session, work: Work) -> None:
     """The first trial of a configuration: does it fit, and may it be faster than the leader?"""
     if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
         raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {session.did_not_run[-1]}")
-    session.sampler.time_left_s = session.left_s - needs_s(session, work.config or session.model.candidates[0])
-    asked = session.study.ask(session.store.next_number, work.config)
-    config = TrainingConfig.model_validate(asked.params)
-    _look(session, "search", config, asked)
+    config = work.config
+    if config is None:
+        assert session.sampler is not None, "a look that is drawn by nobody has its configuration"
+        config = session.sampler.draw(session.left_s - needs_s(session, session.model.candidates[0]))
+    _look(session, "search", config)
 
 
 def run_hand_setting(session: Session, work: Work) -> None:
@@ -122,10 +123,10 @@ def run_hand_setting(session: Session, work: Work) -> None:
     if session.has_verdict(work.config):
         return  # the search has tried it
     session.observer.on_phase("hand setting", work.config.describe())
-    _look(session, "reference", work.config, None)
+    _look(session, "reference", work.config)
 
 
-def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any) -> None:
+def _look(session: Session, purpose: Purpose, config: TrainingConfig) -> None:
     expected_s = session.model.cost_s(config)
     leader = session.leader
     after_s = max(needs_s(session, config), 0.0 if leader is None else leader_needs_s(session, leader))
@@ -140,7 +141,6 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig, asked: Any
         deadline_s=min(budget_s, own_s),
         deadline_of_budget=budget_s < own_s,
         to_beat=to_beat(session.objective, session.best_eligible, config, session.run_spread, session.trials_done),
-        asked=asked,
     )
 
 

@@ -1,1 +1,1 @@
-"""The store of a study: its folder, its journal, and the Optuna study that is made from it."""
+"""The store of a study: its folder, its journal, and the study of Optuna's that can be made from it."""

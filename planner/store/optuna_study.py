@@ -1,9 +1,8 @@
-"""The Optuna study of a search: one process asks and tells it, in memory.
+"""The trials of a search as a study of Optuna's.
 
-The record (planner/store/store.py) is the only copy on disk: a search that goes on makes its study from the record's
-trials, and `load_study` does so for Optuna's importance, plots and dashboard. Each knob is one parameter with one fixed
-distribution, as those need. Which configuration is next is the business of the study's sampler, any
-`optuna.samplers.BaseSampler`.
+The record (planner/store/store.py) is the only copy on disk. `load_study` makes a study of it, for Optuna's importance,
+plots and dashboard. Each knob is one parameter with one fixed distribution, as those need. A sampler of Optuna's that
+draws the looks of a search has such a study too, in memory.
 """
 
 from __future__ import annotations
@@ -23,63 +22,10 @@ from autoplan.strategies.config import KNOBS, TrainingConfig, knob_values
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution
+    from optuna.distributions import CategoricalDistribution
     from optuna.trial import FrozenTrial
 
 NUMBER = "autoplan_trial"
-
-
-class SearchStudy:
-    """The study of one search.
-
-    Args:
-        distributions: The distribution of each knob (`make_distributions`).
-        trials: The finished trials of the record.
-        sampler: Says which configuration is next, where none is given; None: Optuna's own default.
-
-    Attributes:
-        study: Optuna's own object.
-    """
-
-    def __init__(
-        self,
-        distributions: Mapping[str, CategoricalDistribution],
-        trials: Sequence[Trial] = (),
-        sampler: optuna.samplers.BaseSampler | None = None,
-    ) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.study = optuna.create_study(direction="minimize", sampler=sampler)
-        self._spaces: dict[str, BaseDistribution] = dict(distributions)
-        _add_trials(self.study, trials, distributions)
-
-    def ask(self, number: int, config: TrainingConfig | None = None) -> optuna.trial.Trial:
-        """A RUNNING trial of the study: of the configuration that is given, else of the one that the sampler gives.
-
-        Args:
-            number: The trial's number in the record.
-            config: What is measured whatever the sampler says: the baseline, the careful hand setting.
-        """
-        if config is not None:
-            self.study.enqueue_trial(to_params(config))
-        trial = self.study.ask(self._spaces)
-        trial.set_user_attr(NUMBER, number)
-        return trial
-
-    def tell(self, asked: optuna.trial.Trial, trial: Trial) -> None:
-        """Tells how it ended: reason and memory first, since a finished trial cannot be changed."""
-        state, figure = _state(trial)
-        for key, value in _attributes(trial).items():
-            asked.set_user_attr(key, value)
-        asked.set_constraint("memory", _memory_violation(trial))
-        self.study.tell(asked, figure, state=state)
-
-    def drop(self, asked: optuna.trial.Trial) -> None:
-        """Ends a trial that was asked for but never run."""
-        import optuna
-
-        self.study.tell(asked, state=optuna.trial.TrialState.FAIL)
 
 
 def load_study(folder: str | Path, storage: str | optuna.storages.BaseStorage | None = None) -> optuna.Study:
@@ -108,14 +54,14 @@ def load_study(folder: str | Path, storage: str | optuna.storages.BaseStorage | 
             hint="Give the folder of one search: SearchResult.store, or DIR/IDENTITY below --store DIR.",
         ) from error
     study = optuna.create_study(storage=storage, study_name="autoplan", direction="minimize")
-    _add_trials(study, trials, make_distributions(choices_of(trial.config for trial in trials)))
+    add_trials(study, trials, make_distributions(choices_of(trial.config for trial in trials)))
     return study
 
 
-def _add_trials(
+def add_trials(
     study: optuna.Study, trials: Sequence[Trial], distributions: Mapping[str, CategoricalDistribution]
 ) -> None:
-    """Adds the looks of a record; not those whose family was left out since."""
+    """Adds the looks among some trials; not those that a distribution has no value for."""
     import optuna
 
     for trial in trials:
@@ -165,7 +111,7 @@ def to_params(config: TrainingConfig) -> dict[str, Any]:
 
 
 def read_trial(frozen: FrozenTrial, memory_limit_bytes: float) -> Trial | None:
-    """A finished trial of any study over the knobs as a record; None: it was never run, or it is no configuration.
+    """A finished trial of any study over the knobs as a record; None: it is no configuration.
 
     The value is the step time in seconds. Where the study was not a search's own, a trial with a constraint above zero
     ran out of memory, one that failed crashed, and one that was pruned ran but has no time. Without a memory limit, out
@@ -175,8 +121,6 @@ def read_trial(frozen: FrozenTrial, memory_limit_bytes: float) -> Trial | None:
         ValueError: the value is no step time.
     """
     attributes = frozen.user_attrs
-    if NUMBER in attributes and "outcome" not in attributes:
-        return None  # asked for and dropped
     try:
         config = TrainingConfig.model_validate({k: v for k, v in frozen.params.items() if k in KNOBS})
     except ValidationError:

@@ -16,7 +16,7 @@ import pytest
 
 from autoplan.errors import UsageError
 from autoplan.planner.records.trials import Interval, Outcome, Trial, Window
-from autoplan.planner.search import next_work, sampler
+from autoplan.planner.search import candidate_model, next_work
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.trials.measure import ToBeat
@@ -199,7 +199,7 @@ def test_every_method_finds_the_best_of_a_known_table(known: Recorded, method: s
     shares = [point.share for point in points]
     assert shares == sorted(shares) and shares[-1] == 1.0
     assert [point.seconds for point in points] == sorted(point.seconds for point in points)
-    assert next_work.score is sampler.score  # as it was
+    assert next_work.score is candidate_model.score  # as it was
 
 
 def test_a_replay_has_the_pieces_of_a_live_search(known: Recorded):

@@ -53,9 +53,11 @@ class Simulated(Session):
         self.options.wanted = SimpleNamespace(name="throughput")
         self.observer = SearchObserver()
         self.model: Any = SimpleNamespace(
-            trial_cost=SimpleNamespace(repeat_s=lambda trial: trial.seconds_spent), cost_s=lambda config: 1.0
+            trial_cost=SimpleNamespace(repeat_s=lambda trial: trial.seconds_spent),
+            cost_s=lambda config: 1.0,
+            hopeful=lambda: np.zeros(1, dtype=bool),
         )
-        self.sampler: Any = SimpleNamespace(worth_a_trial=lambda: np.zeros(1, dtype=bool))
+        self.sampler = None
         self.budget_s, self.loading_s = left_s, 0.0
         self.notes: list[str] = []
         self.unchecked, self.ended_claims, self.unpaired = set(), set(), set()

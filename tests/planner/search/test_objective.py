@@ -14,7 +14,6 @@ from autoplan.planner.records.trials import Objective, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import LEAST_GAIN, Assessment, CandidateModel, prospects
 from autoplan.planner.search.objective import THROUGHPUT, contenders, drop_level, order, to_beat
 from autoplan.planner.search.run import SearchOptions
-from autoplan.planner.search.sampler import AutoplanSampler
 from autoplan.planner.search.selection import collect_runs
 from autoplan.planner.search.surrogate import Posterior, expected_improvement
 from autoplan.planner.store.store import study_identity
@@ -96,8 +95,7 @@ def test_the_next_trial_lowers_what_is_looked_for():
     assert (posterior.works <= for_memory.posterior.works).all()
     for_speed = asked(MEMORY, 3)
     assert for_speed.target[1] == 0.0
-    chosen = AutoplanSampler(CandidateModel(candidates, objective=MEMORY)).reason_to_stop()
-    assert chosen is None
+    assert CandidateModel(candidates, objective=MEMORY).ranking()
 
 
 def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory():

@@ -438,7 +438,6 @@ def test_a_sampler_object_of_optunas_draws_legal_trials_only_each_once(searches:
     assert plan_of(found).parity.passed and found.session.ended_by == "max_trials"
     looks = [trial.config for trial in found.result.trials if not trial.is_repeat]
     assert len(looks) == len(set(looks)) == 8 and set(looks) <= set(CANDIDATES)
-    assert len(found.session.study.study.trials) == 8, "points that were moved are no further trials"
 
 
 def test_the_least_memory_above_the_floor_is_the_plan(searches: Searches):

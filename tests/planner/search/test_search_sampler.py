@@ -12,11 +12,11 @@ import pytest
 from autoplan.errors import StoreError, UsageError
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import AutoplanSampler, MovingSampler, make_sampler
+from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
 from autoplan.planner.search.selection import collect_runs, rank, speed_ratio
 from autoplan.planner.search.surrogate import Posterior, Prior, Surrogate, expected_improvement, similarity
 from autoplan.planner.search.trial_cost import TrialCost
-from autoplan.planner.store.optuna_study import NUMBER, SearchStudy, choices_of, load_study, make_distributions
+from autoplan.planner.store.optuna_study import NUMBER, add_trials, choices_of, load_study, make_distributions
 from autoplan.planner.store.store import Store
 from autoplan.strategies.config import KNOBS, TrainingConfig
 
@@ -82,28 +82,29 @@ def make_trial(number: int, config: TrainingConfig, outcome: Outcome | None = No
 
 
 class Search:
-    """A search over the machine of these tests, in a study in memory."""
+    """A search over the machine of these tests: its looks are ranked, or drawn by another sampler."""
 
     def __init__(self, kind: Any = "autoplan") -> None:
         cost = TrialCost(CANDIDATES, global_batch=8, num_blocks=2, device="cpu")
         estimator: Any = Estimates()
         self.model = CandidateModel(CANDIDATES, estimator, cost, memory_limit_bytes=LIMIT)
-        self.sampler: AutoplanSampler = make_sampler(kind, self.model, SPACES, seed=0)
-        self.study = SearchStudy(SPACES, sampler=self.sampler)
+        self.sampler = None if kind == "autoplan" else make_sampler(kind, self.model, seed=0)
 
-    def run_one(self, number: int) -> TrainingConfig | None:
-        """One trial; None where the sampler has no further one."""
-        if self.sampler.reason_to_stop() is not None:
-            return None
-        asked = self.study.ask(number)
-        config = TrainingConfig.model_validate(asked.params)
-        trial = make_trial(number, config)
-        self.model.observe(trial)
-        self.study.tell(asked, trial)
+    def next_one(self) -> TrainingConfig | None:
+        """None where there is no further one."""
+        if self.sampler is None:
+            return next(iter(self.model.ranking()), None)
+        return self.sampler.draw(math.inf) if self.model.assess().untried.any() else None
+
+    def run_one(self, number: int, outcome: Outcome | None = None) -> TrainingConfig | None:
+        """One trial; None where there is no further one."""
+        config = self.next_one()
+        if config is not None:
+            self.model.observe(make_trial(number, config, outcome))
         return config
 
     def run(self, most: int = len(CANDIDATES)) -> list[TrainingConfig]:
-        """So many trials at most, as far as the sampler goes."""
+        """So many trials at most, as far as there are any."""
         done: list[TrainingConfig] = []
         while len(done) < most and (config := self.run_one(len(done))) is not None:
             done.append(config)
@@ -126,22 +127,18 @@ FOREIGN = {
 def test_every_trial_of_a_foreign_sampler_is_legal_and_new_until_all_were_tried(kind: str):
     search = Search(FOREIGN[kind]())
     done = search.run()
-    assert isinstance(search.sampler, MovingSampler)
     assert len(set(done)) == len(done) and set(done) == set(CANDIDATES)
-    stop = search.sampler.reason_to_stop()
-    assert stop == "every candidate was tried"
-    states = {trial.state.name for trial in search.study.study.trials}
-    assert states == {"COMPLETE", "PRUNED"}, "what was moved is no further trial of the search"
+    assert search.sampler is not None
+    states = [trial.state.name for trial in search.sampler.study.trials]
+    assert states.count("FAIL") == len(CANDIDATES), "what was drawn is no trial of the search"
+    assert states.count("COMPLETE") + states.count("PRUNED") == len(CANDIDATES) - 1, "the last one is not told"
 
 
 def test_a_gaussian_process_of_optunas_copes_with_every_outcome_and_learns():
     pytest.importorskip("scipy")
     search = Search(optuna.samplers.GPSampler(seed=0, n_startup_trials=4))
     for number, outcome in enumerate((Outcome.CRASHED, Outcome.OUT_OF_MEMORY, Outcome.PRUNED, Outcome.INTERRUPTED)):
-        asked = search.study.ask(number)
-        trial = make_trial(number, TrainingConfig.model_validate(asked.params), outcome)
-        search.model.observe(trial)
-        search.study.tell(asked, trial)
+        search.run_one(number, outcome)
     done = [search.run_one(number) for number in range(4, 13)]
     assert None not in done and set(done) <= set(CANDIDATES)
     fitting = [config for config in CANDIDATES if true_memory(config) <= LIMIT]
@@ -169,8 +166,7 @@ def test_every_trial_of_ours_is_legal_and_new():
     search = Search()
     done = search.run()
     assert len(set(done)) == len(done) < len(CANDIDATES) and set(done) <= set(CANDIDATES)
-    stop = search.sampler.reason_to_stop()
-    assert stop is not None and "could still win" in stop
+    assert "could still win" in (AutoplanSampler(search.model).reason_to_stop() or "")
 
 
 def test_our_sampler_finds_the_best_that_fits_in_fewer_trials_than_there_are():
@@ -178,18 +174,9 @@ def test_our_sampler_finds_the_best_that_fits_in_fewer_trials_than_there_are():
     assert min(fitting, key=true_time) in Search().run(8)
 
 
-def test_the_earlier_name_of_our_sampler_is_taken_and_an_object_of_it_is_refused():
-    assert isinstance(Search("autoplan").sampler, AutoplanSampler)
+def test_an_object_of_our_sampler_is_refused():
     with pytest.raises(UsageError, match="sampler is AutoplanSampler"):
         Search(AutoplanSampler(CANDIDATES))
-
-
-def test_a_configuration_that_is_given_is_measured_whatever_the_sampler_says():
-    search = Search()
-    plain = TrainingConfig(micro_batch=1)
-    asked = search.study.ask(0, plain)
-    assert TrainingConfig.model_validate(asked.params) == plain
-    assert search.sampler.model.trials == []
 
 
 # Our sampler in a study that is no search's.
@@ -316,12 +303,10 @@ def test_similarity_is_one_for_the_same_and_less_for_each_knob():
     assert row[0] == 1.0 > row[1] > row[2] > 0
 
 
-@pytest.mark.parametrize("kind", ["autoplan", "random"])
-def test_a_trial_that_would_break_the_budget_is_a_reason_to_stop(kind: str):
-    search = Search(kind)
-    search.sampler.time_left_s = 0.5
-    stop = search.sampler.reason_to_stop()
-    assert stop is not None and "in the time left" in stop
+def test_what_does_not_fit_in_the_time_is_not_ranked_and_drawn_only_where_nothing_does():
+    search, drawn = Search(), Search("random")
+    assert search.model.ranking() and not search.model.ranking(time_left_s=0.5)
+    assert drawn.sampler is not None and drawn.sampler.draw(0.5) in CANDIDATES
 
 
 def test_a_trial_that_the_budget_ended_says_nothing_and_may_run_again():
@@ -343,15 +328,15 @@ def test_the_study_is_made_again_from_the_record(tmp_path: Path):
     """As it was told: one distribution per knob, memory as a constraint; also as a database, for Optuna's dashboard."""
     outcomes = {0: Outcome.OK, 7: Outcome.OUT_OF_MEMORY, 1: Outcome.OK, 3: Outcome.CRASHED}
     trials = [make_trial(number, CANDIDATES[i], how) for number, (i, how) in enumerate(outcomes.items())]
-    told = SearchStudy(SPACES)
     with Store(tmp_path / "s", "0" * 16, summary={}) as store:
         for trial in trials:
-            told.tell(told.ask(trial.number, trial.config), trial)
             store.add_trial(trial)
         storage = f"sqlite:///{tmp_path}/study.sqlite3"
         load_study(store.folder, storage)  # while the search owns the folder
     exported = optuna.load_study(study_name="autoplan", storage=storage)
-    for study in (told.study, SearchStudy(SPACES, trials).study, exported):
+    again = optuna.create_study()
+    add_trials(again, trials, SPACES)
+    for study in (again, exported):
         assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "COMPLETE", "FAIL"]
         assert [t.user_attrs[NUMBER] for t in study.trials] == [0, 1, 2, 3]
         assert [TrainingConfig.model_validate(t.params) for t in study.trials] == [trial.config for trial in trials]

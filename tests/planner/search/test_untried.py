@@ -11,30 +11,29 @@ from autoplan.planner.records.trials import Interval, Objective, Outcome
 from autoplan.planner.records.untried import Untried
 from autoplan.planner.search.answer import SearchRun, budget_ended
 from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.sampler import AutoplanSampler, make_sampler
 from autoplan.planner.search.untried import find_untried
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.replay import answer, make_estimator
 from benchmarks.trials_saved import RESULTS
 from benchmarks.trials_saved_record import LIMIT_BYTES, read
-from tests.planner.search.test_search_sampler import CANDIDATES, LIMIT, SPACES, Search, make_trial
+from tests.planner.search.test_search_sampler import CANDIDATES, LIMIT, Search, make_trial
 from tests.recorded import make_plan
 
 
 def test_nothing_is_said_where_all_were_tried():
     model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
     for number, config in enumerate(CANDIDATES):
-        assert find_untried(AutoplanSampler(model), CANDIDATES[0], 1.0) is not None
+        assert find_untried(model, CANDIDATES[0], 1.0) is not None
         model.observe(make_trial(number, config))
-    assert find_untried(AutoplanSampler(model), CANDIDATES[0], 1.0) is None
+    assert find_untried(model, CANDIDATES[0], 1.0) is None
 
 
 def test_a_faster_winner_leaves_less_to_gain():
     model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
     for number, config in enumerate(CANDIDATES[:4]):
         model.observe(make_trial(number, config))
-    found = [find_untried(AutoplanSampler(model), CANDIDATES[0], seconds) for seconds in (0.5, 2.0, 8.0)]
+    found = [find_untried(model, CANDIDATES[0], seconds) for seconds in (0.5, 2.0, 8.0)]
     chances = [untried.probability for untried in found if untried is not None]
     assert len(chances) == 3 and chances == sorted(chances) and chances[0] < 0.5 < chances[2]
     assert found[0] is not None and found[0].candidates == len(CANDIDATES) - 4
@@ -47,9 +46,7 @@ def test_it_is_what_the_search_would_try_next():
     while True:
         best = search.model.best_trial()
         assert best is not None and best.step_time_s is not None
-        search.sampler.time_left_s = 0.0  # the search had no time left
-        untried = find_untried(search.sampler, best.config, best.step_time_s.median)
-        search.sampler.time_left_s = math.inf
+        untried = find_untried(search.model, best.config, best.step_time_s.median)
         config = search.run_one(len(said))
         if config is None:
             break
@@ -66,7 +63,7 @@ def test_what_the_budget_stopped_is_not_untried():
     late = {"outcome": Outcome.TIMEOUT, "budget_ended": True, "step_time_s": None}
     model.observe(make_trial(90, CANDIDATES[-2], **late))
     model.observe(make_trial(91, CANDIDATES[-1], **late | {"budget_ended": False}))  # too slow for any budget
-    untried = find_untried(AutoplanSampler(model), CANDIDATES[0], 1.0)
+    untried = find_untried(model, CANDIDATES[0], 1.0)
     assert untried is not None and (untried.config, untried.candidates, untried.begun) == (CANDIDATES[-2], 0, True)
     text = untried.describe("the plan's")
     assert text.startswith("every configuration was tried; ")
@@ -76,7 +73,7 @@ def test_what_the_budget_stopped_is_not_untried():
 def test_where_another_sampler_draws_the_next_one_is_not_known():
     model = CandidateModel(CANDIDATES, memory_limit_bytes=LIMIT)
     model.observe(make_trial(0, CANDIDATES[0]))
-    untried = find_untried(make_sampler("random", model, SPACES, seed=0), CANDIDATES[0], 1.0)
+    untried = find_untried(model, CANDIDATES[0], 1.0, drawn=True)
     assert untried is not None and untried.tried_next is None
     assert "not tried; most is expected of" in untried.describe("the plan's")
 
@@ -88,7 +85,7 @@ def test_cost_is_compared_per_rank_and_memory_is_left_out():
         model = CandidateModel([one, two, four], objective=Objective(name=name))  # type: ignore[arg-type]
         model.observe(make_trial(0, one))
         model.observe(make_trial(1, two))
-        ratios[name] = find_untried(AutoplanSampler(model), two, 3.0)
+        ratios[name] = find_untried(model, two, 3.0)
     plain, cost = ratios["throughput"], ratios["cost"]
     assert plain is not None and cost is not None and ratios["memory"] is None
     assert cost.config == plain.config == four
@@ -102,9 +99,9 @@ def test_a_search_whose_budget_ended_says_what_it_would_try_next():
     search.run(3)
     best = search.model.best_trial()
     assert best is not None and best.step_time_s is not None
-    untried = find_untried(search.sampler, best.config, best.step_time_s.median)
+    untried = find_untried(search.model, best.config, best.step_time_s.median)
     assert untried is not None and untried.tried_next
-    session: Any = SimpleNamespace(sampler=search.sampler, best=best)
+    session: Any = SimpleNamespace(sampler=None, model=search.model, best=best)
 
     class Run(SearchRun):
         def finish(self, status: Any, reason: str, hint: str, *, ended_by: str = "time") -> Any:
@@ -132,7 +129,7 @@ def test_its_probabilities_are_those_of_recorded_searches():
                 best = model.best_trial()
                 if number % 2 or best is None or best.step_time_s is None:
                     continue
-                untried = find_untried(AutoplanSampler(model), best.config, best.step_time_s.median)
+                untried = find_untried(model, best.config, best.step_time_s.median)
                 assert untried is not None
                 ratio = best.step_time_s.median / times[untried.config]
                 said.append(untried.probability)
