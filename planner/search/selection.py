@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoplan.planner.records.trials import Interval, Outcome, Trial
 from autoplan.planner.trials.measure import ASSUMED, Spread, pool_runs, ratio_interval
@@ -33,7 +34,7 @@ LASTING_LOAD = 3
 """After so many disturbed trials in a row the load is taken to last."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateRuns:
     """A configuration and all good runs of it.
 
@@ -69,7 +70,7 @@ class CandidateRuns:
         """The step time of each run that counts."""
         return [run.step_time_s for run in self.runs if run.step_time_s is not None]
 
-    @property
+    @cached_property
     def step_time(self) -> Interval:
         """The runs that count, pooled."""
         return pool_runs(self.step_times)
