@@ -1,4 +1,4 @@
-"""A built wheel, installed in an environment of its own, imports and answers from another folder."""
+"""A wheel, and a source distribution, installed in an environment of its own, import and answer from another folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.recorded import make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("autoplan", "planner", "probes", "strategies", "pyproject.toml", "README.md")
@@ -25,10 +27,10 @@ def call(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment that holds the wheel, and of the test's own only the dependencies."""
-    base = tmp_path_factory.mktemp("wheel")
+@pytest.fixture(scope="module", params=["wheel", "sdist"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment that holds what was built, and of the test's own only the dependencies."""
+    base = tmp_path_factory.mktemp(request.param)
     tree = base / "tree"
     tree.mkdir()
     for part in PARTS:
@@ -37,6 +39,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(source, tree / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.exists():
             shutil.copy(source, tree / part)
+    if request.param == "sdist":
+        code = "import setuptools.build_meta, sys; setuptools.build_meta.build_sdist(sys.argv[1])"
+        call(sys.executable, "-c", code, base, cwd=tree)
+        (tree,) = base.glob("autoplan-*.tar.gz")
     call(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", base, tree, cwd=base)
     (wheel,) = base.glob("autoplan-*.whl")
     call(sys.executable, "-m", "venv", "--without-pip", base / "env", cwd=base)
@@ -61,6 +67,16 @@ def test_imports_from_another_folder(installed: Path, tmp_path: Path) -> None:
 def test_help_answers(installed: Path, tmp_path: Path) -> None:
     text = call(installed / "autoplan", "--help", cwd=tmp_path)
     assert "search" in text and "export" in text
+
+
+def test_commands_answer(installed: Path, tmp_path: Path) -> None:
+    make_plan().save(tmp_path / "plan.json")
+    assert "3.20 times" in call(installed / "autoplan", "show", cwd=tmp_path)
+    assert "precision" in call(installed / "autoplan", "knobs", cwd=tmp_path)
+    layouts = call(installed / "autoplan", "estimate", "--model", "llama2-7b", "--cluster", "8xA100", cwd=tmp_path)
+    assert "tokens/s" in layouts
+    call(installed / "autoplan", "report", cwd=tmp_path)
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_every_module_and_data_file_is_inside(installed: Path) -> None:
