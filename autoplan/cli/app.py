@@ -16,7 +16,7 @@ from autoplan.cli.ends import ReaderGone
 from autoplan.cli.estimate import estimate_command
 from autoplan.cli.explain import explain_command
 from autoplan.cli.export import export_command
-from autoplan.cli.help import Command, Group
+from autoplan.cli.help import Command, Group, usual_name
 from autoplan.cli.knobs import knobs_command
 from autoplan.cli.probe import probe_command
 from autoplan.cli.report import report_command
@@ -77,7 +77,11 @@ def build_app() -> typer.Typer:
         epilog=EPILOG,
         pretty_exceptions_enable=False,
         rich_markup_mode=None if is_plain(sys.stdout) else "rich",
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 110,
+            "token_normalize_func": usual_name,
+        },
     )
 
     @app.callback()

@@ -26,8 +26,7 @@ def estimate_command(
     tokens: Annotated[str | None, _option("NUMBER", "Tokens to train on: 2T, 300B.", "--tokens")] = None,
     price: Annotated[float | None, _option("X", "Of one GPU, for the cost.", "--price-per-hour")] = None,
     sequence_length: Annotated[
-        int | None,
-        _option("N", "Tokens per sequence. Default: the model's own length.", "--seq-len", "--sequence-length"),
+        int | None, _option("N", "Tokens per sequence. Default: the model's own length.", "--seq-len")
     ] = None,
     global_batch: Annotated[
         int | None, _option("N", "Sequences per step. Default: some 4M tokens.", "--global-batch")

@@ -13,7 +13,10 @@ class Words:
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        panels = [panel for one in params if (panel := getattr(one, "rich_help_panel", None))]
         for one in params:
+            if one.name == "help" and panels:
+                one.rich_help_panel = panels[-1]
             if one.param_type_name == "argument":
                 one.display_type = lambda ctx: ""
             elif one.is_flag and one.metavar is None:
@@ -38,6 +41,11 @@ class Command(Words, typer.core.TyperCommand):
 
 class Group(Words, typer.core.TyperGroup):
     """The application; its commands are in the order in which they were added."""
+
+
+def usual_name(name: str) -> str:
+    """The option of the command line for a name: what a call in Python names `sequence_length` is `--seq-len`."""
+    return {"sequence-length": "seq-len"}.get(name, name)
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:

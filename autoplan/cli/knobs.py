@@ -27,9 +27,7 @@ def knobs_command(
     trainer: Annotated[
         str | None, typer.Option("--trainer", metavar="FILE.PY:FUNCTION", help="Instead of --model: a Trainer's.")
     ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option("--seq-len", "--sequence-length", metavar="N", help="Tokens per sequence.")
-    ] = None,
+    sequence_length: Annotated[int | None, typer.Option("--seq-len", metavar="N", help="Tokens per sequence.")] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", metavar="N", help="Samples per optimizer step.")
     ] = None,
@@ -55,11 +53,15 @@ def knobs_command(
         return
     from autoplan.report import facts, terminal
 
-    headings, rows = HEADINGS[:3], [row[:3] for row in knob_rows()]
+    console = output.console(stderr=False)
+    headings: tuple[str, ...] = HEADINGS[:3]
+    rows: list[tuple[str, ...]] = [row[:3] for row in knob_rows()]
     if gains is not None:
         headings, rows = ("Knob", "Gain here", "Values"), [(row[0], _words(gains[row[0]]), row[1]) for row in rows]
+    elif console.is_terminal:  # what a knob does stands under its values: three columns would break words
+        headings, rows = ("Knob", "Values, and what it does"), [(row[0], f"{row[1]}\n{row[2]}") for row in rows]
     content = facts.Rows(headings, [tuple(cell.replace("`", "") for cell in row) for row in rows])
-    terminal.show_table(output.console(stderr=False), content, title="Knobs for --fix and --bound (plain value first)")
+    terminal.show_table(console, content, title="Knobs for --fix and --bound (plain value first)")
 
 
 def predicted_gains(found: SearchResult) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,9 @@ def with_search_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives `**options` of a command the options of a search: typer reads them of its signature."""
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "options"]
     every = [*own, *(_parameter(name, flag) for name, flag in SearchOptions.flags().items())]
-    every.sort(key=lambda one: PANELS.index(one.annotation.__metadata__[0].rich_help_panel))
+    options = [one for one in every if isinstance(one.annotation.__metadata__[0], typer.models.OptionInfo)]
+    options.sort(key=lambda one: PANELS.index(one.annotation.__metadata__[0].rich_help_panel))
+    every = [*(one for one in every if one not in options), *options]
     command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
     return command
 
@@ -89,7 +91,6 @@ def search_command(
         typer.Argument(
             metavar="[-- ARGUMENTS]",
             help="Arguments of the file.py:function: what sys.argv has while it runs.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     model: Annotated[
@@ -112,7 +113,7 @@ def search_command(
     ] = None,
     sequence_length: Annotated[
         int | None,
-        _of_workload("N", "Tokens per sequence. Default: the model's own length.", "--seq-len", "--sequence-length"),
+        _of_workload("N", "Tokens per sequence. Default: the model's own length.", "--seq-len"),
     ] = None,
     global_batch: Annotated[
         int | None,

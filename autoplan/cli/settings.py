@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autoplan.cli.help import usual_name
 from autoplan.errors import UsageError
 from autoplan.text import right_name
 
@@ -58,7 +59,7 @@ def _values(file: str, command: str, table: Any, commands: Mapping[str, Any]) ->
     flags = {flag.lstrip("-").replace("-", "_"): one for one in commands[command].params for flag in one.opts}
     values: dict[str, Any] = {}
     for key, value in table.items():
-        name = key.replace("-", "_")
+        name = usual_name(key.replace("_", "-")).replace("-", "_")
         if name not in flags or name in NOT_SET or flags[name].param_type_name != "option":
             near = right_name(name, flags.keys() - set(NOT_SET))
             raise UsageError(

@@ -128,6 +128,8 @@ def test_a_share_of_memory_is_of_all_there_is() -> None:
     spec = make_spec(model="gpt2")
     assert SearchOptions(spec=spec, memory_limit="25%").memory_limit_bytes(2.0**30) == 2**28
     assert SearchOptions(spec=spec).memory_limit_bytes(2.0**30) is None
+    with pytest.raises(UsageError, match="the device has 1.00 GiB"):
+        SearchOptions(spec=spec, memory_limit="800GiB").memory_limit_bytes(2.0**30)
     with pytest.raises(UsageError, match="memory of the device is not known"):
         SearchOptions(spec=spec, memory_limit="25%").memory_limit_bytes(None)
 

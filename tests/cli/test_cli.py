@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
-from autoplan.cli import app
+from autoplan.cli import app, output
 from autoplan.cli.search import PANELS
 from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.search.plan_maker import UNCHECKED
+from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plain_plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +86,7 @@ def test_the_help_of_search_fits_the_terminal_and_names_every_option(columns: in
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= columns, done.stderr
+    assert max(map(len, lines)) <= columns and "…" not in done.stdout, done.stderr
     for name in SearchOptions.flags():
         assert any(f"--{name.replace('_', '-')} " in line for line in lines), name
     panels = [next(n for n, line in enumerate(lines) if f"─ {panel} ─" in line) for panel in PANELS]
@@ -157,6 +161,7 @@ def test_with_json_a_refused_option_is_a_document_too(cli) -> None:
         (("search", "--model", "gpt2", "--global-batch", "-4"), "at least 1"),
         (("search", "--model", "gpt2", "--global-batch", "2.5"), "--global-batch takes a whole number"),
         (("search", "--model", "gpt2", "--seq-len", "4096"), "1024 positions"),
+        (("search", "--model", "gpt2", "--sequence-length", "4096"), "1024 positions"),
         (("search", "--model", "gpt2", "--fix", "precison=bf16"), "Did you mean precision"),
         (("search", "--model", "gpt2", "--fix", "precision=int3"), "fp32, tf32"),
         (("search", "--model", "gpt2", "--fix", "precision"), "knob=value"),
@@ -221,6 +226,34 @@ def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
     assert "search" in complete("autoplan se") and "--budget" in complete("autoplan search --bud")
     assert complete("autoplan search --objective ").split() == ["throughput", "memory", "cost"]
     assert "gpt2-medium" in complete("autoplan search --model gpt2-")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_word_of_the_knobs_is_broken(cli, columns: int, monkeypatch, capsys) -> None:
+    console = Console(width=columns, force_terminal=True, no_color=True)
+    monkeypatch.setattr(output, "console", lambda *, stderr=True: console)
+    assert (words := set(cli("knobs").out.split())) >= {"scaled_dot_product_attention,", "max-autotune-no-cudagraphs,"}
+    assert {"reshard_after_forward", "bf16_stochastic"} < words
+
+
+def test_the_predicted_gain_of_a_knob_is_with_the_others_at_their_best() -> None:
+    from autoplan.cli.knobs import predicted_gains
+    from autoplan.planner.search.options import Candidate, SearchResult
+
+    prediction = make_plan().prediction
+    assert prediction is not None
+    seconds = {("fp32", "off"): 8.0, ("bf16", "off"): 4.0, ("bf16", "block"): 5.0}
+    candidates = [
+        Candidate(
+            config=TrainingConfig(micro_batch=1, precision=precision, compile=compiled),
+            prediction=prediction.model_copy(update={"step_time_s": step}),
+        )
+        for (precision, compiled), step in sorted(seconds.items(), key=lambda item: item[1])
+    ]
+    left_out = (LeftOutFamily(family="fp8=tensorwise", limit="needs a GPU", by="", configurations=1),)
+    gains = predicted_gains(SearchResult(status="dry_run", candidates=tuple(candidates), left_out=left_out))
+    assert gains["precision"] == {"gain": 2.0, "value": "bf16", "reason": None}
+    assert gains["compile"]["gain"] == 0.8 and gains["fp8"] == {"gain": None, "value": None, "reason": "needs a GPU"}
 
 
 def test_knobs(cli) -> None:
@@ -327,6 +360,8 @@ def test_the_end_of_a_search_is_a_dozen_lines_and_show_has_the_rest(cli, plan_fi
     assert "plan: 'my plan.json'; autoplan show 'my plan.json' has the reasons" in printed.err
     assert "next: autoplan export 'my plan.json' --to pytorch" in printed.err
     assert "Ruled out" not in printed.out and "Ruled out" in cli("show", plan_file).out
+    show_result(SearchResult(status="plan_found", plan=plan), Path("plan.json"), whole=True)
+    assert "Ruled out" in capsys.readouterr().out, "with --verbose"
 
 
 def test_show_json_holds_the_plan(cli, plan_file) -> None:
@@ -471,3 +506,28 @@ def test_doctor_says_what_is_missing_for_which_feature(cli, monkeypatch) -> None
     assert found["C++ compiler"] == ("missing", "torch.compile on CPU")
     assert found["torch"][0].startswith("2.") and "fp8" in found["torchao"][1]
     assert "cores" in cli("doctor").out
+
+
+def test_a_search_answered_from_its_record_has_the_unit_of_its_workload(tmp_path: Path) -> None:
+    from autoplan.planner.search.answer import SearchRun, finished_before
+    from autoplan.planner.search.options import SearchOptions
+    from autoplan.planner.store.store import Store
+    from autoplan.report.progress import PlainProgress
+
+    plan, said = make_plan(), io.StringIO()
+    unread = plan.workload.model_copy(update={"unit": "samples"})  # as a function is named, before it is called
+    with Store(tmp_path / "s", plan.study, summary={}) as store:
+        store.set_budget(60.0)
+        store.add_trial(plan.evidence[1])
+        plan.save(store.folder / "plan.json")
+        store.finish("plan_found", ended_by="time")
+        run = SearchRun(
+            options=SearchOptions(spec=unread),
+            observer=PlainProgress(Console(file=said, width=200), unread.unit),
+            store=store,
+            budget_s=60.0,
+            device="cpu",
+        )
+        result = finished_before(run)
+    assert result is not None and result.unit == "tokens"
+    assert "410 tokens/s" in said.getvalue() and "samples/s" not in said.getvalue()
