@@ -526,7 +526,6 @@ def test_a_search_answered_from_its_record_has_the_unit_of_its_workload(tmp_path
             observer=PlainProgress(Console(file=said, width=200), unread.unit),
             store=store,
             budget_s=60.0,
-            device="cpu",
         )
         result = finished_before(run)
     assert result is not None and result.unit == "tokens"
