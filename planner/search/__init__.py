@@ -1,25 +1,33 @@
 """The search: decides what runs next, when to stop, and which configuration becomes the plan.
 
-Read next_work.py first: it says what runs next and why. In the order of the data:
+Read next_work.py first: it says what runs next and why. The loop:
+
+- run.py: the entry; a new search, a resumed one, or the answer of a finished one;
+- next_work.py: names the next piece of work; state.py: what it is told; work.py: does it;
+- session.py: the trials of a running search, and what its pieces of work share.
+
+What a user asks for, and what is known before the first trial:
 
 - options.py: what a user asks of a search, and what it returns;
-- run.py: the entry; a new search, a resumed one, or the answer of a finished one;
 - target.py: the device, the ranks, what a trial may take;
-- setup.py: what is known before the first trial, and what is found out later: rates, traces, candidates;
-- preload.py: what the zygote imports before it forks ranks;
-- inspection.py: inspects the workload in a rank, for setup.py;
-- session.py: the trials of a running search, and what its pieces of work share;
-- next_work.py: names the next piece of work; state.py: what it is told; work.py: does it;
-- references.py: the plain run and the hand setting;
-- compile_ahead.py: compiles the next candidates side by side before they are measured;
-- candidate_model.py: what is known of the candidates: predictions, corrected by the trials so far;
-- sampler.py: our sampler in a user's own study, and any other of Optuna's as what draws the looks;
-- surrogate.py: predicts all candidates from the cost model and the trials;
+- inspection.py: inspects the workload in a rank;
+- setup.py: rates, traces, candidates; what can wait comes later;
+- preload.py: what the zygote imports before it forks ranks.
+
+The candidates:
+
+- candidate_model.py: what is known of them, and the order in which they are looked at; surrogate.py: the Gaussian
+  process behind it; objective.py: what is looked for;
 - trial_cost.py: predicts how long a trial and a parity check take;
-- selection.py: ranks the measured configurations;
-- claim.py: how much faster the plan is, and whether that may be claimed;
-- untried.py: what was not tried, and how much faster it could be;
-- plan_maker.py: makes the plan of the winner;
-- reasons.py: explains the value of each knob;
-- answer.py: the result that is handed back, and what the record keeps of it.
+- compile_ahead.py: compiles the next ones side by side before they are measured;
+- sampler.py: our sampler in a user's own study, and any other of Optuna's as what draws the looks;
+- untried.py: what was not tried, and how much faster it could be.
+
+The proof and the answer:
+
+- references.py: what a plan is compared with: the plain run and the hand setting;
+- selection.py: ranks the measured configurations; claim.py: how much faster the plan is, and whether that is claimed;
+- loading.py: the loader of the training, measured beside the plan's step;
+- plan_maker.py: makes the plan of the winner; reasons.py: explains the value of each knob;
+- answer.py: how a search ends: what is handed back, and what the record keeps.
 """

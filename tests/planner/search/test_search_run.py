@@ -173,14 +173,6 @@ def test_a_broken_workload_is_the_users_error(tmp_path: Path):
         run_search(SearchOptions(spec=make_spec(model=f"{broken}:make"), device="cpu", store=tmp_path / "s"))
 
 
-@pytest.mark.slow
-def test_a_budget_too_small_ends_with_what_is_known(tmp_path: Path):
-    result = search(tmp_path / "s", budget=1.0)
-    assert result.status == "budget_ended"
-    assert result.exit_code == 5
-    assert "--budget" in (result.hint or "")
-
-
 PLANNER = """
 import sys
 from pathlib import Path
