@@ -200,11 +200,9 @@ class Session:
         best_first = ordered(self.objective, self.eligible, self.run_spread)
         return best_first[0] if best_first else None
 
-    @property
-    def contenders(self) -> list[CandidateRuns]:
+    def contenders(self, leader: CandidateRuns) -> list[CandidateRuns]:
         """The configurations that may be as good as the leader, best first, without it."""
-        leader = self.leader
-        return [] if leader is None else contenders(self.objective, self.eligible, leader, self.run_spread)
+        return contenders(self.objective, self.eligible, leader, self.run_spread)
 
     def first_run(self, config: TrainingConfig) -> Trial | None:
         """The first good trial of a configuration."""

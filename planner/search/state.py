@@ -200,7 +200,7 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
 def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
     """The leader beside each configuration that may be as fast: two fresh processes, in an order that is drawn."""
     spread, cost = session.run_spread, session.trial_cost
-    for other in session.contenders:
+    for other in session.contenders(leader):
         made = len(shared_rounds((leader, other)))
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
             continue

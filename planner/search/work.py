@@ -150,8 +150,9 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig) -> None:
 def run_pair(session: Session, work: Work) -> None:
     """The leader and a configuration that may be as fast, once each in fresh processes, in an order that is drawn."""
     leader = session.leader
-    other = next((runs for runs in session.contenders if runs.config == work.config), None)
-    if leader is None or other is None:
+    assert leader is not None, "a pair is one with the leader"
+    other = next((runs for runs in session.contenders(leader) if runs.config == work.config), None)
+    if other is None:
         return
     session.observer.on_phase("pair", f"{other.config.describe()} beside the leader")
     whole = _run_round(session, "finalist", [leader.first, other.first], leader_needs_s(session, leader))

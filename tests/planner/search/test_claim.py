@@ -418,7 +418,8 @@ def test_a_further_run_that_the_budget_ended_does_not_cost_its_configuration_the
     session.hard_deadline_s = lambda needs_s: 7.0 if of_budget else 700.0  # type: ignore[method-assign]
     leader = session.leader
     assert leader is not None
-    run_pair(session, Work(kind="pair", config=session.contenders[0].config))
+    assert session.leader is not None
+    run_pair(session, Work(kind="pair", config=session.contenders(session.leader)[0].config))
     assert asked[0] == ("finalist", 7.0 if of_budget else 15.0, of_budget)
     left = {one.config for one in collect_runs(session.store.trials)}
     assert (left == {BASE, OTHERS[0], OTHERS[1]}) is of_budget, "stuck is another thing than late"
