@@ -31,7 +31,7 @@ _MEMBERS = {
     "autoplan.planner.search.sampler": ("AutoplanSampler",),
     "autoplan.planner.store.optuna_study": ("load_study",),
     "autoplan.strategies.workloads.workload": ("LossSum", "OutputHead", "Workload"),
-    "autoplan.strategies.workloads.samples": ("batches_from_dataset",),
+    "autoplan.strategies.workloads.samples": ("SampleBatch", "batches_from_dataset"),
     "autoplan.strategies.workloads.sources": ("make_spec", "spec_from_objects"),
     "autoplan.strategies.config": ("TrainingConfig",),
     "autoplan.strategies.run": ("TrainingRun",),
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig
     from autoplan.strategies.run import TrainingRun
-    from autoplan.strategies.workloads.samples import batches_from_dataset
+    from autoplan.strategies.workloads.samples import SampleBatch, batches_from_dataset
     from autoplan.strategies.workloads.sources import make_spec, spec_from_objects
     from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
     from autoplan.trainings import from_loop, from_step, from_trainer

@@ -57,9 +57,14 @@ class Inspection(Record):
     error: str | None = None
     hint: str | None = None
 
+    @property
+    def met_no_values(self) -> bool:
+        """Whether the error may come of a tensor without values that an earlier phase left in a package's globals."""
+        return any(word in (self.error or "") for word in ("meta", "FakeTensor"))
+
 
 def run_inspect_rank(
-    context: Any, spec: WorkloadSpec, hardware: HardwareProfile, device: str, parallel: bool = True
+    context: Any, spec: WorkloadSpec, hardware: HardwareProfile, device: str, parallel: bool = True, real: bool = False
 ) -> Inspection:
     """inspect_workload() in a rank, with the user's errors as data."""
     phase, report = (_ignore, _ignore) if context is None else (context.phase, context.report)
@@ -69,6 +74,7 @@ def run_inspect_rank(
             hardware,
             device,
             parallel=parallel,
+            real=real,
             phase=phase,
             early=lambda known: report(Inspection(facts=known)),
         )
@@ -84,13 +90,18 @@ def run_inspect_rank(
     return answer
 
 
+def as_inspection(result: Any) -> Inspection:
+    """What run_inspect_rank gave back: a record, or its JSON form."""
+    return result if isinstance(result, Inspection) else Inspection.model_validate(result)
+
+
 def read_inspection(result: Any) -> WorkloadFacts:
-    """The facts in what run_inspect_rank gave back (a record, or its JSON form).
+    """The facts in what run_inspect_rank gave back.
 
     Raises:
         WorkloadError, ConfigError, UsageError, DeviceError: as the rank met them.
     """
-    inspection = result if isinstance(result, Inspection) else Inspection.model_validate(result)
+    inspection = as_inspection(result)
     if inspection.facts is not None:
         return inspection.facts
     kinds = {kind.code: kind for kind in (WorkloadError, ConfigError, DeviceError)}
@@ -104,6 +115,7 @@ def inspect_workload(
     device: str,
     *,
     parallel: bool = True,
+    real: bool = False,
     phase: Callable[[str], None] = _ignore,
     early: Callable[[WorkloadFacts], None] = _ignore,
 ) -> WorkloadFacts:
@@ -114,6 +126,8 @@ def inspect_workload(
         hardware: The machine.
         device: cuda or cpu.
         parallel: Look at what the model allows of several ranks, which traces it; False: one rank trains it.
+        real: Build the model with values, and run its loss before anything is traced without: for a package that
+            keeps tensors in its globals.
         phase: Is told which of FUNCTIONS runs next.
         early: Is given the facts before the loss is run, which only adds whether it is a sum over samples.
 
@@ -130,7 +144,7 @@ def inspect_workload(
         phase("load")
         workload = load_workload(spec)
         phase("build_model")
-        model = build_on_meta(workload)
+        model = build_on_meta(workload, real=real)
         phase("make_batch")
         batch = check_batch(workload)
         counting = _what_is_counted(spec, workload, batch, model)
@@ -158,13 +172,18 @@ def inspect_workload(
             return facts
         return facts.model_copy(update={"parallel": _parallel_facts(spec, model, structure, workload)})
 
-    _build_optimizer(workload, model)
+    _check_optimizer(workload, model)
+    runs_loss = spec.kind in ("function", "object") and not structure.micro_batch_dependent
+    if real and runs_loss and workload.knobs is None:
+        phase(LOSS_PHASE)
+        dependent = find_dependent_loss(workload, model, device)
+        return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent))
     facts = facts_of(structure)
     if workload.knobs is not None:
         early(facts)
         phase(LOSS_PHASE)
         return facts.model_copy(update={"step_s": time_step(workload), "training": None})
-    if spec.kind not in ("function", "object") or structure.micro_batch_dependent:
+    if not runs_loss:
         return facts
     early(facts)
     phase(LOSS_PHASE)
@@ -187,33 +206,40 @@ def _enough_threads(model: nn.Module) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def build_on_meta(workload: Workload) -> nn.Module:
+def build_on_meta(workload: Workload, *, real: bool = False) -> nn.Module:
     """The model on the meta device, in train mode.
 
     A model whose own code needs real numbers while it is built is built on the CPU and moved.
 
+    Args:
+        workload: Its build_model makes the model.
+        real: Build it on the CPU, and leave it there.
+
     Raises:
-        WorkloadError: build_model fails, or gives no module.
+        WorkloadError: build_model fails, gives no module, or one whose parameters have no shapes yet.
     """
     import torch
     from torch import nn
 
     from autoplan.strategies.workloads.devices import move_to_meta
     from autoplan.strategies.workloads.training_mode import enter_training_mode
+    from autoplan.strategies.workloads.user_errors import refuse_lazy
 
     try:
-        with torch.device("meta"):
+        with contextlib.nullcontext() if real else torch.device("meta"):
             model = workload.build_model()
     except WorkloadError:
         raise
     except Exception:
-        model = _build_on_cpu(workload)
+        model = _build_on(workload)
     if not isinstance(model, nn.Module):
         raise WorkloadError(
             f"build_model of {workload.name} returned {type(model).__name__}; it returns a torch.nn.Module",
             hint="Give a function that makes the model.",
         )
-    move_to_meta(model)
+    refuse_lazy(model, f"the model of {workload.name}")
+    if not real:
+        move_to_meta(model)
     enter_training_mode(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
@@ -223,15 +249,13 @@ def build_on_meta(workload: Workload) -> nn.Module:
     return model
 
 
-def _build_on_cpu(workload: Workload) -> nn.Module:
-    from autoplan.strategies.workloads.user_errors import user_error
+def _build_on(workload: Workload, device: str = "cpu") -> nn.Module:
+    from autoplan.strategies.workloads.user_errors import users_call
 
-    try:
-        return workload.build_model()
-    except Exception as error:
-        raise user_error(
-            error, f"build_model() of {workload.name}", "It makes the model, without arguments; call it by itself."
-        ) from error
+    what = f"build_model() of {workload.name}"
+    with users_call(what, "It makes the model, without arguments; call it by itself."):
+        model = workload.build_model()
+        return model.to(device) if hasattr(model, "to") else model
 
 
 def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tuple[MicroBatchDependent, ...]:
@@ -247,19 +271,23 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
     from autoplan.strategies.analysis.additivity import measure_additivity
     from autoplan.strategies.analysis.structure import MicroBatchDependent, disable_dropout
     from autoplan.strategies.workloads.batch import move_batch
+    from autoplan.strategies.workloads.carried import carried_state
     from autoplan.strategies.workloads.training_mode import enter_training_mode
     from autoplan.strategies.workloads.user_errors import user_error
 
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_RUN_PARAMETERS:
         return ()
     torch.manual_seed(workload.seed)
-    real = _build_on_cpu(workload).to(device)
+    real = _build_on(workload, device)
     enter_training_mode(real)
     disable_dropout(real)
     try:
         if (check := getattr(workload.loss, "check", None)) is not None:
             check(real, move_batch(workload.make_batch(2, 0), torch.device(device)))
         found = measure_additivity(workload, real, torch.device(device), noise=False)
+        if found.additive or not found.deterministic:
+            carried = carried_state(workload.loss, real, workload.make_batch, torch.device(device), seed=workload.seed)
+            return () if carried is None else (MicroBatchDependent(**carried._asdict()),)
     except WorkloadError:
         raise
     except Exception as error:
@@ -271,8 +299,6 @@ def find_dependent_loss(workload: Workload, model: nn.Module, device: str) -> tu
             "The loss hands the model what its forward needs, from what the batch has, and returns "
             "LossSum(sum of the losses, number of items).",
         ) from error
-    if found.additive or not found.deterministic:
-        return ()
     words = getattr(workload.loss, "describe_dependence", None)  # of a loss that the user did not write as a LossSum
     why = found.describe() if words is None else words(found.describe())
     return (MicroBatchDependent(name="loss", kind="Workload.loss", why=why),)
@@ -324,7 +350,7 @@ def _facts(
     from autoplan.strategies.analysis.structure import language_models
     from autoplan.strategies.analysis.training_facts import read_training_facts
     from autoplan.strategies.techniques.attention import attention_dropout
-    from autoplan.strategies.workloads.optimizers import trainable
+    from autoplan.strategies.workloads.optimizers import kept_states, trainable
 
     # of a model inside a module of the user's own, the one that trains
     trained = (inner for inner in language_models(model) if any(p.requires_grad for p in inner.parameters()))
@@ -347,7 +373,7 @@ def _facts(
         logits_per_sample=logits,
         attention_dropout=attention_dropout(model),
         optimizer=type(optimizer).__name__,
-        optimizer_states=count_optimizer_states(workload, len(trainable(model))),
+        optimizer_states=kept_states(workload.build_optimizer, trainable(model)).tensors,
         tied=structure.tied,
         micro_batch_dependent=tuple(
             Dependence(module=found.name, kind=found.kind, why=found.why) for found in structure.micro_batch_dependent
@@ -358,20 +384,14 @@ def _facts(
     )
 
 
-def _build_optimizer(workload: Workload, model: nn.Module) -> Any:
-    from autoplan.strategies.workloads.optimizers import trainable
-    from autoplan.strategies.workloads.user_errors import user_error
+def _check_optimizer(workload: Workload, model: nn.Module) -> None:
+    from autoplan.strategies.workloads.optimizers import check_optimizer, trainable
+    from autoplan.strategies.workloads.user_errors import users_call
 
-    try:
-        return workload.build_optimizer(trainable(model))
-    except WorkloadError:
-        raise
-    except Exception as error:
-        raise user_error(
-            error,
-            f"build_optimizer(parameters) of {workload.name}",
-            "It makes a torch.optim.Optimizer from the parameters that it is given.",
-        ) from error
+    what = f"build_optimizer(parameters) of {workload.name}"
+    with users_call(what, "It makes a torch.optim.Optimizer from the parameters that it is given."):
+        optimizer = workload.build_optimizer(trainable(model))
+    check_optimizer(optimizer, f"what {what} gives")
 
 
 def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload) -> ParallelFacts:
@@ -401,22 +421,3 @@ def _whole_number(config: Any, name: str) -> int | None:
     """A size in a config; None where it has none, or a list of them (a staged image model has one for each stage)."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def count_optimizer_states(workload: Workload, parameters: int) -> int:
-    """How many tensors as large as the parameter the workload's optimizer keeps per parameter, seen on a tiny one.
-
-    As many tiny ones as the model trains: an optimizer that follows an instance is made over that number only.
-    """
-    import torch
-
-    tiny = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(max(1, parameters))]
-    parameter = tiny[0]
-    optimizer = workload.build_optimizer(tiny)
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        optimizer.step()
-    except Exception:  # an optimizer that wants more than gradients (a closure) is met again in the trials
-        return 2
-    states = optimizer.state.get(parameter, {})
-    return sum(isinstance(state, torch.Tensor) and state.shape == parameter.shape for state in states.values())

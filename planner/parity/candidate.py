@@ -22,13 +22,13 @@ from autoplan.planner.parity.records import (
 from autoplan.planner.parity.reference import Check, dropout_rates, learning_rates, noise_seed
 from autoplan.planner.parity.replay import replay
 from autoplan.planner.parity.rounded_products import product_distances
-from autoplan.strategies.analysis.additivity import buffers_kept, keep_buffers
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.run import TrainingRun
 from autoplan.strategies.step import StepResult
 from autoplan.strategies.techniques.loss_kernels import limit_chunk_rows
 from autoplan.strategies.techniques.mesh import data_position, rank_seed
 from autoplan.strategies.workloads.batch import Batch, batch_size, slice_batch
+from autoplan.strategies.workloads.carried import buffers_kept, keep_buffers
 from autoplan.strategies.workloads.randomness import seed_generators
 
 _SAME_AS_REFERENCE = (

@@ -39,7 +39,7 @@ from autoplan.planner.parity.records import (
     dropout_accumulation,
 )
 from autoplan.planner.parity.rounded_products import RoundedProducts
-from autoplan.strategies.analysis.additivity import buffers_kept, check_additivity, shorten
+from autoplan.strategies.analysis.additivity import check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout, find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.fp8 import selected_linears
@@ -48,6 +48,7 @@ from autoplan.strategies.techniques.host_states import keep_states_on_host
 from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
+from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.training_mode import enter_training_mode
 from autoplan.strategies.workloads.workload import Workload

@@ -10,6 +10,7 @@ from autoplan.planner.parity.records import ParityMeasurement, ParityRequest
 from autoplan.planner.parity.reference import Check, TimeLimit, run_reference
 from autoplan.planner.trials.ranks import RENDEZVOUS_TIMEOUT_S, pick_device
 from autoplan.strategies.techniques.mesh import build_mesh
+from autoplan.strategies.workloads.optimizers import with_lasting_schedule
 from autoplan.strategies.workloads.randomness import with_seeded_batches
 from autoplan.strategies.workloads.sources import load_workload
 
@@ -27,7 +28,7 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
         mesh = build_mesh(request.config, request.device)
     recorder = Recorder(mesh)
     check = Check(
-        workload=with_seeded_batches(load_workload(request.spec)),
+        workload=with_seeded_batches(with_lasting_schedule(load_workload(request.spec))),
         config=request.config,
         device=device,
         recorder=recorder,

@@ -378,5 +378,23 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
         )
         return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
     reason = f"no configuration passed the parity check; the fastest was {best.config.describe() if best else '-'}"
-    hint = "Its record says which gradients differ. A larger --budget tries more, --fix precision=fp32 is safest."
+    hint = _after_failed_checks(run)
     return run.finish("no_feasible_plan", reason, hint, ended_by=ended_by)
+
+
+def _after_failed_checks(run: SearchRun) -> str:
+    """What to do where every check failed: it depends on whether fp32 failed too, and on what differed."""
+    checked = [(trial.config, run.store.parity_of(trial.config)) for trial in run.store.trials]
+    failed = [(config, parity) for config, parity in checked if parity is not None and parity.failures]
+    plain = [(config, parity) for config, parity in failed if config.precision == "fp32"]
+    if not failed:
+        return "Its record says what differs."
+    config, parity = (plain or failed)[0]
+    said = f"Of {config.describe()}: {parity.failures[0]}. "
+    if not plain:
+        return said + "Only fewer bits were checked: --fix precision=fp32 keeps the numbers."
+    return said + (
+        "That is fp32, so either the training goes by its micro-batches (buffers that a forward changes, a loss over a "
+        "batch): --fix micro_batch=N keeps the one that it has. Or its steps grow rounding errors too fast to be "
+        "checked: a smaller learning rate, or a warm-up, shows which."
+    )

@@ -95,22 +95,25 @@ def inspect(
         BudgetEndedError: they took longer than the budget allows.
         NoFeasiblePlanError: they took more memory than a trial may take.
     """
-    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, read_inspection
+    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, as_inspection, read_inspection
 
     spec = means.options.spec
     parallel = ranks > 1 or not means.options.fix.keys().isdisjoint(DEGREES)
-    task = Task(
-        target="autoplan.strategies.inspect:run_inspect_rank",
-        args=(spec, hardware, device, parallel),
-        total_deadline_s=min(max(means.time_s, LEAST_DEADLINE_S), longest_inspection_s(means.budget_s)),
-        memory_limit_bytes=memory_limit_bytes,
-    )
     attempted = partial(means.on_attempt, "inspect")
-    runs = run_again(means.zygote, task, on_attempt=attempted, left_s=lambda: means.time_s)
-    report = runs.report
-    if not runs.settled:
-        raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
-    rank = report.ranks[0] if report.ranks else None
+    for real in (False, True):
+        task = Task(
+            target="autoplan.strategies.inspect:run_inspect_rank",
+            args=(spec, hardware, device, parallel, real),
+            total_deadline_s=min(max(means.time_s, LEAST_DEADLINE_S), longest_inspection_s(means.budget_s)),
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        runs = run_again(means.zygote, task, on_attempt=attempted, left_s=lambda: means.time_s)
+        report = runs.report
+        if not runs.settled:
+            raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
+        rank = report.ranks[0] if report.ranks else None
+        if rank is None or rank.result is None or not as_inspection(rank.result).met_no_values:
+            break
     if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
         return read_inspection(rank.result)
     hit = limit_hit(report, f"the inspection of {spec.name}", FUNCTIONS)

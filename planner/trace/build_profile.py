@@ -15,7 +15,6 @@ from itertools import product
 from typing import Literal
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -40,10 +39,8 @@ from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer, gradien
 from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights
+from autoplan.strategies.workloads.optimizers import kept_states
 from autoplan.strategies.workloads.workload import Workload
-
-_ADAM_STATE_BYTES = 8.0
-"""Bytes of Adam's two fp32 moments per parameter; assumed where the optimizer cannot be asked."""
 
 
 def profile_workload(
@@ -65,32 +62,36 @@ def profile_workload(
             of the program itself.
     """
     request = request or TraceRequest()
-    try:
-        tracer = VariantTracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
-        with _without_garbage_collection():
-            return _profile(tracer, identity=identity, request=request)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        notes = (_real_run_note(f"{error.func} needs the values of a tensor"),)
-    except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
-        if raised_from_outside(error) is not None:
-            raise
-        notes = (_real_run_note(_one_line(error)),)
+    why = request.not_fake
+    if why is None:
+        try:
+            tracer = VariantTracer(workload, device, FakeTensorMode(allow_non_fake_inputs=True))
+            with _without_garbage_collection():
+                return _profile(tracer, identity=identity, request=request)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            why = f"{error.func} needs the values of a tensor"
+        except Exception as error:  # the user's program, with tensors that hold no values: anything may be raised
+            if raised_from_outside(error) is not None:
+                raise
+            why = _one_line(error)
     tracer = VariantTracer(workload, device, contextlib.nullcontext())
     try:
         profile = _profile(tracer, identity=identity, request=request)
     except AutoplanError:
         raise
     except Exception as error:
-        raise WorkloadError(
-            f"{_one_line(error)}: one forward and backward of {workload.name} on {device} raised this, in plain fp32 "
-            "without any technique",
-            hint="Run one forward and backward of it without autoplan: make_batch, the loss, backward().",
-        ) from error
-    return profile.model_copy(update={"method": "measured_block", "notes": notes + profile.notes})
-
-
-def _real_run_note(why: str) -> str:
-    return f"not traced on fake tensors ({why}): micro-steps were run for real instead"
+        small, large = tracer.samples
+        failed = WorkloadError(
+            f"{_one_line(error)}: raised by a plain forward and backward of {workload.name} on {device}, of {small} "
+            f"or {large} samples",
+            hint=f"Run it without autoplan: loss(model, make_batch({small}, 0)).total.backward(). If it needs more "
+            "samples than that, fix the micro-batch that it runs with: --fix micro_batch=N.",
+        )
+        # another process may do: a package can keep a fake tensor in its globals, and meet it here
+        failed.add_note(why)
+        raise failed from error
+    note = f"not traced on fake tensors ({why}): micro-steps were run for real instead"
+    return profile.model_copy(update={"method": "measured_block", "notes": (note, *profile.notes)})
 
 
 def _one_line(error: Exception) -> str:
@@ -200,25 +201,6 @@ def _variant_keys(structure: Structure) -> Iterator[VariantKey]:
         )
 
 
-def _optimizer_state(workload: Workload, count: int) -> tuple[str, float, str | None]:
-    """Name of the optimizer, its state bytes per fp32 element, and a note if the latter had to be assumed.
-
-    Found by one real step on `count` tiny parameters, as many as the model trains.
-    """
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(max(1, count))]
-    try:
-        optimizer = workload.build_optimizer(parameters)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    except Exception as error:  # a user's function may do anything with what it is given
-        return "unknown", _ADAM_STATE_BYTES, f"optimizer state assumed as Adam's 8 bytes per parameter ({error})"
-    state = optimizer.state.get(parameters[0], {})
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() >= 4]
-    state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return type(optimizer).__name__, state_bytes / parameters[0].numel(), None
-
-
 def _assemble(
     tracer: VariantTracer,
     structure: Structure,
@@ -230,9 +212,9 @@ def _assemble(
     workload, model, depth = tracer.workload, tracer.models.built(), tracer.num_blocks
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    optimizer_name, state_bytes, note = _optimizer_state(workload, len(trainable))
-    if note is not None:
-        notes.append(note)
+    kept = kept_states(workload.build_optimizer, trainable)
+    if kept.why_assumed is not None:
+        notes.append(kept.why_assumed)
     block_sizes = [sum(p.numel() for p in block.parameters()) for _, block in structure.blocks]
     outside_blocks = sum(p.numel() for p in parameters) - sum(block_sizes)
     stacks = len(structure.stacks) if depth is not None else 1
@@ -249,8 +231,8 @@ def _assemble(
         num_blocks=depth or 0,
         sequence_length=workload.sequence_length,
         hidden=hidden if isinstance(hidden, int) else None,
-        optimizer_name=optimizer_name,
-        optimizer_state_bytes_per_parameter=state_bytes,
+        optimizer_name=kept.kind,
+        optimizer_state_bytes_per_parameter=kept.bytes_per_element,
         parameter_tensors=len(trainable),
         largest_parameter=max((p.numel() for p in trainable), default=0),
         linear_weights=linear_weights(structure),

@@ -222,9 +222,11 @@ class TraceRequest:
             plain variant has no limit, nor has the first one besides it, unless this is 0.
         timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
         known: What was traced before: its operations are not timed again.
+        not_fake: Why micro-steps are run for real from the start; None: fake tensors are tried first.
     """
 
     variants: tuple[VariantKey, ...] | None = None
     time_limit_s: float | None = None
     timing_budget_s: float = 0.0
     known: ModelProfile | None = None
+    not_fake: str | None = None

@@ -141,12 +141,11 @@ def trace_profile(
     request = TraceRequest(
         variants=variants, time_limit_s=limits.time_limit_s, timing_budget_s=limits.timing_budget_s, known=known
     )
-    report = run_again(
-        zygote,
-        _task(spec, device, request, limits),
-        on_attempt=on_attempt,
-        left_s=None if ends_at is None else lambda: ends_at - time.monotonic(),
-    ).report
+    left_s = None if ends_at is None else lambda: ends_at - time.monotonic()
+    report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
+    if (why := _why_not_fake(report)) is not None:
+        request = replace(request, not_fake=why)
+        report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
     profile = _read_report(report, spec)
     if profile is not None:
         if known is not None:
@@ -177,6 +176,12 @@ def _task(spec: WorkloadSpec, device: str, request: TraceRequest, limits: TraceL
         deadlines_s={"*": limits.deadline_s, INPUT_PHASE: limits.input_deadline_s},
         memory_limit_bytes=limits.memory_limit_bytes,
     )
+
+
+def _why_not_fake(report: ProcessReport) -> str | None:
+    """Why the rank left fake tensors, where real ones failed after them in the same process; else None."""
+    result = report.ranks[0].result if report.ranks else None
+    return result.get("why_not_fake") if isinstance(result, dict) else None
 
 
 def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | None:
@@ -282,7 +287,8 @@ def _trace_rank(context: RankContext, spec: WorkloadSpec, device: str, request: 
         trouble = machine_trouble(error)
         if trouble is not None:
             raise trouble from None
-        context.report({"error": error.message, "hint": error.hint})
+        why = next(iter(getattr(error, "__notes__", ())), None) if request.not_fake is None else None
+        context.report({"error": error.message, "hint": error.hint, "why_not_fake": why})
         return
     context.report(json.loads(profile.model_dump_json()))
 

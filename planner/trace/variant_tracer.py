@@ -31,6 +31,7 @@ from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
 from autoplan.planner.trace.op_recorder import Recording
 from autoplan.planner.trace.record_step import record_step
 from autoplan.strategies.analysis.structure import Structure, find_structure
+from autoplan.strategies.workloads.devices import has_closed_hooks
 from autoplan.strategies.workloads.workload import Workload
 
 DEPTHS = (2, 3)
@@ -62,8 +63,7 @@ class TruncatedModels:
             TypeError: the blocks are in no list that can be cut.
         """
         if depth not in self._built:
-            with self.mode, torch.device(self.device):
-                model = self.workload.build_model()
+            model = self._build()
             if depth is not None:
                 # The copy has its own config. The user's may belong to every model that build_model makes.
                 model = self._copy(model)
@@ -75,11 +75,24 @@ class TruncatedModels:
         """A copy that may be prepared and run.
 
         Under fake tensors the copy has its own modules and shares the parameters, which have no values; the caller
-        must leave no gradient and no hook on them. With real tensors the copy shares nothing.
+        must leave no gradient and no hook on them. With real tensors the copy shares nothing. What no copy can be
+        made of is built anew.
         """
-        return self._copy(self.built(depth))
+        model = self.built(depth)
+        try:
+            return self._copy(model)
+        except Exception:  # an attribute that refuses: a tensor with a graph, a lock, an open file
+            if depth is not None:  # a model built anew shares the user's config, which is not to be cut
+                raise
+            return self._build()
+
+    def _build(self) -> nn.Module:
+        with self.mode, torch.device(self.device):
+            return self.workload.build_model()
 
     def _copy(self, model: nn.Module) -> nn.Module:
+        if has_closed_hooks(model):
+            raise TypeError("a hook of the model holds modules of it, and a copy's would hold those of the original")
         if not isinstance(self.mode, FakeTensorMode):
             return copy.deepcopy(model)
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

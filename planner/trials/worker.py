@@ -54,12 +54,13 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     startup_s = context.seconds_since_request
     context.phase("init")
     from autoplan.strategies.prepare import prepare
+    from autoplan.strategies.workloads.optimizers import with_lasting_schedule
     from autoplan.strategies.workloads.sources import load_workload
 
     device = pick_device(context, request.device)
     join_ranks(context, request.device)
     ranks = RankSync(context.world_size, device)
-    workload = load_workload(request.spec)
+    workload = with_lasting_schedule(load_workload(request.spec))
 
     context.phase("build")
     memory = MemoryMonitor(device, request.memory_limit_bytes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, move_batch, slice_batch
+from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.padding import padding_share, padding_words
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, Workload
@@ -164,26 +164,3 @@ def _start_with_labels(labels: torch.Tensor, length: int) -> int | None:
         if bool((found | ~wanted).all()):
             return start
     return None
-
-
-@contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Puts the buffers of a model back afterwards: a forward may change them, and the loss may read them."""
-    put_back = keep_buffers(model)
-    try:
-        yield
-    finally:
-        put_back()
-
-
-def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copies the buffers of a model; what it returns puts them back, each time it is called."""
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in kept:
-                    buffer.copy_(kept[name])
-
-    return put_back

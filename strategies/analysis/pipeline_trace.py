@@ -77,11 +77,14 @@ def trace_pipeline(model: nn.Module, structure: Structure, workload: Workload) -
     names = [name for name, _ in structure.blocks]
     notes = _HookRecord()
     inside = {part for block in names for part, _ in model.get_submodule(block).named_modules(prefix=block)}
-    handles = _watch(model, names, inside, notes)
     device = next(model.parameters()).device
     batch: Batch = workload.make_batch(1, 0)
+    handles: list[Any] = []
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            if device.type == "meta":  # a loss may move what it holds (a reference model) to where the batch is
+                model, device = workload.build_model(), torch.device("cpu")
+            handles = _watch(model, names, inside, notes)
             fake = pytree.tree_map(
                 lambda leaf: mode.from_tensor(leaf.to(device)) if isinstance(leaf, torch.Tensor) else leaf, batch
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,9 @@ def find_structure(model: nn.Module) -> Structure:
     """Reads the structure of a model.
 
     Blocks are modules with submodules that are in a list (ModuleList, Sequential) with another of their class, or are
-    siblings of the same class; where such a module contains a list of blocks itself (the stages of a Swin
-    transformer, the two halves of an encoder-decoder), the inner ones are the blocks.
+    siblings of the same class and size; where such a module contains a list of blocks itself (the stages of a Swin
+    transformer, the two halves of an encoder-decoder), the inner ones are the blocks. Where each item of a list is a
+    list itself (norm, attention, residual), which nothing calls, the modules in the items are the blocks.
     """
     stacks, frozen = repeated_blocks(model)
     inside = {id(part) for stack in (*stacks, *frozen) for _, block in stack for part in block.modules()}
@@ -188,30 +189,61 @@ def _is_block_of(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def _stacks(module: nn.Module, name: str) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
-    prefix = f"{name}." if name else ""
-    children = [(prefix + child_name, child) for child_name, child in module.named_children()]
-    counts = Counter(type(child) for _, child in children if _is_block_of(module, child))
-    repeated = any(count >= 2 for count in counts.values())
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        members = [pair for pair in children if repeated and _is_block_of(module, pair[1])]
-    else:
-        members = [pair for pair in children if counts[type(pair[1])] >= 2]
+    children = list(_children(module, f"{name}." if name else ""))
+    members = [pair for pair in children if _is_block_of(module, pair[1])]
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        # two siblings of other sizes lift and project; one that trains beside one that does not is a student
+        alike = Counter(key for _, child in members for key in _likeness(child))
+        members = [pair for pair in members if any(alike[key] >= least for key, least in _likeness(pair[1]).items())]
+    elif not _repeats(child for _, child in members):
+        members = []
     members = [pair for pair in members if not _contains_stack(pair[1])]
     if members:
         yield tuple(members)
     taken = {id(child) for _, child in members}
     for child_name, child in children:
-        if id(child) not in taken:
+        if id(child) not in taken and not _is_side_list(child, module):
             yield from _stacks(child, child_name)
+
+
+def _repeats(modules: Iterable[nn.Module]) -> bool:
+    """Whether two modules are of one class."""
+    return max(Counter(map(type, modules)).values(), default=0) >= 2
+
+
+def _likeness(module: nn.Module) -> dict[Any, int]:
+    """What repeated siblings have in common, and how many must have it: class and size two, the class alone three."""
+    common = (type(module), _trains(module))
+    return {(*common, _size(module)): 2, common: 3}
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a module; of a list of layers that are lists themselves, the modules in the layers."""
+    for name, child in module.named_children():
+        layer = isinstance(module, nn.ModuleList) and isinstance(child, nn.ModuleList)
+        if layer and not _repeats(filter(_is_composite, child.children())):
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def _is_side_list(module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a list has a part of each layer only: a larger list beside it has the main part.
+
+    A Fourier neural operator keeps its convolutions, skips and MLPs in lists of their own; none of them is the layer.
+    """
+    if not isinstance(module, nn.ModuleList):
+        return False
+    others = [other for other in parent.children() if isinstance(other, nn.ModuleList) and len(other) == len(module)]
+    return any(_size(other) > _size(module) and not any(map(_is_composite, other.modules())) for other in others)
 
 
 def _contains_stack(module: nn.Module) -> bool:
     """Whether a module contains a list of two or more blocks of one class; a list of experts is not one."""
     for name, part in module.named_modules():
-        if isinstance(part, (nn.ModuleList, nn.Sequential)) and "expert" not in name.lower():
-            counts = Counter(type(child) for child in part if _is_composite(child))
-            if any(count >= 2 for count in counts.values()):
-                return True
+        listed = isinstance(part, (nn.ModuleList, nn.Sequential)) and "expert" not in name.lower()
+        if listed and _repeats(child for _, child in _children(part, "") if _is_composite(child)):
+            return True
     return False
 
 

@@ -30,12 +30,15 @@ def batch_size(batch: Batch) -> int:
     if isinstance(batch, Mapping) and SAMPLES in batch:
         return int(batch[SAMPLES])
     know_containers(batch)
-    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    sizes = {leaf.size(0) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(sizes) != 1:
-        given = "no tensor" if not sizes else f"tensors with first dims {sorted(sizes)}"
+        arrays = any(type(leaf).__module__ == "numpy" for leaf in pytree.tree_leaves(batch))
+        given = f"tensors with first dims {sorted(sizes)}" if sizes else "arrays of NumPy" if arrays else "no tensor"
         raise WorkloadError(
             f"the batch has {given}; every tensor of a batch has the samples as its first dim",
-            hint="Return a tensor, or a dict or tuple of tensors that share their first dim, from the batch function.",
+            hint="Make tensors of arrays (torch.from_numpy). For another layout (time first, lists of images, graphs), "
+            "give a Workload whose make_batch returns autoplan.SampleBatch(samples, collate, rows_are_samples=False): "
+            "then the samples of each micro-batch are collated by themselves.",
         )
     return int(sizes.pop())
 
@@ -45,7 +48,15 @@ def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     by_samples = getattr(batch, "slice_samples", None)  # a batch that collates a part of its samples by itself
     if by_samples is not None:
         return by_samples(start, stop)
-    return _map_samples(batch, lambda leaf: leaf[start:stop])
+    return _map_samples(batch, lambda leaf: _slice_nested(leaf, start, stop) if _is_nested(leaf) else leaf[start:stop])
+
+
+def _is_nested(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_nested
+
+
+def _slice_nested(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
 
 
 def repeat_samples(batch: Batch, times: int) -> Batch:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import nn
 
@@ -21,6 +22,21 @@ def on_cpu(model: nn.Module) -> nn.Module:
     if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
         return model
     return copy.deepcopy(model).to("cpu")
+
+
+def has_closed_hooks(model: nn.Module) -> bool:
+    """Whether a hook of a model is a function that holds objects from where it was written.
+
+    copy.deepcopy copies no function: the copy's hook would read and write what belongs to the original.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = (hook for module in model.modules() for kind in kinds for hook in getattr(module, kind, {}).values())
+    return any(getattr(hook, "__closure__", None) for hook in hooks)
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the model."""
+    return cloudpickle.loads(cloudpickle.dumps(model)) if has_closed_hooks(model) else copy.deepcopy(model)
 
 
 @contextlib.contextmanager

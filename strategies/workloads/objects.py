@@ -17,12 +17,14 @@ from torch import nn
 from autoplan.errors import WorkloadError
 from autoplan.files import make_private_folder, replace_file
 from autoplan.strategies.workloads.batch import Batch
+from autoplan.strategies.workloads.devices import copy_model, has_closed_hooks
 from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
 from autoplan.strategies.workloads.fingerprint import fingerprints_of
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
+from autoplan.strategies.workloads.user_errors import refuse_lazy
 from autoplan.strategies.workloads.workload import LossSum, Workload
 
 _INLINE_BYTES = 4 << 20  # a larger payload is kept in a file, so that it is not sent with every trial
@@ -184,13 +186,16 @@ def workload_from_objects(
             hint="A workload is a model, make_batch(num_samples, index), a loss and an optimizer, or a Workload.",
         )
     instance = model if isinstance(model, nn.Module) else None
+    if instance is not None:
+        refuse_lazy(instance, f"the model ({type(instance).__name__})")
     causal = loss is None
     if instance is not None and causal and not hasattr(instance, "get_output_embeddings"):
         raise WorkloadError(
             f"no loss was given, and {type(instance).__name__} is not a language model of transformers",
             hint="Give loss(model, batch) -> LossSum(sum of the losses, number of items).",
         )
-    build_model = model if instance is None else functools.partial(copy.deepcopy, instance)
+    copy_of = copy_model if instance is not None and has_closed_hooks(instance) else copy.deepcopy
+    build_model = model if instance is None else functools.partial(copy_of, instance)
     return Workload(
         name=name or (type(instance).__name__ if instance is not None else str(getattr(model, "__name__", "model"))),
         build_model=build_model,

@@ -1,21 +1,107 @@
-"""A user's optimizer, made again over other parameters, with its groups and hyper-parameters."""
+"""A user's optimizer: what it may be, what it keeps, and the same one made again over other parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.config import OPTIMIZER_FLAGS
 
+if TYPE_CHECKING:
+    from autoplan.strategies.workloads.workload import Workload
+
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that are not frozen, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def check_optimizer(optimizer: Any, what: str) -> None:
+    """Refuses what no step of a plan can drive: several optimizers, and one that runs the loss itself.
+
+    Args:
+        optimizer: What the user gave, or what a function of the user's returned.
+        what: Names it in the error.
+
+    Raises:
+        WorkloadError: with the way that is left.
+    """
+    if isinstance(optimizer, list | tuple | dict):
+        raise WorkloadError(
+            f"{what} is a {type(optimizer).__name__} of {len(optimizer)} optimizers; a plan steps one",
+            hint="Put the settings into parameter groups of one optimizer, or write one class whose step() steps "
+            f"them all. {AS_A_STEP}",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure") if hasattr(optimizer, "step") else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{what} is {type(optimizer).__name__}, whose step(closure) runs the loss as often as it likes; a plan's "
+            "step runs it once for each micro-batch, and then the optimizer",
+            hint=AS_A_STEP,
+        )
+
+
+AS_A_STEP = (
+    "To keep the training as it is, search it as a program of its own: autoplan.search(step=make_step), or in a file "
+    "`return autoplan.from_step(make_step)`; only what surrounds a step is tried then."
+)
+
+
+class KeptStates(NamedTuple):
+    """What an optimizer keeps between steps.
+
+    Attributes:
+        kind: Its class; "unknown" where it cannot be asked.
+        tensors: As many tensors of a parameter's shape, of the parameter that has the most: 2 for Adam.
+        bytes_per_element: Bytes for each number of all parameters.
+        why_assumed: Why these are Adam's figures, and not what was seen; None: they were seen.
+    """
+
+    kind: str
+    tensors: int
+    bytes_per_element: float
+    why_assumed: str | None = None
+
+
+STAND_IN_SIZE = 16
+"""Each dim of a stand-in for a parameter has at most so many elements."""
+
+
+def kept_states(
+    build_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer], parameters: Sequence[torch.Tensor]
+) -> KeptStates:
+    """What a workload's optimizer keeps, seen at one real step over small stand-ins for the parameters.
+
+    There are as many stand-ins as parameters, since an optimizer that follows an instance is made over that number
+    only; each has as many dims, since one may be made by shape (Muon for matrices, AdamW for the rest).
+
+    Args:
+        build_optimizer: The user's.
+        parameters: What trains, on any device.
+    """
+    shapes = [[min(size, STAND_IN_SIZE) for size in parameter.shape] for parameter in parameters]
+    stand_ins = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    try:
+        optimizer = build_optimizer(stand_ins)
+        for stand_in in stand_ins:
+            stand_in.grad = torch.ones_like(stand_in)
+        optimizer.step()
+        kept = [_tensors_of(optimizer.state.get(stand_in, {})) for stand_in in stand_ins]
+    except Exception as error:  # a user's function may do anything with what it is given
+        return KeptStates("unknown", 2, 8.0, f"optimizer state assumed as Adam's 8 bytes per parameter ({error})")
+    own = (sum(state.shape == stand_in.shape for state in some) for stand_in, some in zip(stand_ins, kept, strict=True))
+    size = sum(state.numel() * state.element_size() for some in kept for state in some)
+    return KeptStates(type(optimizer).__name__, max(own, default=0), size / max(sum(map(torch.numel, stand_ins)), 1))
+
+
+def _tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
 
 def rebuild_over(
@@ -31,6 +117,7 @@ def rebuild_over(
         WorkloadError: it has parameters that are not among them, a step that was replaced on the instance, or something
             that only its constructor was told and that cannot be read from it.
     """
+    check_optimizer(optimizer, "the optimizer")
     optimizer = unpatched(optimizer)
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     groups = []
@@ -179,3 +266,23 @@ def rebuild(optimizer: torch.optim.Optimizer, flags: dict[str, bool]) -> torch.o
     ]
     make: Any = kind
     return make(groups, **(constructor_options(optimizer) | flags))
+
+
+def with_lasting_schedule(workload: Workload) -> Workload:
+    """The workload with a schedule that stays at its last rates after its end: trials may take more steps than it has.
+
+    OneCycleLR raises then, which is right in a training and says nothing about a configuration.
+    """
+    build = workload.build_schedule
+    if build is None:
+        return workload
+
+    def lasting(optimizer: torch.optim.Optimizer) -> Any:
+        schedule = build(optimizer)
+        steps = getattr(schedule, "total_steps", None)
+        if isinstance(steps, int):
+            step = schedule.step
+            schedule.step = lambda: step() if schedule.last_epoch + 1 < steps else None
+        return schedule
+
+    return dataclasses.replace(workload, build_schedule=lasting)

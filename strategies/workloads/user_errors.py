@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, batch_size
 from autoplan.strategies.workloads.digests import is_own_file
@@ -46,6 +49,18 @@ def users_call(call: str, hint: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise user_error(error, call, hint) from error
+
+
+def refuse_lazy(model: nn.Module, what: str) -> None:
+    """Raises WorkloadError for a model whose parameters have no shapes before its first forward (nn.LazyLinear)."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise WorkloadError(
+            f"{len(lazy)} tensors of {what} have no shape before its first forward: {lazy[0]}",
+            hint="Run it once on a small batch before it is handed over: at the end of build_model, or before the "
+            "search. Then make the optimizer.",
+        )
 
 
 def _place(error: BaseException) -> str:

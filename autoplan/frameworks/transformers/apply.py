@@ -38,7 +38,6 @@ from autoplan.planner.plan.prepare import check_training, refuse_other_training
 from autoplan.planner.plan.trainer_arguments import loader_values, named_arguments, plan_values
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.processes.compile_cache import use_own_cache
-from autoplan.strategies.analysis.additivity import buffers_kept
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.analysis.training_facts import read_groups
 from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
@@ -47,6 +46,7 @@ from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
 from autoplan.strategies.techniques.kernels import GeluStrategy
 from autoplan.strategies.workloads.batch import move_batch
+from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.devices import device_of
 from autoplan.strategies.workloads.loops.schedules import same_schedule
 from autoplan.strategies.workloads.optimizers import rebuild

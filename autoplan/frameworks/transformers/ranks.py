@@ -20,8 +20,8 @@ from torch import nn
 from autoplan.errors import PlanError
 from autoplan.frameworks.transformers.loss import DIVIDES_BY, NOT_TAKEN, inputs_of, is_scaled
 from autoplan.frameworks.transformers.rebuild import copy_trainer, divide_loss
-from autoplan.strategies.analysis.additivity import buffers_kept
 from autoplan.strategies.workloads.batch import move_batch
+from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.devices import device_of
 from autoplan.strategies.workloads.randomness import seed_generators, seeded
 from autoplan.strategies.workloads.workload import Workload

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed import comm
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoplan.planner.export.kit.loop import make_optimizers
 from autoplan.planner.export.kit.settings import ACCUMULATION, CONFIG_FILE, MAKES_OPTIMIZERS, RANKS
@@ -58,7 +59,9 @@ def train_step(
     comm.all_reduce(sums)
     norm = None
     for number, micro_batch in enumerate(micro_batches, start=1):
-        micro_batch = {key: value.to(engine.device, non_blocking=True) for key, value in micro_batch.items()}
+        micro_batch = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(engine.device, non_blocking=True), micro_batch
+        )
         total, _ = loss_sum(engine, micro_batch)
         engine.backward(total * (RANKS * ACCUMULATION / sums[1]))
         if number == ACCUMULATION and not engine.zero_optimization() and not engine.torch_autocast_z0_gradscaler:

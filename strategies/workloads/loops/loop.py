@@ -29,7 +29,8 @@ from autoplan.strategies.workloads.loops.mean_loss import (
     LossMean,
     MeanLoss,
     OutputLoss,
-    padding_of,
+    SummedLoss,
+    across_samples,
     read_loss,
     scalar_of,
 )
@@ -163,14 +164,14 @@ def measured_workload(
     Raises:
         WorkloadError: no plan can keep the loss, or a step has no whole batches of the loop where it must.
     """
-    loss_sum, count = read_loss(loss, model, batches, seed=seed, mean=loss_mean)
-    padding = padding_of(loss_sum, model, batches, seed=seed)
-    fixed = loss_mean == "batches" or has_batch_norm(model) or padding is not None
+    loss_sum, count = read_loss(loss, model, batches, seed=seed, mean=loss_mean, global_batch=global_batch)
+    padding, carried = across_samples(loss_sum, model, batches, seed=seed)
+    fixed = loss_mean == "batches" or has_batch_norm(model) or padding is not None or carried is not None
     if fixed and global_batch % facts.batch_size:
         raise WorkloadError(
             f"the global batch of {global_batch} is no whole number of the loop's batches of {facts.batch_size}",
-            hint='With BatchNorm, with loss_mean="batches", and where padding changes the gradients, a step takes '
-            "whole batches of the DataLoader.",
+            hint='With BatchNorm, with loss_mean="batches", and where padding or an earlier batch changes the '
+            "gradients, a step takes whole batches of the DataLoader.",
         )
     workload = workload_from_objects(
         model=on_cpu(model),
@@ -182,15 +183,17 @@ def measured_workload(
         **fields,
     )
     workload = dataclasses.replace(workload, count=count)
-    return workload, _describe_data(facts, workload, count, padding)
+    why = padding_words(padding) if padding is not None else carried and f"{carried.name} {carried.why}"
+    return workload, _describe_data(facts, workload, count, why)
 
 
 def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any = None) -> LoopParts:
-    """The parts of a loop without what Accelerate, DDP and torch.compile put around them.
+    """The parts of a loop without what Accelerate, Fabric, DDP and torch.compile put around them.
 
     Raises:
         WorkloadError: a part is missing, of the wrong kind, or spread over processes.
     """
+    model, optimizer, dataloader = map(_without_fabric, (model, optimizer, dataloader))
     parts = {"model": model, "optimizer": optimizer, "dataloader": dataloader}
     missing = [name for name, value in parts.items() if value is None]
     if missing:
@@ -218,6 +221,17 @@ def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any
         known_accumulation=steps is not None,
         mixed_precision=None if mixed in (None, "no") else str(mixed),
     )
+
+
+_FABRIC = {"_FabricModule": "_original_module", "_FabricDataLoader": "_dataloader"}
+"""What holds the user's own in the wrappers that fabric.setup makes, by the name of their class."""
+
+
+def _without_fabric(part: Any) -> Any:
+    """What was given to fabric.setup; its optimizer's class is named Fabric and the name of the user's."""
+    if type(part).__name__.startswith("Fabric") and isinstance(part, torch.optim.Optimizer):
+        return getattr(part, "_optimizer", part)
+    return getattr(part, _FABRIC.get(type(part).__name__, ""), part)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -313,16 +327,16 @@ def _is_causal_loss(model: nn.Module, workload: Workload) -> bool:
         model.train(training)
 
 
-def _describe_data(facts: LoaderFacts, workload: Workload, count: Count | None, padding: float | None) -> list[str]:
+def _describe_data(facts: LoaderFacts, workload: Workload, count: Count | None, fixed_by: str | None) -> list[str]:
     """Sentences on what was found of the loss and the DataLoader."""
     steps, size = workload.global_batch, facts.batch_size
     notes = []
     if workload.fixed_micro_batch is not None:
-        why = "BatchNorm normalises each batch by itself, or each has the same weight in a step"
-        why = why if padding is None else padding_words(padding)
+        why = fixed_by or "BatchNorm normalises each batch by itself, or each has the same weight in a step"
         notes.append(f"the micro-batch stays at the DataLoader's {size}: {why}")
     elif count is not None:
-        notes.append(f"the loss is a mean over {count.describe()}, found by measuring it")
+        what = "sum" if isinstance(workload.loss, SummedLoss) else "mean"
+        notes.append(f"the loss is a {what} over {count.describe()}, found by measuring it")
     if isinstance(count, CountLabels) and steps > size:
         notes.append(
             f"a loop that averages the means of its {steps // size} batches weights the tokens of a batch with few "

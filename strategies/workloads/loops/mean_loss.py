@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, batch_size, know_containers, move_batch, slice_batch
+from autoplan.strategies.workloads.carried import Carried, attributes_kept, buffers_kept, carried_state
 from autoplan.strategies.workloads.devices import device_of
 from autoplan.strategies.workloads.padding import padding_share
 from autoplan.strategies.workloads.randomness import seeded
@@ -33,10 +34,15 @@ LossMean = Literal["samples", "tokens", "batches"]
 SAMPLES = 4
 """Samples whose losses are compared, one by one and together."""
 
+OTHER_IGNORED = (-1, 0, 255)
+"""Values besides IGNORE_INDEX that a loss may leave out: ignore_index=pad_token_id, or that of a map of classes."""
+
 RELATIVE = 2e-5
 """Of an fp32 loss; LOW_PRECISION of a model that is stored in few bits."""
 
 LOW_PRECISION = 1e-2
+
+SUMMED, DRAWS = "that is a sum over samples", "it is another one with each random seed"
 
 LOSS_RULE = (
     "loss(model, batch) returns autoplan.LossSum(sum of the losses, number of items), or the mean over the batch's "
@@ -64,7 +70,7 @@ class CountLabels:
     Attributes:
         path: Where the labels are in a batch: keys, numbers, and `.name` of an attribute.
         shifted: The first of each sequence does not count: nothing predicts it.
-        ignored: What does not count: IGNORE_INDEX, or 0 for a mask.
+        ignored: What does not count: 0 for a mask; IGNORE_INDEX, or one of OTHER_IGNORED.
         name: Of the leaf, for texts.
     """
 
@@ -154,6 +160,23 @@ class CriterionLoss:
         return result
 
 
+@dataclass(frozen=True)
+class SummedLoss:
+    """A loss function that returns a sum over samples, and steps with it: its sum and count, as a plan divides them.
+
+    Attributes:
+        summed: The user's own.
+        global_batch: Samples of a step. The sum is multiplied by it, since a step divides by its samples.
+    """
+
+    summed: Callable[[nn.Module, Batch], Any]
+    global_batch: int
+
+    def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
+        """The sum times the global batch, and the samples."""
+        return LossSum(scalar_of(self.summed(model, batch)) * self.global_batch, batch_size(batch))
+
+
 def scalar_of(result: Any) -> torch.Tensor:
     """The loss in what a loss function or a model returned: a scalar tensor, or the `loss` of a dict or an output.
 
@@ -178,6 +201,7 @@ def read_loss(
     *,
     seed: int,
     mean: LossMean | None,
+    global_batch: int,
 ) -> tuple[Callable[[nn.Module, Batch], LossSum], Count | None]:
     """A loss as a LossSum, and what it counts; the count is None where the loss is a LossSum already.
 
@@ -190,6 +214,7 @@ def read_loss(
         make_batch: Makes the samples.
         seed: Of the generators while it runs.
         mean: Over what the loss averages, where the user says so; None: it is measured.
+        global_batch: Samples of a step, which a loss that is a sum is measured by.
 
     Raises:
         WorkloadError: the loss fails, is no mean over samples or tokens, or is not what the user said.
@@ -209,11 +234,16 @@ def read_loss(
         if mean == "batches":
             return MeanLoss(loss, CountSamples()), CountSamples()
         found = _measured_count(probe, batch)
+        if isinstance(found, str) and mean is None and found.endswith(SUMMED):
+            return SummedLoss(loss, global_batch), CountSamples()
+        if found == DRAWS and mean == "samples":  # noise for each sample: the user's word is all there is
+            found = CountSamples()
     if isinstance(found, str):
+        noise = ' One that draws noise for each sample (diffusion): loss_mean="samples".' if found == DRAWS else ""
         raise WorkloadError(
             f"the loss function returns a single number, and it is not known what it counts: {found}",
-            hint=LOSS_RULE + " A loss that belongs to the batches of your loop as they are (contrastive, auxiliary "
-            'terms): loss_mean="batches", which keeps the micro-batch at the DataLoader\'s batch size.',
+            hint=f"{LOSS_RULE}{noise} A loss that belongs to the batches of your loop as they are (a contrastive one, "
+            'auxiliary terms): loss_mean="batches", which keeps the micro-batch at the DataLoader\'s batch size.',
         )
     if mean is not None and (mean == "samples") != isinstance(found, CountSamples) and not _same(found, mean, batch):
         raise WorkloadError(
@@ -223,12 +253,17 @@ def read_loss(
     return MeanLoss(loss, found), found
 
 
-def padding_of(
+def across_samples(
     loss: Callable[[nn.Module, Batch], LossSum], model: nn.Module, make_batch: Callable[[int, int], Batch], *, seed: int
-) -> float | None:
-    """`padding_share` of a loop's own model, which is left as it was."""
+) -> tuple[float | None, Carried | None]:
+    """`padding_share` and `carried_state` of a loop's own model, which is left as it was."""
     with _quiet(model):
-        return padding_share(loss, model, make_batch, device_of(model), seed=seed)
+        padding = padding_share(loss, model, make_batch, device_of(model), seed=seed)
+        try:
+            carried = carried_state(loss, model, make_batch, device_of(model), seed=seed)
+        except Exception:  # a loss that takes no two samples: the inspection says more
+            carried = None
+        return padding, carried
 
 
 def _same(found: Count, mean: str, batch: Batch) -> bool:
@@ -246,15 +281,9 @@ class _Probe:
 
     def result(self, batch: Batch, seed: int = 0) -> Any:
         """What the loss returns."""
-        kept = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        try:
-            named = users_call("loss(model, batch) on some samples of the DataLoader", LOSS_RULE)
-            with named, seeded(self.seed + seed), torch.no_grad():
-                return self.loss(self.model, batch)
-        finally:
-            with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
-                    buffer.copy_(kept[name])
+        named = users_call("loss(model, batch) on some samples of the DataLoader", LOSS_RULE)
+        with named, seeded(self.seed + seed), torch.no_grad(), buffers_kept(self.model):
+            return self.loss(self.model, batch)
 
     def number(self, batch: Batch, seed: int = 0) -> float:
         """The mean that the loss returns."""
@@ -269,18 +298,17 @@ class _Probe:
 
 @contextlib.contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """The model in training mode without dropout and batch statistics, which make a loss random or a batch's."""
-    before = {module: module.training for module in model.modules()}
-    if not model.training:
-        model.train()
-    for module in model.modules():
-        if isinstance(module, _DropoutNd | _NormBase):
-            module.training = False
-    try:
+    """The model in training mode without dropout and batch statistics, which make a loss random or a batch's.
+
+    It is left as it was: what its forward sets in attributes is no part of what is trained.
+    """
+    with attributes_kept(model):
+        if not model.training:
+            model.train()
+        for module in model.modules():
+            if isinstance(module, _DropoutNd | _NormBase):
+                module.training = False
         yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 def _measured_count(probe: _Probe, batch: Batch) -> Count | str:
@@ -288,10 +316,14 @@ def _measured_count(probe: _Probe, batch: Batch) -> Count | str:
     criterion: Any = getattr(probe.loss, "criterion", None)
     if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None:
         return "it is over the weights of the classes in a batch, so the loss depends on the micro-batch"
+    if abs(probe.number(batch) - probe.number(batch)) > probe.tolerance * abs(probe.number(batch)):
+        return (
+            "the same batch gives another one the second time: the model keeps something of each forward for the next"
+        )
     if abs(probe.number(batch) - probe.number(batch, seed=1)) > probe.tolerance * abs(probe.number(batch)):
         probe.model.eval()  # dropout that is no module: attention, layers that are dropped; `_quiet` puts it back
         if abs(probe.number(batch) - probe.number(batch, seed=1)) > probe.tolerance * abs(probe.number(batch)):
-            return "it is another one with each random seed"
+            return DRAWS
     samples = batch_size(batch)
     together = probe.number(batch)
     alone = [probe.number(slice_batch(batch, i, i + 1)) for i in range(samples)]
@@ -326,9 +358,11 @@ def candidate_counts(batch: Batch) -> list[Count]:
             continue
         path = tuple(_plain_key(key) for key in keys)
         name = str(path[-1]).lstrip(".") if path else "the batch"
-        ignored = 0 if "mask" in name or leaf.dtype == torch.bool else IGNORE_INDEX
+        is_mask = "mask" in name or leaf.dtype == torch.bool
+        others = () if is_mask else (value for value in OTHER_IGNORED if bool((leaf == value).any()))
         shifts = (False, True) if leaf.dim() == 2 and leaf.shape[1] > 1 else (False,)
-        found += [CountLabels(path, shifted, ignored, name) for shifted in shifts]
+        for ignored in (0 if is_mask else IGNORE_INDEX, *others):
+            found += [CountLabels(path, shifted, ignored, name) for shifted in shifts]
     found.sort(key=lambda count: "label" not in count.name and "target" not in count.name)
     return [CountSamples(), *found]
 
@@ -356,15 +390,15 @@ def _with_fewer_labels(batch: Batch, count: CountLabels) -> Batch | None:
 
     Only masks of labels are made: a mask is part of the model's input.
     """
-    if count.ignored != IGNORE_INDEX or _is_cuda(batch):
+    if "mask" in count.name or _is_cuda(batch):
         return None
     labels = count.labels(batch)
     if labels.dim() != 2 or labels.dtype not in (torch.int64, torch.int32) or labels.shape[1] <= SAMPLES + 1:
         return None
     changed = labels.clone()
     for sample in range(labels.shape[0]):
-        places = (labels[sample] != IGNORE_INDEX).nonzero()[:, 0]
-        changed[sample, places[sample + 2 :]] = IGNORE_INDEX
+        places = (labels[sample] != count.ignored).nonzero()[:, 0]
+        changed[sample, places[sample + 2 :]] = count.ignored
     return pytree.tree_map(lambda leaf: changed if leaf is labels else leaf, batch)
 
 
@@ -376,7 +410,7 @@ def _why_no_mean(together: float, alone: list[float]) -> str:
     shown = ", ".join(f"{loss:.6g}" for loss in alone)
     text = f"of {len(alone)} samples together it is {together:.6g}, of each by itself {shown}"
     if math.isclose(together, sum(alone), rel_tol=1e-4):
-        return f"{text}: that is a sum over samples, so your learning rate goes with the batch size of your loop"
+        return f"{text}: {SUMMED}"
     return f"{text}: that is no mean over samples or over label tokens, so the loss depends on the micro-batch"
 
 

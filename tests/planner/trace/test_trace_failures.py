@@ -5,11 +5,19 @@ import torch
 from torch import nn
 
 from autoplan.errors import WorkloadError
+from autoplan.planner.search.inspection import Means, inspect
+from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.trace.build_profile import profile_workload
 from autoplan.planner.trace.model_profile import PLAIN, TraceRequest, VariantKey, variants_of, variants_to_trace
 from autoplan.planner.trace.rough_profile import rough_variant, with_rough_variants
+from autoplan.planner.trace.trace import trace_profile
+from autoplan.probes.run import read_host_profile
 from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.inspect import inspect_workload
+from autoplan.strategies.workloads.objects import spec_from_objects, workload_from_objects
+from autoplan.strategies.workloads.sources import make_spec
 from autoplan.strategies.workloads.workload import LossSum, Workload
+from tests.recorded import make_hardware
 from tests.strategies.tiny import GPT2, language
 
 
@@ -66,7 +74,7 @@ def test_the_plain_variant_alone_decides_and_its_own_error_comes_first() -> None
 
     with pytest.raises(WorkloadError) as caught:
         profile_workload(make_workload(loss=broken), "cpu", identity="broken")
-    assert str(caught.value).startswith("KeyError: 'label'") and "without any technique" in str(caught.value)
+    assert str(caught.value).startswith("KeyError: 'label'") and "of 2 or 4 samples" in str(caught.value)
 
 
 def test_only_the_wanted_variants_are_traced() -> None:
@@ -175,3 +183,111 @@ def test_sparse_gradients_are_counted_by_their_values() -> None:
     )
     profile = profile_workload(workload, "cpu", identity="words")
     assert PLAIN.text() in profile.variants and profile.trainable == 4000 + 33
+
+
+class Hooked(nn.Module):
+    """A hook writes into what the model reads, and holds a module of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        features = self.features = {}
+        self.body.register_forward_hook(lambda module, inputs, output: features.update(last=output))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.body(inputs)
+        return self.features["last"]
+
+
+class Uncopied(nn.Module):
+    """Keeps a tensor with a graph, which no deepcopy takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.scale = self.body.weight.sum() * 0 + 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.body(inputs) * self.scale.detach()
+
+
+@pytest.mark.parametrize("build_model", [Hooked, Uncopied])
+def test_a_model_that_cannot_be_copied_is_built_anew(build_model: type[nn.Module]) -> None:
+    profile = profile_workload(
+        make_workload(build_model), "cpu", identity="anew", request=TraceRequest(variants=(PLAIN,))
+    )
+    assert profile.method == "traced" and profile.trainable == 72
+
+
+def test_a_hooked_instance_is_handed_over_with_its_hooks() -> None:
+    instance = Hooked()
+    build = workload_from_objects(
+        model=instance, make_batch=lambda count, index: torch.ones(count, 8), loss=lambda model, batch: None,
+        optimizer=torch.optim.SGD, global_batch=8,
+    ).build_model  # fmt: skip
+    made = build()
+    made(torch.ones(1, 8))
+    assert "last" in made.features and "last" not in instance.features
+
+
+class Steady(Recounts):
+    """A block that runs the same way each time."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.down(torch.relu(self.up(inputs)))
+
+
+def test_a_reference_model_that_a_loss_moves_to_its_batch_keeps_its_values() -> None:
+    """As a Trainer of preferences does: what the inspection runs without values must not take them."""
+    reference = Model(Steady)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        reference.to(batch.device)
+        return LossSum((model(batch) - reference(batch).detach()).square().sum(), len(batch))
+
+    spec = spec_from_objects(make_workload(lambda: Model(Steady), loss=loss))
+    facts = inspect_workload(spec, make_hardware(), "cpu")
+    assert facts.parallel is not None and facts.parallel.pp_reason is None
+    assert facts.knob("micro_batch").values == (1, 2, 4, 8)
+
+
+KEEPS_TENSORS = """
+import torch, autoplan
+from torch import nn
+
+KEPT = {}
+
+def kept(name):
+    if name not in KEPT:
+        KEPT[name] = torch.ones(8)
+    return KEPT[name]
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.register_buffer("scale", kept("scale"))
+
+    def forward(self, inputs):
+        hidden = self.body(inputs) * self.scale * kept("forward")
+        return hidden if float(hidden.sum()) < 1e9 else -hidden
+
+def workload():
+    return autoplan.Workload(
+        name="keeps", build_model=Net, make_batch=lambda count, index: torch.full((count, 8), 1.0 + index),
+        loss=lambda model, batch: autoplan.LossSum(model(batch).sum(), len(batch)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), global_batch=8,
+    )
+"""
+
+
+def test_tensors_without_values_in_a_packages_globals_do_not_outlive_their_process(tmp_path, training_zygote) -> None:
+    """The first run caches them; what runs for real afterwards is another process."""
+    path = tmp_path / "keeps.py"
+    path.write_text(KEEPS_TENSORS)
+    spec = make_spec(model=f"{path}:workload")
+    means = Means(options=SearchOptions(spec=spec), zygote=training_zygote, observer=SearchObserver())
+    facts = inspect(means, read_host_profile(), "cpu", 1, None)
+    assert facts.knob("micro_batch").values == (1, 2, 4, 8) and facts.parameters == 72
+    profile = trace_profile(spec, device="cpu", zygote=training_zygote, variants=(PLAIN,), cache_dir=tmp_path / "cache")
+    assert profile.method == "measured_block" and "not traced on fake tensors" in profile.notes[0]

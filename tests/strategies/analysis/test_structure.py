@@ -193,3 +193,55 @@ def test_attention_is_offered_for_the_models_inside():
     workload = dataclasses.replace(language(LLAMA), build_model=lambda: Preference(language(LLAMA).build_model))
     run = prepare(workload, TrainingConfig(micro_batch=2, attention="eager"))
     assert run.model.policy.config._attn_implementation == run.model.reference.config._attn_implementation == "eager"
+
+
+class Sized(nn.Module):
+    """A block of two matrices, in any size."""
+
+    def __init__(self, inputs: int = 8, outputs: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(inputs, 16), nn.Linear(16, outputs)
+
+
+def names(model: nn.Module) -> list[list[str]]:
+    return [[name for name, _ in stack] for stack in find_structure(model).stacks]
+
+
+def test_layers_that_are_lists_of_norm_attention_and_residual() -> None:
+    """x-transformers and vit-pytorch: nothing calls the inner list, so its modules are the blocks."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        nn.ModuleList([nn.LayerNorm(8), kind(), None]) for _ in range(2) for kind in (Attends, Sized)
+    )
+    assert names(model) == [["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]]
+    pair = nn.Module()
+    pair.encoder, pair.decoder = copy.deepcopy(model), copy.deepcopy(model)
+    assert [len(stack) for stack in names(pair)] == [4, 4]
+
+
+class Attends(Sized):
+    """Another class of block."""
+
+
+def test_a_stage_that_is_a_list_of_two_equal_blocks_is_a_stack_of_its_own() -> None:
+    model = nn.Module()
+    model.downs = nn.ModuleList(nn.ModuleList([Sized(), Sized(), Attends()]) for _ in range(2))
+    assert names(model) == [[f"downs.{stage}.{part}" for part in range(3)] for stage in range(2)]
+
+
+def test_lists_that_have_a_part_of_each_layer_are_no_blocks() -> None:
+    """A Fourier neural operator: the convolutions are single tensors; the MLPs beside them are not the layers."""
+    model = nn.Module()
+    model.lifting, model.projection = Sized(2, 8), Sized(8, 1)
+    model.layers = nn.Module()
+    model.layers.convs = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    model.layers.mlps = nn.ModuleList(Sized() for _ in range(3))
+    assert names(model) == []
+
+
+def test_a_student_and_its_teacher_are_no_stack() -> None:
+    model = nn.Module()
+    model.student, model.teacher = Sized(), Sized().requires_grad_(False)
+    assert names(model) == []
+    model.second = Sized()
+    assert names(model) == [["student", "second"]]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import batch_size, move_batch, slice_batch
 
 
@@ -67,3 +68,20 @@ def test_texts_are_sliced_with_their_samples_and_other_lists_are_not():
     part = slice_batch(batch, 1, 3)
     assert part["captions"] == ["b", "c"]
     assert part["names"] == ["one", "two"] and part["size"] == [4, 4, 4, 4]
+
+
+def test_other_layouts_are_told_what_makes_batches_of_them() -> None:
+    with pytest.raises(WorkloadError, match=r"first dims \[8, 20\]") as caught:
+        batch_size((torch.zeros(20, 8, 3), torch.zeros(8)))
+    assert "SampleBatch(samples, collate" in str(caught.value.hint)
+    with pytest.raises(WorkloadError, match="arrays of NumPy"):
+        batch_size({"rows": torch.zeros(4).numpy()})
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_sliced_by_sample(layout: torch.layout) -> None:
+    rows = [torch.full((size, 2), float(size)) for size in (3, 1, 4, 2)]
+    batch = {"rows": torch.nested.nested_tensor(rows, layout=layout), "labels": torch.arange(4)}
+    assert batch_size(batch) == 4
+    part = slice_batch(batch, 1, 3)
+    assert [tuple(row.shape) for row in part["rows"].unbind()] == [(1, 2), (4, 2)]

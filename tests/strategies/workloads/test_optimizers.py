@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 from autoplan.errors import WorkloadError
-from autoplan.strategies.workloads.optimizers import rebuild, rebuild_over
+from autoplan.strategies.workloads.optimizers import (
+    KeptStates,
+    check_optimizer,
+    kept_states,
+    rebuild,
+    rebuild_over,
+    with_lasting_schedule,
+)
+from autoplan.strategies.workloads.workload import Workload
+from tests.strategies.tiny import language
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -83,3 +93,54 @@ def test_torchs_own_are_made_anew(name: str) -> None:
     schedule.step()
     made = rebuild_over(optimizer, own)(parameters())
     assert type(made) is type(optimizer) and made.param_groups[0]["weight_decay"] == 0.5
+
+
+def muon_by_shape(given: Any) -> torch.optim.Optimizer:
+    """Refuses a parameter of other than two dims, as a Muon for all that is a matrix does."""
+    assert all(parameter.dim() == 2 for parameter in given)
+    return torch.optim.Muon(list(given), lr=0.1)
+
+
+def test_what_an_optimizer_keeps_is_seen_on_stand_ins_of_the_same_dims() -> None:
+    matrices = [torch.empty(500, 8, device="meta"), torch.empty(4, 3, device="meta")]
+    assert kept_states(muon_by_shape, matrices) == KeptStates("Muon", 1, 4.0)
+    both = [*matrices, torch.empty(500, device="meta")]
+    assert kept_states(torch.optim.AdamW, both) == KeptStates("AdamW", 2, 8.0)
+    assumed = kept_states(muon_by_shape, both)
+    assert (assumed.kind, assumed.tensors, assumed.bytes_per_element) == ("unknown", 2, 8.0)
+    assert "assumed as Adam's 8 bytes" in str(assumed.why_assumed)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ([torch.optim.SGD(parameters()), torch.optim.SGD(parameters())], "is a list of 2 optimizers"),
+        (torch.optim.LBFGS(parameters()), "LBFGS, whose step.closure. runs the loss"),
+    ],
+)
+def test_what_no_plan_can_step_is_refused_with_the_way_that_is_left(optimizer: Any, said: str) -> None:
+    with pytest.raises(WorkloadError, match=said) as caught:
+        check_optimizer(optimizer, "the optimizer")
+    assert "from_step" in str(caught.value.hint)
+
+
+def test_a_schedule_that_ends_before_a_trial_stays_at_its_last_rate() -> None:
+    def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+    def rates(workload: Workload) -> list[float]:
+        optimizer = torch.optim.SGD(parameters(), lr=0.01)
+        assert workload.build_schedule is not None
+        schedule, found = workload.build_schedule(optimizer), []
+        for _ in range(8):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    short = dataclasses.replace(language(), build_schedule=build_schedule)
+    with pytest.raises(ValueError, match="total steps"):
+        rates(short)
+    found = rates(with_lasting_schedule(short))
+    assert found[2:] == found[2:3] * 6 and len(set(found[:3])) == 3
+    assert with_lasting_schedule(language()).build_schedule is None

@@ -175,3 +175,14 @@ def test_a_checked_batch_function_says_what_it_wraps():
     checked = with_checked_batches(classifier())
     assert dataclasses.is_dataclass(checked)
     assert torch.equal(checked.make_batch(4, 0)["label"], classifier().make_batch(4, 0)["label"])
+
+
+def test_what_has_no_shape_yet_is_asked_to_run_once(tmp_path: Path) -> None:
+    error = refusal(tmp_path, "self.layer = nn.Linear(8, 1)", "self.layer = nn.LazyLinear(1)")
+    assert "no shape before its first forward: layer.weight" in error.message
+    assert "Run it once" in str(error.hint)
+
+
+def test_several_optimizers_are_refused_before_anything_else(tmp_path: Path) -> None:
+    error = refusal(tmp_path, "return torch.optim.SGD(parameters, lr=0.1)", "return [torch.optim.SGD(parameters)] * 2")
+    assert "build_optimizer(parameters) of mine gives is a list of 2 optimizers" in error.message

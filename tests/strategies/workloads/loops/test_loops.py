@@ -290,12 +290,17 @@ def test_what_a_mean_is_over_is_measured() -> None:
     assert float(read(nn.CrossEntropyLoss()).loss(model, points[:4]).count) == 4
     own = read(lambda net, batch: LossSum(F.cross_entropy(net(batch[0]), batch[1], reduction="sum"), len(batch[1])))
     assert own.count is None
-    with pytest.raises(WorkloadError, match="sum over samples"):
-        read(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1], reduction="sum"))
+    summed = read(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1], reduction="sum"))
+    parts = [summed.loss(model, points[start : start + 4]) for start in (0, 4)]
+    whole = F.cross_entropy(model(points[:8][0]), points[:8][1], reduction="sum")
+    assert float(sum(part.total for part in parts)) / sum(part.count for part in parts) == pytest.approx(float(whole))
+    assert any("a sum over samples" in note for note in summed.notes)
     with pytest.raises(WorkloadError, match="depends on the micro-batch"):
         read(lambda net, batch: net(batch[0]).std())
     with pytest.raises(WorkloadError, match="another one with each random seed"):
         read(lambda net, batch: cross_entropy(net, batch) * torch.rand(()))
+    noisy = read(lambda net, batch: cross_entropy(net, batch) * torch.rand(()), loss_mean="samples")
+    assert float(noisy.loss(model, points[:4]).count) == 4 and noisy.fixed_micro_batch is None
     with pytest.raises(WorkloadError, match="tensor of shape"):
         read(lambda net, batch: net(batch[0]))
     with pytest.raises(WorkloadError, match=r"ZeroDivisionError.*\n.*loss\(model, batch\)"):
@@ -304,6 +309,23 @@ def test_what_a_mean_is_over_is_measured() -> None:
     assert fixed.fixed_micro_batch == 8
     before = copy.deepcopy(model.state_dict())
     assert model.training and all(bool((before[name] == value).all()) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("ignored", [0, 255])
+def test_labels_that_a_loss_ignores_by_another_index_are_not_counted(ignored: int) -> None:
+    labels = torch.randint(1, 5, (16, 8), generator=torch.Generator().manual_seed(0))
+    for row in range(16):
+        labels[row, 2 + row % 6 :] = ignored
+    samples = [{"rows": torch.randn(8, 12), "labels": row} for row in labels]
+    model = nn.Linear(12, 6)
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(net(batch["rows"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=ignored)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    read = read_loop(model, optimizer, DataLoader(samples, batch_size=8), loss)
+    batch = read.make_batch(4, 0)
+    assert read.count is not None and read.count(batch) == int((batch["labels"] != ignored).sum()) < 32
 
 
 class Stream(IterableDataset[Any]):

@@ -1,0 +1,145 @@
+"""What a forward leaves in a model for the next one is named, and the micro-batch is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autoplan.strategies.inspect import inspect_workload
+from autoplan.strategies.workloads.carried import buffers_kept, carried_state
+from autoplan.strategies.workloads.loops.loop import read_loop
+from autoplan.strategies.workloads.objects import spec_from_objects
+from autoplan.strategies.workloads.workload import LossSum, Workload
+from tests.recorded import make_hardware
+
+CPU = torch.device("cpu")
+
+
+class Queue(nn.Module):
+    """Keeps the last rows that it saw, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(6, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs)
+        self.rows = torch.cat([self.rows[1:], outputs.detach().mean(0, keepdim=True)])
+        return outputs
+
+
+class Hidden(nn.Module):
+    """Keeps its last state in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = torch.zeros(4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs) + self.state
+        self.state = outputs.detach().mean(0)
+        return outputs
+
+
+class Remembers(nn.Linear):
+    """Keeps its last output, which nothing reads."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(inputs)
+        return self.last
+
+
+class Grows(nn.Module):
+    """A table that is as long as the longest batch so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < len(inputs):
+            self.table = torch.ones(len(inputs))
+        return self.linear(inputs) * self.table[: len(inputs), None]
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+
+def workload(build_model: Any) -> Workload:
+    return Workload(
+        name="carries",
+        build_model=build_model,
+        make_batch=lambda count, index: torch.randn(count, 4, generator=torch.Generator().manual_seed(index)),
+        loss=lambda model, batch: LossSum(model(batch).square().sum(), len(batch)),
+        build_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("build_model", "name", "why"),
+    [
+        (Queue, "rows", "is a buffer that each forward changes"),
+        (spectral, "parametrizations.weight.0._u", "is a buffer that each forward changes"),
+        (Hidden, "state", "the same two samples gave"),
+    ],
+)
+def test_what_is_carried_is_named_and_the_micro_batch_asked_for(build_model: Any, name: str, why: str) -> None:
+    facts = inspect_workload(spec_from_objects(workload(build_model)), make_hardware(), "cpu")
+    assert facts.knob("micro_batch").values == ()
+    assert facts.micro_batch_dependent[0].module == name and why in facts.micro_batch_dependent[0].why
+
+
+@pytest.mark.parametrize("build_model", [lambda: nn.Linear(4, 4), lambda: Remembers(4, 4)])
+def test_what_nothing_reads_leaves_the_micro_batch_free(build_model: Any) -> None:
+    facts = inspect_workload(spec_from_objects(workload(build_model)), make_hardware(), "cpu")
+    assert facts.knob("micro_batch").values == (1, 2, 4, 8)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    for build_model in (Queue, Hidden, Grows):
+        given = workload(build_model)
+        model = given.build_model()
+        before = [tensor.clone() for tensor in (*model.buffers(), getattr(model, "state", torch.zeros(1)))]
+        carried_state(given.loss, model, given.make_batch, CPU, seed=0)
+        after = (*model.buffers(), getattr(model, "state", torch.zeros(1)))
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_buffer_that_changes_its_shape_is_put_back() -> None:
+    model = Grows()
+    with buffers_kept(model):
+        model(torch.ones(3, 4))
+        assert model.table.shape == (3,)
+    assert model.table.shape == (0,)
+    resized = Grows()
+    with buffers_kept(resized):
+        resized.table.resize_(5)
+    assert resized.table.shape == (0,)
+
+
+def test_a_loop_keeps_the_batch_size_that_it_has() -> None:
+    model = Queue()
+    rows = [(row, row) for row in torch.randn(16, 4, generator=torch.Generator().manual_seed(0))]
+    given = read_loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, batch_size=4), nn.MSELoss(), global_batch=8
+    )
+    assert given.fixed_micro_batch == 4
+    assert any("stays at the DataLoader's 4: rows is a buffer" in note for note in given.notes)
+
+
+def test_what_a_forward_sets_is_no_part_of_what_is_trained() -> None:
+    """Else a plan, which was searched on the model after a forward, refuses the model before one."""
+    model = Remembers(4, 4)
+    before = set(vars(model))
+    rows = [(row, row) for row in torch.randn(16, 4)]
+    read_loop(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, batch_size=4), nn.MSELoss())
+    assert set(vars(model)) == before
