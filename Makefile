@@ -10,6 +10,7 @@
 # make test-plans: 10,000 changed plans through show, explain and report, 200 through each other command
 # make test-exports: the exported files train as a plain loop does, each in its tool, which gets an environment
 # make test-zoo [WORKLOADS="llama vision"]: strangers' trainings, each searched, checked and applied, as a table
+# make test-packages [TRAININGS="timm fno"] [BUDGET=20s]: trainings of packages from PyPI, each searched, as a table
 # make bench-search: the brief form of the benchmarks of searches
 # make soak [MINUTES=60]: searches that are killed at random and resumed; one line of figures
 # make accuracy [TRIALS="search.json store/"]: the cost model against published tables and recorded searches
@@ -70,13 +71,19 @@ test-plans: $(VENV)/.installed-test
 # The environments are in .venv-exports/; each is made again where its requirements changed.
 .PHONY: test-exports
 test-exports: $(VENV)/.installed-test
-	$(BIN)/python -m tests.exports.environments all
+	$(BIN)/python -m tests.exports.environments $(filter-out packages,$(basename $(notdir $(wildcard tests/exports/environments/*.txt))))
 	$(PYTEST) $(TWO_WORKERS) --durations=15 tests/exports
 
 test-zoo: $(VENV)/.installed-zoo
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.plain_loop $(WORKLOADS)
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.run $(WORKLOADS)
 	$(TEST_ENV) $(BIN)/python -m tests.zoo.same_training $(WORKLOADS)
+
+# The environment is .venv-exports/packages. Without BUDGET each training is looked at alone: some minutes in all.
+.PHONY: test-packages
+test-packages: $(VENV)/.installed-test
+	$(TEST_ENV) $$($(BIN)/python -m tests.exports.environments packages) -m tests.packages.run $(TRAININGS) \
+	  $(if $(BUDGET),--budget $(BUDGET))
 
 quick: lint $(TYPES)
 	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not timing and not environment"
