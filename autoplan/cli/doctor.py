@@ -22,7 +22,7 @@ FEATURES = {
 }
 """Packages that are not always installed, and what each is for."""
 
-Row = tuple[str, str, str]
+Row = tuple[str, ...]
 
 
 def doctor_command(json_output: output.JsonOption = False) -> None:
@@ -32,7 +32,7 @@ def doctor_command(json_output: output.JsonOption = False) -> None:
     """
     tables = {"Software": software(), "Machine": machine(), "Folders": folders()}
     if json_output:
-        keys = ("what", "found", "for")
+        keys = ("what", "found", "about")
         document = {
             title.lower(): [dict(zip(keys, row, strict=True)) for row in rows] for title, rows in tables.items()
         }
@@ -41,13 +41,13 @@ def doctor_command(json_output: output.JsonOption = False) -> None:
     from autoplan.report import facts, terminal
 
     for title, rows in tables.items():
-        content = facts.Rows(("", "found", "for"), list(rows))
+        content = facts.Rows(("", "found", "about"), list(rows))
         terminal.show_table(output.console(stderr=False), content, title=title)
 
 
 def software() -> list[Row]:
     """Packages and compilers: what, the version or `missing`, and what it is for."""
-    rows = [(name, _version(name), "every search") for name in NEEDED]
+    rows: list[Row] = [(name, _version(name), "every search") for name in NEEDED]
     rows += [(name, _version(name), what) for name, what in FEATURES.items()]
     for what, variable, names in (
         ("C++ compiler", "CXX", ("g++", "clang++")),
@@ -59,21 +59,14 @@ def software() -> list[Row]:
 
 
 def machine() -> list[Row]:
-    """The devices that a search could use, and the limits of the host."""
+    """The host and its limits, as autoplan probe shows them, and the devices that a search could use."""
+    from autoplan.cli.probe import host_rows
     from autoplan.probes.run import read_host_profile
 
     profile = read_host_profile()
-    host = profile.host
-    rows = [
-        ("torch's build", f"{host.torch}, {f'CUDA {host.cuda}' if host.cuda else 'no CUDA'}", "--device cuda"),
-        ("driver", host.driver or "missing", "--device cuda"),
-    ]
-    for device in profile.devices:
-        memory = format_bytes(device.memory_available_bytes.value)
-        rows.append((device.type, f"{device.name}, {memory} free", f"--device {device.type}"))
-    rows.append(("cores", f"{host.cores_usable} usable of {host.cores_logical}", "--device cpu, loader workers"))
-    rows.append(("/dev/shm", format_bytes(host.shared_memory_bytes.value), "loader workers, NCCL"))
-    return rows
+    memory = ((device, format_bytes(device.memory_available_bytes.value)) for device in profile.devices)
+    devices = [(f"--device {device.type}", device.name, f"{free} free") for device, free in memory]
+    return [*host_rows(profile.host), *devices]
 
 
 def folders() -> list[Row]:

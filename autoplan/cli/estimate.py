@@ -9,6 +9,7 @@ import typer
 
 from autoplan.cli.output import JsonOption, console, print_json
 from autoplan.errors import UsageError
+from autoplan.planner.search.options import each_once
 
 MOST_REASONS = 5
 _SCALE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -65,7 +66,7 @@ def estimate_command(
         price_per_hour=price,
         sequence_length=sequence_length,
         global_batch=global_batch,
-        fix=_parse_fixes(fix or []),
+        fix=each_once("fix", fix or [], _parse_fix, str, "Give it once."),
         inter_gbits_per_gpu=inter,
         intra_gbytes_per_s=intra,
         input_tokens_per_s=input_rate,
@@ -84,22 +85,12 @@ def estimate_command(
         show_estimate(document, console(stderr=False))
 
 
-def _parse_fixes(texts: list[str]) -> dict[str, str]:
-    """knob=value as a mapping.
-
-    Raises:
-        UsageError: no `=`, or one knob twice.
-    """
-    fixed: dict[str, str] = {}
-    for text in texts:
-        knob, separator, value = text.partition("=")
-        if not separator:
-            raise UsageError(f"{text!r} is not of the form knob=value", hint="For example: --fix tp=8")
-        name = knob.strip().replace("-", "_")
-        if fixed.get(name, value.strip()) != value.strip():
-            raise UsageError(f"--fix {name} is given as {fixed[name]} and as {value.strip()}", hint="Give it once.")
-        fixed[name] = value.strip()
-    return fixed
+def _parse_fix(text: str) -> tuple[str, str]:
+    """knob=value in two; UsageError: no `=`."""
+    knob, separator, value = text.partition("=")
+    if not separator:
+        raise UsageError(f"{text!r} is not of the form knob=value", hint="For example: --fix tp=8")
+    return knob.strip().replace("-", "_"), value.strip()
 
 
 def parse_tokens(text: str) -> float:

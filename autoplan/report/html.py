@@ -17,8 +17,9 @@ from autoplan.units import format_bytes, format_number, format_seconds
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d1d9e0; --page: #ffffff; --band: #f6f8fa;
   --best: #0b7a3e; --plain: #0a58a8; --hand: #9a6700; --other: #8a94a0; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #9aa4ae; --line: #363d45; --page: #14181c;
-  --band: #1c2127; --best: #4cc383; --plain: #6fb0f2; --hand: #d9a441; --other: #7d8792; --bad: #f2847c; } }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #9aa4ae; --line: #363d45;
+  --page: #14181c; --band: #1c2127; --best: #4cc383; --plain: #6fb0f2; --hand: #d9a441; --other: #7d8792;
+  --bad: #f2847c; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
@@ -42,8 +43,7 @@ code { font: .9em ui-monospace, monospace; } pre { background: var(--band); padd
   overflow-x: auto; font: .85rem/1.45 ui-monospace, monospace; }
 .passed { color: var(--best); } .failed { color: var(--bad); }
 @media (max-width: 30rem) { svg { min-width: 0; } svg text { font-size: 24px; } td { min-width: 3.5rem; } }
-@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --line: #bbb; --page: #fff; --band: #fff;
-  --best: #0b7a3e; --plain: #0a58a8; --hand: #9a6700; --other: #8a94a0; --bad: #b3261e; }
+@media print { :root { color-scheme: light; }
   body { font-size: 11px; max-width: none; padding: 0; } .wide { overflow: visible; } svg { min-width: 0; }
   tr, svg, .figures { break-inside: avoid; } h2 { break-after: avoid; } .bar { print-color-adjust: exact; } }
 """

@@ -156,18 +156,18 @@ def _check_loader(value: Any, info: ValidationInfo) -> LoaderSpec | None:
 
 def _check_fix(value: Any, info: ValidationInfo) -> dict[str, Any]:
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
-        return _each_once("fix", value, parse_knob, str, "Fix it once, or give --bound {knob}={then},{now}.")
+        return each_once("fix", value, parse_knob, str, "Fix it once, or give --bound {knob}={then},{now}.")
     return {knob: check_knob(knob, one) for knob, one in _mapping(value, info, '{"precision": "bf16"}').items()}
 
 
 def _check_bound(value: Any, info: ValidationInfo) -> dict[str, Bound]:
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         hint = "Bound it once: a range (1..8), or all its values in one list (1,2,8)."
-        return _each_once("bound", value, parse_bound, Bound.describe, hint)
+        return each_once("bound", value, parse_bound, Bound.describe, hint)
     return {knob: bound_of(knob, one) for knob, one in _mapping(value, info, '{"micro_batch": (1, 8)}').items()}
 
 
-def _each_once(
+def each_once(
     name: str, texts: list[str], parse: Callable[[str], tuple[str, Any]], say: Callable[[Any], str], hint: str
 ) -> dict[str, Any]:
     """What `knob=...` texts of the command line say; UsageError for a knob that is given twice with other values."""

@@ -502,7 +502,7 @@ def test_doctor_says_what_is_missing_for_which_feature(cli, monkeypatch) -> None
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     document = cli("doctor", "--json").document
-    found = {row["what"]: (row["found"], row["for"]) for row in document["software"]}
+    found = {row["what"]: (row["found"], row["about"]) for row in document["software"]}
     assert found["C++ compiler"] == ("missing", "torch.compile on CPU")
     assert found["torch"][0].startswith("2.") and "fp8" in found["torchao"][1]
     assert "cores" in cli("doctor").out
