@@ -139,11 +139,13 @@ class CandidateModel:
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)
+            best = self.best_trial()
+            cost = np.ones(len(self.candidates)) if self._cost is None else self._cost.all_s(np.exp(posterior.log_time))
             self._assessment = Assessment(
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
-                cost_s=self._costs_s(posterior),
-                best_log_time=self.best_log_time(),
+                cost_s=cost,
+                best_log_time=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
             )
             self._assessment = self._as_wanted(self._assessment)
         return self._assessment
@@ -176,11 +178,9 @@ class CandidateModel:
         best = self.best_trial()
         leader = None if best is None else best.config.model_copy(update={"compile_mode": "default"})
         for index, sibling in self._fast_siblings.items():
-            waits[index] = sibling != leader or self._takes_too_long(self.candidates[index])
+            slow_s = 0.0 if self._cost is None else self._cost.compile_s(self.candidates[index])
+            waits[index] = sibling != leader or slow_s > self._slow_mode_limit_s
         return waits
-
-    def _takes_too_long(self, config: TrainingConfig) -> bool:
-        return self._cost is not None and self._cost.compile_s(config) > self._slow_mode_limit_s
 
     @property
     def trial_cost(self) -> TrialCost | None:
@@ -219,16 +219,6 @@ class CandidateModel:
     def best_trial(self) -> Trial | None:
         """The fastest measured trial that may be the plan."""
         return best_trial(trial for trial in self.trials if self._allows(trial.config))
-
-    def best_log_time(self) -> float | None:
-        """The logarithm of the best measured step time that may be the plan's; None: nothing was measured."""
-        best = self.best_trial()
-        return None if best is None or best.step_time_s is None else math.log(best.step_time_s.median)
-
-    def _costs_s(self, posterior: Posterior) -> Array:
-        if self._cost is None:
-            return np.ones(len(self.candidates))
-        return self._cost.all_s(np.exp(posterior.log_time))
 
     def _prior(self, configs: Sequence[TrainingConfig]) -> Prior:
         if self.estimator is not None:

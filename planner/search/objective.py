@@ -48,7 +48,7 @@ def order(objective: Objective, candidates: Sequence[CandidateRuns], spread: Spr
     ranked = [own[one.config] for one in rank([_scaled(objective, one) for one in candidates], spread)]
     if objective.name != "memory" or not ranked:
         return ranked
-    floor_s = floor_time_s(objective, [candidate.step_time.median for candidate in ranked])
+    floor_s = min(candidate.step_time.median for candidate in ranked) / objective.floor
     good = [candidate for candidate in ranked if candidate.step_time.median <= floor_s]
     good.sort(key=lambda candidate: (candidate.peak_memory_bytes, candidate.step_time.median))
     return good + [candidate for candidate in ranked if candidate not in good]
@@ -93,11 +93,6 @@ def contenders(
     fastest = min(candidates, key=lambda candidate: candidate.step_time.median)
     small = [candidate for candidate in best_first if candidate.config not in (fastest.config, leader.config)]
     return [one for one in (fastest, *small) if one.config != leader.config][:MOST_CONTENDERS]
-
-
-def floor_time_s(objective: Objective, step_times_s: Sequence[float]) -> float:
-    """The longest step time that the floor of throughput allows: a share of the fastest's throughput."""
-    return min(step_times_s) / objective.floor
 
 
 def to_beat(

@@ -104,8 +104,8 @@ def what_would_fit(context: SearchContext) -> str:
     ways = []
     if length is not None:
         room = (limit - peak + activations) / max(activations, 1.0)
-        fitting = int(length * min(room, 0.5))
-        ways.append(f"--seq-len {fitting} (by estimate)" if fitting > 0 else "a shorter --seq-len, and more than that")
+        fitting = int(length * min(room, 0.5))  # half where all of it was predicted to fit, and did not
+        ways += [f"sequences of at most {fitting:,} tokens (--seq-len; by estimate)"] if fitting > 0 else []
     without = peak - float(table.memory.gradients[least] + table.memory.optimizer[least])
     if context.profile.trainable > 0.5 * context.profile.parameters and without <= limit:
         ways.append(f"LoRA (some {format_bytes(without)} by estimate)")

@@ -176,11 +176,6 @@ class Session:
         return best_trial((t for t in self.store.trials if self.options.allows(t.config)), self.objective)
 
     @property
-    def best_eligible(self) -> Trial | None:
-        """The same among those that may become the plan: nothing is dropped for one that failed its check."""
-        return best_trial((runs.first for runs in self.eligible), self.objective)
-
-    @property
     def eligible(self) -> list[CandidateRuns]:
         """The configurations that may become the plan, fastest first.
 

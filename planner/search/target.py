@@ -84,15 +84,11 @@ def limits(
             hint="Say how much a trial may take with --memory-limit, for example --memory-limit 8GiB.",
         )
     host_limit = int(MEMORY_SHARE * host) if host is not None else int(wanted_bytes or here or 0)
-    limit = wanted_bytes if wanted_bytes is not None else _share_bytes(here or 0, device, measured)
+    share = MEMORY_SHARE * (here or 0)
+    if device == "cuda":
+        share = max(0.0, CUDA_MEMORY_SHARE * (here or 0) - context_bytes(measured))
+    limit = int(share) if wanted_bytes is None else wanted_bytes
     return limit, (limit if device == "cpu" else host_limit)
-
-
-def _share_bytes(available: float, device: Literal["cuda", "cpu"], measured: HardwareProfile | None) -> int:
-    """The limit that nobody gave, in bytes."""
-    if device == "cpu":
-        return int(MEMORY_SHARE * available)
-    return max(0, int(CUDA_MEMORY_SHARE * available - context_bytes(measured)))
 
 
 def context_bytes(measured: HardwareProfile | None) -> float:

@@ -14,7 +14,7 @@ from autoplan.errors import DidNotRunError, NoFeasiblePlanError, WorkloadError
 from autoplan.planner.records.trials import ClaimRounds, Outcome, Parity, Purpose, Trial
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work
-from autoplan.planner.search.objective import to_beat
+from autoplan.planner.search.objective import best_trial, to_beat
 from autoplan.planner.search.references import plain_configs, what_would_fit
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import BudgetOver, Session, is_plain_run
@@ -135,12 +135,13 @@ def _look(session: Session, purpose: Purpose, config: TrainingConfig) -> None:
     budget_s, own_s = session.hard_deadline_s(after_s), LOOK_FACTOR * expected_s + LOOK_MORE_S
     if config.compile_mode in SLOW_COMPILE_MODES:
         own_s = min(own_s, SLOW_MODE_SHARE * session.budget_s)
+    best = best_trial((runs.first for runs in session.eligible), session.objective)  # for none that failed its check
     session.measure(
         purpose,
         config,
         deadline_s=min(budget_s, own_s),
         deadline_of_budget=budget_s < own_s,
-        to_beat=to_beat(session.objective, session.best_eligible, config, session.run_spread, session.trials_done),
+        to_beat=to_beat(session.objective, best, config, session.run_spread, session.trials_done),
     )
 
 
