@@ -63,7 +63,11 @@ class PlainProgress(SearchObserver):
 
     def say(self, text: str) -> None:
         """Prints one line."""
-        self.console.print(Text(printable(text)), soft_wrap=True)
+        self.put(Text(printable(text)))
+
+    def put(self, text: Text) -> None:
+        """Writes a text and ends the line; nothing is wrapped."""
+        self.console.print(text, soft_wrap=True)
 
     def on_phase(self, name: str, detail: str = "") -> None:
         now = time.monotonic()
@@ -160,6 +164,15 @@ class LiveProgress(PlainProgress):
     def __exit__(self, *ending: Any) -> None:
         self._live.__exit__(*ending)
 
+    def put(self, text: Text) -> None:
+        """Writes a text above the live lines, wrapped between words.
+
+        The lock is that of rich's refreshing thread: rich finds out where to write before it takes it, and a refresh
+        in between would leave live lines standing or overwrite the text.
+        """
+        with self._live._lock:
+            self.console.print(text)
+
     def render(self) -> Group:
         """The live part."""
         left = self.budget.left_s - (time.monotonic() - self._seen) if self.budget else None
@@ -221,7 +234,7 @@ class LiveProgress(PlainProgress):
         self.best = best
         self.remember_baseline(trial)
         good = trial.outcome is Outcome.OK
-        self.console.print(
+        self.put(
             Text.assemble(
                 (f"{trial.number:3d} ", "dim"),
                 (

@@ -6,7 +6,10 @@ import base64
 import hashlib
 import io
 import re
+import sys
+import threading
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from html.parser import HTMLParser
 
 import pytest
@@ -213,6 +216,51 @@ def test_no_word_of_the_live_lines_is_cut(columns: int) -> None:
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= columns and "…" not in text
     assert " ".join(text.split()).endswith(f"3.20 times the plain run: {make_plan().config.describe()}")
+
+
+def screen_of(text: str) -> list[str]:
+    """The lines of a terminal after a text with the movements of the cursor that rich makes."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] not in "\x1b\r":
+            lines[row] = part
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.fixture
+def quick_turns() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("quick_turns")
+def test_lines_stay_whole_while_the_live_lines_are_refreshed() -> None:
+    stream, ended = Terminal(), threading.Event()
+    console = Console(file=stream, force_terminal=True, width=80, no_color=True, color_system=None)
+    with LiveProgress(console) as live:
+
+        def refresh() -> None:
+            while not ended.is_set():
+                live._live.refresh()
+
+        thread = threading.Thread(target=refresh)
+        thread.start()
+        for number in range(300):
+            live.doing = "\n".join(["live"] * (1 + number % 4))
+            live.say(f"line {number}")
+        ended.set()
+        thread.join()
+    assert screen_of(stream.getvalue()) == [f"line {number}" for number in range(300)]
 
 
 class Page(HTMLParser):
