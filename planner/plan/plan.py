@@ -59,7 +59,8 @@ class Plan(PlanRecord):
     def __repr__(self) -> str:
         return f"<{_report('facts').plan_line(self)}; plan.show() has the rest>"
 
-    __str__ = __repr__
+    def __str__(self) -> str:  # a field's name in the API reference, if it were an alias
+        return repr(self)
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: the figures beside the plain run's, and the knobs with their reasons."""
