@@ -8,14 +8,14 @@ layouts and adds the dimensions of a transformer and the datasheet of a chip. Wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, get_args
+from typing import Any, Self, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.strategies.config import Checkpointing, TrainingConfig
+from autoplan.strategies.config import KNOBS, PLAIN, RANK_COUNTS, Checkpointing, TrainingConfig
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,6 +41,120 @@ _STATES_OF = {"own": "fp32", "bf16": "master", "bf16_stochastic": "16bit"}
 
 # Of every so many blocks one is checkpointed whole, the first of each stack among them: techniques/checkpointing.py.
 _EVERY = {"every_4": 4, "every_3": 3, "every_2": 2, "full": 1}
+
+
+class ConfigTable(Sequence[TrainingConfig]):
+    """Configurations, millions if need be: of each knob its values, and of each configuration the places of its own.
+
+    A configuration itself is made when it is asked for.
+
+    Args:
+        values: The values of each knob.
+        codes: For each knob the place of every configuration's value among them; one value needs no codes.
+        size: How many configurations there are.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[Any]], codes: Mapping[str, NDArray[Any]], size: int) -> None:
+        self.values = {knob: tuple(values[knob]) for knob in KNOBS}
+        self.codes = {knob: codes[knob] for knob in KNOBS if len(values[knob]) > 1}
+        self._size = size
+
+    @classmethod
+    def of(cls, configs: Sequence[TrainingConfig]) -> ConfigTable:
+        """The table of a list of configurations; of a table itself."""
+        if isinstance(configs, cls):
+            return configs
+        places: dict[str, dict[Any, int]] = {knob: {} for knob in KNOBS}
+        codes = {}
+        for knob, known in places.items():
+            column = np.array(
+                [known.setdefault(getattr(config, knob), len(known)) for config in configs], dtype=np.int64
+            )
+            codes[knob] = column.astype(np.min_scalar_type(len(known)))
+        return cls({knob: tuple(known) for knob, known in places.items()}, codes, len(configs))
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> TrainingConfig: ...
+    @overload
+    def __getitem__(self, index: slice) -> ConfigTable: ...
+    def __getitem__(self, index: int | slice) -> TrainingConfig | ConfigTable:
+        if isinstance(index, slice):
+            return self.take(index)
+        place = range(self._size)[index]
+        row = {knob: v[self.codes[knob][place] if knob in self.codes else 0] for knob, v in self.values.items()}
+        return PLAIN.model_copy(update=row)
+
+    def take(self, index: Any) -> ConfigTable:
+        """The configurations at an index: a slice, a mask or positions."""
+        codes = {knob: column[index] for knob, column in self.codes.items()}
+        size = len(next(iter(codes.values()))) if codes else len(np.empty(self._size, dtype=np.bool_)[index])
+        return ConfigTable(self.values, codes, size)
+
+    def column(self, knob: str, read: Callable[[Any], Any] = lambda value: value) -> NDArray[Any]:
+        """What is read of a knob's value, for every configuration."""
+        found = np.array([read(value) for value in self.values[knob]])
+        return found[self.codes[knob]] if knob in self.codes else np.repeat(found, self._size)
+
+    def has(self, knob: str, *values: Any) -> Bools:
+        """Where a knob has one of these values."""
+        return self.column(knob, lambda value: value in values)
+
+    def off_plain(self, knob: str) -> Bools:
+        """Where a knob has another value than in the plain run."""
+        return ~self.has(knob, getattr(PLAIN, knob))
+
+    @property
+    def world_size(self) -> Floats:
+        """Ranks."""
+        degrees = [self.column(knob, float) for knob in RANK_COUNTS if self.values[knob] != (1,)]
+        return np.asarray(np.multiply.reduce(degrees) if degrees else np.ones(self._size))
+
+    def used(self, knob: str) -> set[Any]:
+        """The values of a knob that some configuration has."""
+        if knob not in self.codes:
+            return set(self.values[knob] if self._size else ())
+        counts = np.bincount(self.codes[knob], minlength=len(self.values[knob]))
+        return {value for value, count in zip(self.values[knob], counts, strict=True) if count}
+
+    def alike(self, knobs: Sequence[str], read: Callable[[str, Any], Any] = lambda knob, value: value) -> Ints:
+        """For each configuration a number: two have the same where the same is read of all these knobs."""
+        key, kinds = np.zeros(self._size, dtype=np.int64), 1
+        for knob in knobs:
+            places: dict[Any, int] = {}
+            of_value = np.array([places.setdefault(read(knob, v), len(places)) for v in self.values[knob]])
+            if len(places) < 2:
+                continue
+            if kinds * len(places) > 2**62:
+                key, kinds = np.unique(key, return_inverse=True)[1], self._size
+            key *= len(places)
+            key += of_value[self.codes[knob]]
+            kinds *= len(places)
+        return key
+
+    def kinds(self, *knobs: str) -> tuple[Ints, Ints]:
+        """The first configuration of each combination of values of these knobs, and of which each one is.
+
+        The combinations are numbered as they first occur.
+        """
+        return first_of_each(self.alike(knobs))
+
+
+def first_of_each(keys: NDArray[Any]) -> tuple[Ints, Ints]:
+    """The place of each key's first occurrence, in their order, and for each key its number among them."""
+    if keys.dtype.kind == "i" and 0 <= keys.max(initial=0) < len(keys):  # few kinds: without sorting
+        found = np.full(int(keys.max()) + 1, len(keys))
+        found[keys[::-1]] = np.arange(len(keys) - 1, -1, -1)
+        known = np.flatnonzero(found < len(keys))
+        first, inverse = found[known], (np.cumsum(found < len(keys), dtype=np.int32) - 1)[keys]
+    else:
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty(len(order), dtype=np.int32)
+    number[order] = np.arange(len(order))
+    return first[order], number[inverse]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,15 +246,8 @@ def checkpointed_share(policy: str, num_blocks: int) -> float:
     return -(-num_blocks // every) / num_blocks if num_blocks else 1 / every
 
 
-def sharding_of(config: TrainingConfig) -> str:
-    """What a configuration shards, as one of SHARDINGS."""
-    if config.dp_shard == 1:
-        return "ddp"
-    return "zero3" if config.reshard_after_forward else "shard_grad_op"
-
-
 def config_columns(
-    configs: Sequence[TrainingConfig], accumulation: Sequence[int], *, device: str, num_blocks: Sequence[int]
+    configs: Sequence[TrainingConfig], accumulation: Floats, *, device: str, num_blocks: Sequence[int] | int
 ) -> dict[str, Any]:
     """The fields of Columns for training configurations.
 
@@ -148,35 +255,31 @@ def config_columns(
         configs: What is run.
         accumulation: Of each, micro-batches per optimizer step and data-parallel rank.
         device: cpu or cuda: what the workload's own optimizer step is there.
-        num_blocks: Of each model, in each stack; 0 where that is not known.
+        num_blocks: Of each model, or of all, in each stack; 0 where that is not known.
     """
     # torch's own choice: foreach on CUDA, the plain loop on CPU (torch.optim.optimizer._default_to_fused_or_foreach)
     own = "foreach" if device == "cuda" else "for_loop"
-
-    def numbers(name: str) -> Floats:
-        return np.array([getattr(config, name) for config in configs], dtype=np.float64)
-
-    def codes(values: Sequence[str], allowed: Sequence[str]) -> Ints:
-        place = {value: code for code, value in enumerate(allowed)}
-        return np.array([place[value] for value in values], dtype=np.int64)
-
-    passes = [a / c.pp_microbatches if c.pp > 1 else 1 for a, c in zip(accumulation, configs, strict=True)]
-    forms = [own if c.optimizer_step == "own" else c.optimizer_step for c in configs]
+    table = ConfigTable.of(configs)
+    numbers = ("micro_batch", "dp_replicate", "dp_shard", "tp", "pp", "virtual_stages")
+    sharded = table.column(
+        "reshard_after_forward", lambda again: SHARDINGS.index("zero3" if again else "shard_grad_op")
+    )
+    checkpointing = table.column("checkpointing", CHECKPOINTING.index)
+    blocks, which = np.unique(num_blocks, return_inverse=True)
+    checkpointed = np.array([[checkpointed_share(policy, int(n)) for n in blocks] for policy in CHECKPOINTING])
     return {
-        **{name: numbers(name) for name in ("micro_batch", "dp_replicate", "dp_shard", "tp", "pp", "virtual_stages")},
-        "accumulation": np.array(accumulation, dtype=np.float64),
-        "passes": np.array(passes, dtype=np.float64),
-        "sharding": codes([sharding_of(config) for config in configs], SHARDINGS),
-        "scatters_each": np.array([config.gradient_sync == "every" for config in configs], dtype=bool),
-        "reduces_16bit": np.zeros(len(configs), dtype=bool),
-        "sequence_parallel": np.ones(len(configs), dtype=bool),
-        "schedule": codes([config.pp_schedule for config in configs], SCHEDULES),
-        "precision": codes([config.precision for config in configs], PRECISIONS),
-        "checkpointing": codes([config.checkpointing for config in configs], CHECKPOINTING),
-        "checkpointed": np.array(
-            [checkpointed_share(c.checkpointing, blocks) for c, blocks in zip(configs, num_blocks, strict=True)]
-        ),
-        "compiled": codes([config.compile for config in configs], COMPILES),
-        "optimizer_step": codes(forms, OPTIMIZERS),
-        "states": codes([_STATES_OF[config.parameters] for config in configs], STATES),
+        **{name: table.column(name, float) for name in numbers},
+        "accumulation": accumulation,
+        "passes": np.where(table.has("pp", 1), 1.0, accumulation / table.column("pp_microbatches", float)),
+        "sharding": np.where(table.has("dp_shard", 1), SHARDINGS.index("ddp"), sharded),
+        "scatters_each": table.has("gradient_sync", "every"),
+        "reduces_16bit": np.zeros(len(table), dtype=bool),
+        "sequence_parallel": np.ones(len(table), dtype=bool),
+        "schedule": table.column("pp_schedule", SCHEDULES.index),
+        "precision": table.column("precision", PRECISIONS.index),
+        "checkpointing": checkpointing,
+        "checkpointed": checkpointed[checkpointing, which],
+        "compiled": table.column("compile", COMPILES.index),
+        "optimizer_step": table.column("optimizer_step", lambda form: OPTIMIZERS.index(own if form == "own" else form)),
+        "states": table.column("parameters", lambda kept: STATES.index(_STATES_OF[kept])),
     }

@@ -316,8 +316,8 @@ def nothing_fits(run: SearchRun, context: SearchContext) -> SearchResult:
     on_host = [found for found in context.left_out if found.limit.startswith(HOST_LIMIT)]
     too_much = "".join(f"; {found.family} needs more than {found.limit}: {found.by}" for found in on_host)
     candidates = context.space.candidates
-    table = context.estimator.table(candidates)
-    ranks = np.array([config.world_size if context.device == "cpu" else 1 for config in candidates])
+    table = context.estimator.outlook(candidates)
+    ranks = candidates.world_size if context.device == "cpu" else np.ones(len(candidates))
     least = int(np.argmin(table.peak_memory_bytes * ranks))
     peak, high = (float(c[least] * ranks[least]) for c in (table.peak_memory_bytes, table.peak_memory_high_bytes))
     reason = (

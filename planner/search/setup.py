@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from autoplan.planner.cost.columns import Bools, ConfigTable
 from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.search.inspection import Means, look_at
 from autoplan.planner.search.target import degree_combinations, find_target, limits
@@ -112,6 +115,7 @@ def begin_search(means: Means) -> SearchContext:
         BudgetEndedError: the workload was not inspected within the budget.
         NoFeasiblePlanError: inspecting it takes more memory than a trial may take.
     """
+    from autoplan.planner.trace.model_profile import VARIANT_KNOBS
     from autoplan.probes.run import read_host_profile
 
     options, observer = means.options, means.observer
@@ -151,7 +155,9 @@ def begin_search(means: Means) -> SearchContext:
         plain_trace_s=profile.seconds_spent,
         estimator=_estimator(means, profile, hardware, target.device, facts.spec.global_batch, memory_limit),
     )
-    if context.held and _needless(context, [c for c in space.candidates if not context.rough(c)]) is None:
+    first, kind = space.candidates.kinds(*VARIANT_KNOBS)
+    traced = np.array([not context.rough(space.candidates[int(place)]) for place in first])[kind]
+    if context.held and _needless(context, space.candidates.take(traced)) is None:
         why = "little memory is looked for" if options.objective == "memory" else "nothing is sure to fit"
         observer.on_phase("space", f"{why}: {', '.join(dict(context.held))} enters the space")
         space = make_space(choices)
@@ -220,7 +226,7 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
     wanted = _rough(context, variants)
     if not wanted and not _is_untimed(context):
         return context
-    means, everything = context.means, context.variants(*context.space.candidates)
+    means, everything = context.means, _variants(context.facts, context.space.candidates)
     profile = _trace(
         means,
         context.hardware,
@@ -235,9 +241,11 @@ def trace_more(context: SearchContext, variants: Sequence[VariantKey] | None = N
 
 
 def _variants(facts: WorkloadFacts, configs: Sequence[TrainingConfig]) -> tuple[VariantKey, ...]:
-    from autoplan.planner.trace.model_profile import variants_to_trace
+    from autoplan.planner.trace.model_profile import VARIANT_KNOBS, variants_to_trace
 
-    return () if facts.step_s is not None else variants_to_trace(configs, has_blocks=facts.num_blocks > 0)
+    first, _ = ConfigTable.of(configs).kinds(*VARIANT_KNOBS)
+    some = [configs[int(place)] for place in first]
+    return () if facts.step_s is not None else variants_to_trace(some, has_blocks=facts.num_blocks > 0)
 
 
 def _rough(context: SearchContext, variants: Sequence[VariantKey] | None) -> tuple[VariantKey, ...]:
@@ -328,19 +336,23 @@ def _estimator(
     )
 
 
-def _needless(context: SearchContext, configs: Sequence[TrainingConfig]) -> list[LeftOutFamily] | None:
+def _needless(context: SearchContext, configs: ConfigTable) -> list[LeftOutFamily] | None:
     """The last resorts that no trial needs, since some of these configurations are sure to fit; None: none of them."""
     if not context.held:
         return []
-    ordinary = [config for config in configs if not _is_resort(context, config)]
+    ordinary = configs.take(~_resorts(context, configs))
     if not ordinary or context.means.options.objective == "memory":
         return None
-    table = context.estimator.table(ordinary)
-    return needless_last_resorts(context.held, ordinary, table, context.memory_limit_bytes, context.device)
+    outlook = context.estimator.outlook(ordinary)
+    return needless_last_resorts(context.held, ordinary, outlook, context.memory_limit_bytes, context.device)
 
 
-def _is_resort(context: SearchContext, config: TrainingConfig) -> bool:
-    return any(getattr(config, knob) == value for knob, value in context.held)
+def _resorts(context: SearchContext, configs: ConfigTable) -> Bools:
+    """Where a configuration is one of those held back."""
+    resorts = np.zeros(len(configs), dtype=np.bool_)
+    for knob, value in context.held:
+        resorts |= configs.has(knob, value)
+    return resorts
 
 
 def _predicted(context: SearchContext) -> SearchContext:
@@ -353,10 +365,10 @@ def _predicted(context: SearchContext) -> SearchContext:
     )
     context = replace(context, space=space, estimator=estimator)
     needless = _needless(context, space.candidates)
-    candidates = [config for config in space.candidates if needless is None or not _is_resort(context, config)]
+    candidates = space.candidates if needless is None else space.candidates.take(~_resorts(context, space.candidates))
     kept, dropped = keep_what_may_win(
         candidates,
-        estimator.table(candidates),
+        estimator.outlook(candidates),
         context.memory_limit_bytes,
         device,
         spares_memory=options.objective != "memory",

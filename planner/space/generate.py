@@ -7,11 +7,16 @@ batch, and the rules that couple knobs. What the user fixed or bounded narrows i
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.cost.columns import ConfigTable
 from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.space.bounds import Bound
 from autoplan.strategies.analysis.facts import Choices, LeftOut
@@ -28,7 +33,7 @@ from autoplan.strategies.config import (
 )
 from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import with_exchange_knobs
-from autoplan.strategies.techniques.rules import Combinations, incompatible
+from autoplan.strategies.techniques.rules import RULES, incompatible
 
 LOSSY_REASON = "it loses bits at each step, which three steps cannot judge; tried by your word alone: --numerics lossy"
 
@@ -43,15 +48,15 @@ class Space:
         values: The values each knob takes over the candidates, in a fixed order.
     """
 
-    candidates: tuple[TrainingConfig, ...]
+    candidates: ConfigTable
     left_out: tuple[LeftOutFamily, ...]
     values: Mapping[str, tuple[Any, ...]]
 
-    def narrowed(self, candidates: Sequence[TrainingConfig], left_out: Sequence[LeftOutFamily]) -> Space:
+    def narrowed(self, candidates: ConfigTable, left_out: Sequence[LeftOutFamily]) -> Space:
         """The space with some of its candidates, and why the others are not among them."""
-        used = {knob: {getattr(config, knob) for config in candidates} for knob in self.values}
+        used = {knob: candidates.used(knob) for knob in self.values}
         values = {knob: tuple(value for value in known if value in used[knob]) for knob, known in self.values.items()}
-        return replace(self, candidates=tuple(candidates), left_out=(*self.left_out, *left_out), values=values)
+        return replace(self, candidates=candidates, left_out=(*self.left_out, *left_out), values=values)
 
 
 def generate(
@@ -92,8 +97,7 @@ def generate(
     combinations = _combinations(degrees, degrees_left_out, fixed, bounds)
     bases = list(_bases(values["micro_batch"], combinations, global_batch))
     others = {knob: allowed for knob, allowed in values.items() if knob != "micro_batch"}
-    rows = Combinations(others, global_batch)
-    candidates = tuple(base.model_copy(update=row) for base in bases for row in rows.legal_with(base))
+    candidates = _products(bases, Combinations(others, global_batch))
     if not candidates:
         asked = [f"{k}={v}" for k, v in fixed.items()] + [f"{k}={b.describe()}" for k, b in bounds.items()]
         raise ConfigError(
@@ -102,7 +106,7 @@ def generate(
         )
     left_out = [_family_of(d, len(candidates) // max(1, len(values.get(d.knob, ())))) for d in dropped]
     left_out += [_family_of(d, d.configurations) for d in degrees_left_out]
-    used = {knob: _in_order(knob, {getattr(c, knob) for c in candidates}) for knob in KNOBS}
+    used = {knob: _in_order(knob, candidates.used(knob)) for knob in KNOBS}
     return Space(candidates=candidates, left_out=tuple(left_out), values=used)
 
 
@@ -235,6 +239,61 @@ def _bases(sizes: Sequence[int], degrees: Sequence[Mapping[str, Any]], global_ba
             base = first.model_copy(update={"micro_batch": micro_batch})
             if base.pp == 1 or base.accumulation(global_batch) == base.pp_microbatches:
                 yield base
+
+
+class Combinations:
+    """All combinations of some knobs' values, and which of them go with the rest of a configuration.
+
+    The answer is `incompatible`'s, for many configurations at once: each rule is asked once per combination of what it
+    reads.
+
+    Args:
+        values: The values per knob.
+        global_batch: Samples per optimizer step.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[Any]], global_batch: int) -> None:
+        self.values = values
+        self._global_batch = global_batch
+        sizes = [len(allowed) for allowed in values.values()]
+        places = np.indices(sizes, dtype=np.min_scalar_type(max(sizes, default=0)))
+        self.codes = dict(zip(values, places.reshape(len(sizes), math.prod(sizes)), strict=True))
+        self._read = [[knob for knob in values if knob in rule.reads] for rule in RULES]
+        self._refused: dict[tuple[Any, ...], NDArray[np.bool_]] = {}
+        self._legal: dict[bytes, NDArray[np.int32]] = {}
+
+    def legal_with(self, base: TrainingConfig) -> NDArray[np.int32]:
+        """The combinations that go with the other knobs of a configuration: their places in the product."""
+        refused = [self._refused_by(number, base) for number in range(len(RULES))]
+        key = b"".join(one.tobytes() for one in refused)
+        if key not in self._legal:
+            legal = np.ones(math.prod(map(len, self.values.values())), dtype=np.bool_)
+            for read, one in zip(self._read, refused, strict=True):
+                legal &= ~one[tuple(self.codes[knob] for knob in read)]
+            self._legal[key] = np.flatnonzero(legal).astype(np.int32)
+        return self._legal[key]
+
+    def _refused_by(self, number: int, base: TrainingConfig) -> NDArray[np.bool_]:
+        """What a rule refuses beside a configuration, with an axis for each of these knobs that it reads."""
+        rule, read = RULES[number], self._read[number]
+        key = (number, *(getattr(base, knob) for knob in rule.reads if knob not in read))
+        if key not in self._refused:
+            refused = np.zeros([len(self.values[knob]) for knob in read], dtype=np.bool_)
+            for place in np.ndindex(refused.shape):
+                row = {knob: self.values[knob][at] for knob, at in zip(read, place, strict=True)}
+                refused[place] = rule.incompatible(base.model_copy(update=row), self._global_batch) is not None
+            self._refused[key] = refused
+        return self._refused[key]
+
+
+def _products(bases: Sequence[TrainingConfig], rows: Combinations) -> ConfigTable:
+    """Each base with each of the combinations that go with it, base by base."""
+    legal = [rows.legal_with(base) for base in bases]
+    table, counts = ConfigTable.of(bases), [len(places) for places in legal]
+    row = np.concatenate(legal) if legal else np.zeros(0, dtype=np.int32)
+    codes = {knob: np.repeat(column, counts) for knob, column in table.codes.items()}
+    codes |= {knob: column[row] for knob, column in rows.codes.items() if len(rows.values[knob]) > 1}
+    return ConfigTable({**table.values, **rows.values}, codes, len(row))
 
 
 def _illegal_hint(bases: Sequence[TrainingConfig], values: Mapping[str, Sequence[Any]], global_batch: int) -> str:

@@ -10,29 +10,34 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.errors import ConfigError
 from autoplan.planner.cost.calibrate import PRIOR_SD
-from autoplan.planner.cost.columns import Floats
+from autoplan.planner.cost.columns import Bools, ConfigTable, Floats, Ints, first_of_each
 from autoplan.planner.records.trials import LeftOutFamily
 from autoplan.planner.space.generate import Space
 from autoplan.planner.trace.model_profile import PLAIN as PLAIN_VARIANT
-from autoplan.planner.trace.model_profile import VariantKey, variants_of
+from autoplan.planner.trace.model_profile import VARIANT_KNOBS, VariantKey, variants_of
 from autoplan.probes.merge import SEVERE_SPREAD
 from autoplan.probes.profile import Device
 from autoplan.strategies.analysis.facts import Choices
-from autoplan.strategies.config import CUDAGRAPH_MODES, MEMORY_ONLY, PLAIN, RANK_COUNTS, TrainingConfig, knobs
+from autoplan.strategies.config import (
+    CUDAGRAPH_MODES,
+    KNOBS,
+    MEMORY_ONLY,
+    PLAIN,
+    RANK_COUNTS,
+    TrainingConfig,
+    knobs,
+)
 from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from autoplan.planner.cost.traced.estimator import CostTable
-
-Key = TypeVar("Key", bound=Hashable)
+    from autoplan.planner.cost.traced.estimator import Outlook
 
 MAX_CANDIDATES = 20_000
 
@@ -55,7 +60,7 @@ FASTER = 1.5
 LAUNCH_FACTOR = math.exp(1.645 * PRIOR_SD["dispatch"])
 """The host may need so many times as long for its launches as predicted (one-sided 95 %)."""
 
-_VARIANT_KNOBS = ("precision", "attention", "checkpointing", "loss")
+_SHOWN_OF_VARIANT = ("precision", "attention", "checkpointing", "loss")
 
 
 def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
@@ -71,26 +76,20 @@ def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
     """
     if not failed:
         return space
-    kept: list[TrainingConfig] = []
-    dropped: dict[str, int] = {}
-    reasons: dict[tuple[str, ...], str | None] = {}
-    for config in space.candidates:
-        knobs_of_variant = (config.precision, config.attention, config.checkpointing, config.loss)
-        if knobs_of_variant not in reasons:
-            eager = (key.model_copy(update={"compiled": False}).text() for key in variants_of(config))
-            reasons[knobs_of_variant] = next((name for name in eager if name in failed), None)
-        variant = reasons[knobs_of_variant]
-        if variant is None:
-            kept.append(config)
-        else:
-            dropped[variant] = dropped.get(variant, 0) + 1
-    if not kept:
+    first, kind = space.candidates.kinds(*VARIANT_KNOBS)
+    broken = [_failed_variant(space.candidates[int(place)], failed) for place in first]
+    kept = np.array([name is None for name in broken])[kind]
+    if not kept.any():
         name, why = next(iter(failed.items()))
         text = _describe_variant(name)
         raise ConfigError(
             f"none of the {len(space.candidates)} configurations runs with this model: {text}: {why}",
             hint="Leave the knobs of that variant to the search, or fix them to other values.",
         )
+    counts: dict[str, int] = {}
+    for variant, count in zip(broken, np.bincount(kind), strict=True):
+        if variant is not None:
+            counts[variant] = counts.get(variant, 0) + int(count)
     families = [
         LeftOutFamily(
             family=_describe_variant(name),
@@ -98,9 +97,14 @@ def without_failed_variants(space: Space, failed: Mapping[str, str]) -> Space:
             by="",
             configurations=count,
         )
-        for name, count in dropped.items()
+        for name, count in counts.items()
     ]
-    return space.narrowed(kept, families)
+    return space.narrowed(space.candidates.take(kept), families)
+
+
+def _failed_variant(config: TrainingConfig, failed: Mapping[str, str]) -> str | None:
+    eager = (key.model_copy(update={"compiled": False}).text() for key in variants_of(config))
+    return next((name for name in eager if name in failed), None)
 
 
 def _describe_variant(name: str) -> str:
@@ -110,7 +114,9 @@ def _describe_variant(name: str) -> str:
         {"precision": precision, "attention": attention, "checkpointing": checkpointing, "loss": loss}
     )
     words = [
-        f"{knob}={getattr(key, knob)}" for knob in _VARIANT_KNOBS if getattr(key, knob) != getattr(PLAIN_VARIANT, knob)
+        f"{knob}={getattr(key, knob)}"
+        for knob in _SHOWN_OF_VARIANT
+        if getattr(key, knob) != getattr(PLAIN_VARIANT, knob)
     ]
     return " ".join(words).replace("precision=half", "precision=bf16 or fp16")
 
@@ -124,7 +130,7 @@ def without_twins(
     *,
     named: Collection[str],
     stored_in_fp32: bool,
-    launch_over_work: Callable[[Sequence[TrainingConfig]], Floats],
+    launch_over_work: Callable[[ConfigTable], Floats],
 ) -> Space:
     """The space without candidates that cannot win.
 
@@ -136,7 +142,7 @@ def without_twins(
         launch_over_work: Of configurations, the seconds in which the host launches a micro-step over those in which the
             device works at it.
     """
-    candidates = list(space.candidates)
+    candidates = space.candidates
     found: list[LeftOutFamily] = []
     if "precision" not in named:
         candidates = _without_losing_precisions(candidates, device, found)
@@ -148,11 +154,9 @@ def without_twins(
     return space.narrowed(candidates, found) if found else space
 
 
-def _without_losing_precisions(
-    candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]
-) -> list[TrainingConfig]:
+def _without_losing_precisions(candidates: ConfigTable, device: Device, found: list[LeftOutFamily]) -> ConfigTable:
     """Drops precisions that the probes saw to be slower than fp32 (bf16 on a CPU without bf16 units: 10-20 x)."""
-    offered = {config.precision for config in candidates}
+    offered = candidates.used("precision")
     for precision, dtype in PRECISION_DTYPES.items():
         rates = paired_rates(device, dtype, "float32")
         if not {precision, "fp32"} <= offered or rates is None:
@@ -161,7 +165,7 @@ def _without_losing_precisions(
         if rate < LOSING_RATE_SHARE * max(0.0, 1 - doubt(device)) * plain:
             candidates = _leave_out(
                 candidates,
-                lambda config, slow=precision: config.precision == slow,  # type: ignore[misc]
+                candidates.has("precision", precision),
                 family=f"precision={precision}",
                 limit="measured: a linear layer's forward and backward is slower than in fp32 on this device",
                 by=f"{rate / 1e9:.3g} against {plain / 1e9:.3g} GFLOP/s, {1 - rate / plain:.0%} slower",
@@ -170,14 +174,17 @@ def _without_losing_precisions(
     return candidates
 
 
-def _without_fp16(candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]) -> list[TrainingConfig]:
+def _without_fp16(candidates: ConfigTable, device: Device, found: list[LeftOutFamily]) -> ConfigTable:
     rates = paired_rates(device, "bfloat16", "float16")
-    has_bf16 = any(config.precision == "bf16" for config in candidates)
-    if rates is None or not has_bf16 or rates[0] < SAME_RATE * (1 + doubt(device)) * rates[1]:
+    if (
+        rates is None
+        or "bf16" not in candidates.used("precision")
+        or rates[0] < SAME_RATE * (1 + doubt(device)) * rates[1]
+    ):
         return candidates
     return _leave_out(
         candidates,
-        lambda config: config.precision == "fp16",
+        candidates.has("precision", "fp16"),
         family="precision=fp16",
         limit="bf16 is no slower here and needs no loss scaling, which costs time and skips steps",
         by=_rates_text(rates, "bf16", "fp16"),
@@ -185,16 +192,15 @@ def _without_fp16(candidates: list[TrainingConfig], device: Device, found: list[
     )
 
 
-def _without_compiled_fp32(
-    candidates: list[TrainingConfig], device: Device, found: list[LeftOutFamily]
-) -> list[TrainingConfig]:
+def _without_compiled_fp32(candidates: ConfigTable, device: Device, found: list[LeftOutFamily]) -> ConfigTable:
     rates = paired_rates(device, "bfloat16", "float32")
-    has_bf16 = any(config.precision == "bf16" and config.compile != "off" for config in candidates)
+    compiled = candidates.off_plain("compile")
+    has_bf16 = bool(np.any(compiled & candidates.has("precision", "bf16")))
     if rates is None or not has_bf16 or rates[0] < FASTER * (1 + doubt(device)) * rates[1]:
         return candidates
     return _leave_out(
         candidates,
-        lambda config: config.precision == "fp32" and config.compile != "off",
+        compiled & candidates.has("precision", "fp32"),
         family="precision=fp32 compile=block or model",
         limit="compiled in bf16 the same runs faster; in fp32 a compilation would be spent on what cannot win",
         by=_rates_text(rates, "bf16", "fp32"),
@@ -203,49 +209,52 @@ def _without_compiled_fp32(
 
 
 def _without_needless_graphs(
-    candidates: list[TrainingConfig],
-    launch_over_work: Callable[[Sequence[TrainingConfig]], Floats],
-    found: list[LeftOutFamily],
-) -> list[TrainingConfig]:
+    candidates: ConfigTable, launch_over_work: Callable[[ConfigTable], Floats], found: list[LeftOutFamily]
+) -> ConfigTable:
     """Drops CUDA graphs where the launches of the same configuration without them hide behind the work."""
     plain_mode = dict(zip(CUDAGRAPH_MODES, ("default", "max-autotune-no-cudagraphs"), strict=True))
-    known = set(candidates)
-    siblings = {
-        config: config.model_copy(update={"compile_mode": plain_mode[config.compile_mode]})
-        for config in candidates
-        if config.compile_mode in plain_mode
-    }
-    siblings = {config: sibling for config, sibling in siblings.items() if sibling in known}
-    if not siblings:
+    graphs = candidates.has("compile_mode", *CUDAGRAPH_MODES)
+    if not graphs.any():
         return candidates
-    ratios = dict(zip(siblings, launch_over_work(list(siblings.values())), strict=True))
-    needless = {config for config, ratio in ratios.items() if ratio * LAUNCH_FACTOR < 1}
-    if not needless:
+    keys = candidates.alike(
+        KNOBS, lambda knob, value: plain_mode.get(value, value) if knob == "compile_mode" else value
+    )
+    of, siblings = _partners(keys, graphs, ~graphs)
+    ratios = launch_over_work(candidates.take(siblings))
+    hidden = ratios * LAUNCH_FACTOR < 1
+    if not hidden.any():
         return candidates
-    shares = [float(ratios[config]) for config in needless]
+    needless = np.zeros(len(candidates), dtype=np.bool_)
+    needless[of[hidden]] = True
     return _leave_out(
         candidates,
-        lambda config: config in needless,
+        needless,
         family="compile_mode=" + " or ".join(CUDAGRAPH_MODES),
         limit="CUDA graphs save launches, and the GPU works longer than the host launches anyway",
-        by=f"launching is predicted to take {min(shares):.0%} to {max(shares):.0%} of the work",
+        by=f"launching is predicted to take {ratios[hidden].min():.0%} to {ratios[hidden].max():.0%} of the work",
         found=found,
     )
 
 
+def _partners(keys: Ints, of: Bools, among: Bools) -> tuple[Ints, Ints]:
+    """The places of some candidates that have one with the same key among others, and the places of these."""
+    here, others = np.flatnonzero(of), np.flatnonzero(among)
+    others = others[np.argsort(keys[others])]
+    if not len(others):
+        return others, others
+    place = np.minimum(np.searchsorted(keys[others], keys[here]), len(others) - 1)
+    found = keys[others[place]] == keys[here]
+    return here[found], others[place[found]]
+
+
 def _leave_out(
-    candidates: list[TrainingConfig],
-    leaves: Callable[[TrainingConfig], bool],
-    *,
-    family: str,
-    limit: str,
-    by: str,
-    found: list[LeftOutFamily],
-) -> list[TrainingConfig]:
-    kept = [config for config in candidates if not leaves(config)]
-    if len(kept) < len(candidates):
-        found.append(LeftOutFamily(family=family, limit=limit, by=by, configurations=len(candidates) - len(kept)))
-    return kept
+    candidates: ConfigTable, leaves: Bools, *, family: str, limit: str, by: str, found: list[LeftOutFamily]
+) -> ConfigTable:
+    count = int(leaves.sum())
+    if not count:
+        return candidates
+    found.append(LeftOutFamily(family=family, limit=limit, by=by, configurations=count))
+    return candidates.take(~leaves)
 
 
 def _rates_text(rates: tuple[float, float], first: str, second: str) -> str:
@@ -300,7 +309,7 @@ def without_last_resorts(choices: Sequence[Choices], named: Collection[str]) -> 
 def needless_last_resorts(
     held: Sequence[tuple[str, str]],
     candidates: Sequence[TrainingConfig],
-    table: CostTable,
+    table: Outlook,
     memory_limit_bytes: int,
     device: str,
 ) -> list[LeftOutFamily] | None:
@@ -316,7 +325,7 @@ def needless_last_resorts(
     Returns:
         None: none of the candidates is sure to fit.
     """
-    shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
+    shares = _shares(ConfigTable.of(candidates), memory_limit_bytes, device)
     fitting = np.flatnonzero(table.peak_memory_high_bytes <= shares)
     if not len(fitting):
         return None
@@ -341,9 +350,18 @@ def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device
     return memory_limit_bytes / config.world_size if device == "cpu" else memory_limit_bytes
 
 
+def _shares(candidates: ConfigTable, memory_limit_bytes: float, device: str) -> Floats:
+    """`memory_share_bytes` of each."""
+    return (
+        memory_limit_bytes / candidates.world_size
+        if device == "cpu"
+        else np.full(len(candidates), float(memory_limit_bytes))
+    )
+
+
 def keep_what_may_win(
     candidates: Sequence[TrainingConfig],
-    table: CostTable,
+    table: Outlook,
     memory_limit_bytes: int,
     device: str,
     *,
@@ -366,76 +384,65 @@ def keep_what_may_win(
         host_limit_bytes: What the ranks of a trial may take of the host's memory together; None: no limit.
         named: The knobs that the user fixed or bounded: their values are tried without a gain.
     """
-    shares = np.array([memory_share_bytes(config, memory_limit_bytes, device) for config in candidates])
+    configs = ConfigTable.of(candidates)
+    shares = _shares(configs, memory_limit_bytes, device)
     too_big = table.peak_memory_low_bytes > shares
-    left_out = _memory_families(candidates, table, shares, np.flatnonzero(too_big).tolist(), device)
+    left_out = _memory_families(configs, table, shares, np.flatnonzero(too_big), device)
     worth = ~too_big
     if host_limit_bytes is not None:
-        on_host = table.host_bytes * np.array([config.world_size for config in candidates])
+        on_host = table.host_bytes * configs.world_size
         beyond = worth & (on_host > host_limit_bytes)
-        left_out += _host_families(candidates, on_host, host_limit_bytes, np.flatnonzero(beyond).tolist())
+        left_out += _host_families(configs, on_host, host_limit_bytes, np.flatnonzero(beyond))
         worth &= ~beyond
     fits = table.peak_memory_high_bytes <= shares
     for knob in _memory_only(device) if spares_memory else ():
-        needless = _no_faster(knob, candidates, table, where=fits)
-        worth[list(needless)] = False
+        needless, others = _no_faster(knob, configs, table, where=fits)
+        worth[needless] = False
         limit = f"{knob}={getattr(PLAIN, knob)} fits with all else the same, and {knobs()[knob].memory_only}"
-        families = _grouped(needless, lambda i, knob=knob: f"{knob}={getattr(candidates[i], knob)}")  # type: ignore[misc]
-        left_out += _slower_families(families, needless, table, limit)
+        left_out += _slower_families(configs, (knob,), needless, others, table, limit)
     for knob in (name for name, known in knobs().items() if known.must_gain and name not in named):
-        gainless = _no_faster(knob, candidates, table)
-        worth[list(gainless)] = False
+        needless, others = _no_faster(knob, configs, table)
+        worth[needless] = False
         limit = f"no gain: the same with {knob}={getattr(PLAIN, knob)} is predicted to be no slower"
-
-        def family(i: int, knob: str = knob) -> str:  # by what a run fuses too, which decides what casts cost
-            compiled = "compiled" if candidates[i].compile != "off" else "not compiled"
-            return f"{knob}={getattr(candidates[i], knob)}, {compiled}"
-
-        left_out += _slower_families(_grouped(gainless, family), gainless, table, limit)
+        # by what a run fuses too, which decides what casts cost
+        left_out += _slower_families(configs, (knob, "compile"), needless, others, table, limit)
     kept = np.flatnonzero(worth)
     if len(kept) > MAX_CANDIDATES:
-        order = kept[np.argsort(table.step_time_low_s[kept], kind="stable")]
-        slow = order[MAX_CANDIDATES:]
-        factor = float(table.step_time_low_s[slow[0]] / table.step_time_s[order[0]])
+        times = table.step_time_low_s[kept]
+        last = np.partition(times, MAX_CANDIDATES)[MAX_CANDIDATES]
+        faster, tied = times < last, np.flatnonzero(times == last)
+        faster[tied[: MAX_CANDIDATES - np.count_nonzero(faster)]] = True
+        factor = float(last / table.step_time_s[kept[np.argmin(times)]])
         left_out.append(
             LeftOutFamily(
                 family=f"all but the {MAX_CANDIDATES} that are predicted to be fastest",
                 limit="the number of candidates that are kept in view",
                 by=f"at their most optimistic at least {factor:.2f} times the step time of the fastest prediction",
-                configurations=len(slow),
+                configurations=len(kept) - MAX_CANDIDATES,
             )
         )
-        kept = np.sort(order[:MAX_CANDIDATES])
-    return [int(index) for index in kept], left_out
+        kept = kept[faster]
+    return kept.tolist(), left_out
 
 
 def _memory_families(
-    candidates: Sequence[TrainingConfig],
-    table: CostTable,
-    shares: NDArray[np.float64],
-    too_big: Sequence[int],
-    device: str,
+    candidates: ConfigTable, table: Outlook, shares: Floats, too_big: Ints, device: str
 ) -> list[LeftOutFamily]:
     """What cannot fit, by the knobs that decide memory; of each family the one that comes nearest to fitting."""
     off_plain = (*RANK_COUNTS, *_memory_only(device))
-
-    def family_of(i: int) -> str:
-        config = candidates[i]
-        names = ["micro_batch", "checkpointing", "loss"]
-        names += [knob for knob in off_plain if getattr(config, knob) != getattr(PLAIN, knob)]
-        return " ".join(f"{knob}={getattr(config, knob)}" for knob in names)
-
+    names = ("micro_batch", "checkpointing", "loss")
     left_out = []
-    for family, members in _grouped(too_big, family_of).items():
-        nearest = min(members, key=lambda i: table.peak_memory_bytes[i] / shares[i])
+    for members in _grouped(candidates, too_big, (*names, *off_plain)):
+        nearest = members[np.argmin(table.peak_memory_bytes[members] / shares[members])]
         peak, low, high = (
             float(column[nearest])
             for column in (table.peak_memory_bytes, table.peak_memory_low_bytes, table.peak_memory_high_bytes)
         )
-        share = float(shares[nearest])
+        share, config = float(shares[nearest]), candidates[int(nearest)]
+        shown = [*names, *(knob for knob in off_plain if getattr(config, knob) != getattr(PLAIN, knob))]
         left_out.append(
             LeftOutFamily(
-                family=family,
+                family=" ".join(f"{knob}={getattr(config, knob)}" for knob in shown),
                 limit=f"memory: {format_bytes(share)} for one rank",
                 by=f"at the least predicted {format_bytes(peak)} ({format_bytes(low)} to {format_bytes(high)}), "
                 f"{format_bytes(peak - share)} too much",
@@ -445,20 +452,23 @@ def _memory_families(
     return left_out
 
 
-def _host_families(
-    candidates: Sequence[TrainingConfig], on_host: NDArray[np.float64], limit_bytes: int, beyond: Sequence[int]
-) -> list[LeftOutFamily]:
+def _host_families(candidates: ConfigTable, on_host: Floats, limit_bytes: int, beyond: Ints) -> list[LeftOutFamily]:
     """What the host cannot hold, by what is offloaded over how many ranks; of each family the least."""
-    families = _grouped(beyond, lambda i: (candidates[i].offload, candidates[i].world_size))
+    least: dict[tuple[str, int], float] = {}
+    counts: dict[tuple[str, int], int] = {}
+    for members in _grouped(candidates, beyond, ("offload", *RANK_COUNTS)):
+        config = candidates[int(members[0])]
+        family = config.offload, config.world_size
+        least[family] = min(least.get(family, np.inf), float(on_host[members].min()))
+        counts[family] = counts.get(family, 0) + len(members)
     return [
         LeftOutFamily(
             family=f"offload={value}" + (f" on {ranks} ranks" if ranks > 1 else ""),
             limit=f"{HOST_LIMIT}: {format_bytes(limit_bytes)} for all ranks",
-            by=f"at the least predicted {format_bytes(float(min(on_host[members])))}, "
-            f"{format_bytes(float(min(on_host[members])) - limit_bytes)} too much",
-            configurations=len(members),
+            by=f"at the least predicted {format_bytes(smallest)}, {format_bytes(smallest - limit_bytes)} too much",
+            configurations=counts[value, ranks],
         )
-        for (value, ranks), members in families.items()
+        for (value, ranks), smallest in least.items()
     ]
 
 
@@ -467,45 +477,58 @@ def _memory_only(device: str) -> list[str]:
     return [knob for knob in MEMORY_ONLY if knobs()[knob].memory_only_on in (None, device)]
 
 
-def _grouped(indices: Iterable[int], key: Callable[[int], Key]) -> dict[Key, list[int]]:
-    families: dict[Key, list[int]] = {}
-    for index in indices:
-        families.setdefault(key(index), []).append(index)
-    return families
+def _grouped(candidates: ConfigTable, places: Ints, knobs: Sequence[str]) -> list[Ints]:
+    """These places, one array for each combination of the knobs' values, in the order in which they first occur."""
+    if not len(places):
+        return []
+    first, kind = first_of_each(candidates.alike(knobs)[places])
+    kind = kind.astype(np.min_scalar_type(len(first)))  # numbers of 16 bits are sorted faster
+    return np.split(places[np.argsort(kind, kind="stable")], np.cumsum(np.bincount(kind, minlength=len(first)))[:-1])
 
 
-def _no_faster(
-    knob: str, candidates: Sequence[TrainingConfig], table: CostTable, where: NDArray[np.bool_] | None = None
-) -> dict[int, int]:
-    """Where another value than the plain one is predicted to gain no time, to where the same with the plain one is.
+def _no_faster(knob: str, candidates: ConfigTable, table: Outlook, where: Bools | None = None) -> tuple[Ints, Ints]:
+    """Where another value than the plain one is predicted to gain no time, and where the same with the plain one is.
 
     Args:
         knob: Of the values.
         candidates, table: All, and their predictions.
         where: Only those with the plain value that are marked here count.
     """
-    plain = getattr(PLAIN, knob)
-    places = {
-        config: index
-        for index, config in enumerate(candidates)
-        if getattr(config, knob) == plain and (where is None or where[index])
-    }
-    found = {}
-    for index, config in enumerate(candidates):
-        if getattr(config, knob) != plain:
-            other = places.get(config.model_copy(update={knob: plain}))
-            if other is not None and table.step_time_s[other] <= table.step_time_s[index]:
-                found[index] = other
-    return found
+    off = candidates.off_plain(knob)
+    if not off.any():
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    plain, unlike = ~off if where is None else ~off & where, candidates.take(off)
+    beside = [other for other in KNOBS if other != knob]
+    for other in beside:  # far fewer are left to be looked through
+        plain &= candidates.has(other, *unlike.used(other))
+    found, others = _partners(candidates.alike(beside), off, plain)
+    slower = table.step_time_s[others] <= table.step_time_s[found]
+    return found[slower], others[slower]
 
 
 def _slower_families(
-    families: Mapping[str, list[int]], others: Mapping[int, int], table: CostTable, limit: str
+    candidates: ConfigTable, by: Sequence[str], places: Ints, others: Ints, table: Outlook, limit: str
 ) -> list[LeftOutFamily]:
-    """Families of candidates that are left out for others beside them, and by how much they are slower."""
-    left_out = []
-    for family, members in families.items():
-        slower = 1 - table.step_time_s[[others[index] for index in members]] / table.step_time_s[members]
-        by = f"predicted {slower.min():.1%} to {slower.max():.1%} slower"
-        left_out.append(LeftOutFamily(family=family, limit=limit, by=by, configurations=len(members)))
-    return left_out
+    """Families of candidates that are left out for others beside them, and by how much they are slower.
+
+    Args:
+        candidates: All of them.
+        by: The knobs of a family: one, or one and `compile`.
+        places, others: Of what is left out, in order, and of what it is left out for.
+        table: The predictions.
+        limit: Why.
+    """
+    left_out: dict[str, tuple[float, float, int]] = {}
+    for members in _grouped(candidates, places, by):
+        config = candidates[int(members[0])]
+        family = f"{by[0]}={getattr(config, by[0])}"
+        if len(by) > 1:
+            family += ", not compiled" if config.compile == "off" else ", compiled"
+        plain = others[np.searchsorted(places, members)]
+        slower = 1 - table.step_time_s[plain] / table.step_time_s[members]
+        low, high, count = left_out.get(family, (np.inf, -np.inf, 0))
+        left_out[family] = min(low, float(slower.min())), max(high, float(slower.max())), count + len(members)
+    return [
+        LeftOutFamily(family=family, limit=limit, by=f"predicted {low:.1%} to {high:.1%} slower", configurations=count)
+        for family, (low, high, count) in left_out.items()
+    ]

@@ -114,6 +114,10 @@ PLAIN = VariantKey()
 """The plain fp32 variant: what the workload does without any technique. It alone decides whether the workload runs."""
 
 
+VARIANT_KNOBS = ("precision", "attention", "checkpointing", "loss", "compile", "parameters")
+"""The knobs that the variant of a configuration depends on."""
+
+
 def variants_of(config: TrainingConfig) -> tuple[VariantKey, VariantKey]:
     """The variant of the blocks that are not checkpointed, and that of the blocks that are; the same where all are one.
 
@@ -143,7 +147,7 @@ def variants_to_trace(configs: Iterable[TrainingConfig], *, has_blocks: bool = F
         has_blocks: The model has repeated blocks, so that selective checkpointing applies.
     """
     keys = {PLAIN}
-    different = {(c.precision, c.attention, c.checkpointing, c.loss, c.compile, c.parameters): c for c in configs}
+    different = {tuple(getattr(config, knob) for knob in VARIANT_KNOBS): config for config in configs}
     for config in different.values():
         for key in variants_of(config):
             keys.add(key.model_copy(update={"compiled": False}))

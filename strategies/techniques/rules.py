@@ -6,10 +6,8 @@ value beside another is a function here.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from autoplan.strategies.config import CUDAGRAPH_MODES, INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig, knobs
 from autoplan.strategies.knob import Knob
@@ -224,46 +222,3 @@ def incompatible(
         if reason is not None:
             return reason
     return None
-
-
-class Combinations:
-    """All combinations of some knobs' values, and which of them go with the rest of a configuration.
-
-    The answer is `incompatible`'s, for many configurations at once: each rule is asked once per combination of what
-    it reads, and bases to which all rules answer the same share one list.
-
-    Args:
-        values: The values per knob.
-        global_batch: Samples per optimizer step.
-    """
-
-    def __init__(self, values: Mapping[str, Sequence[Any]], global_batch: int) -> None:
-        self._global_batch = global_batch
-        self._rows = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
-        self._read = [[knob for knob in values if knob in rule.reads] for rule in RULES]
-        self._parts = [
-            [dict(zip(read, part, strict=True)) for part in itertools.product(*(values[knob] for knob in read))]
-            for read in self._read
-        ]
-        self._legal: dict[tuple[tuple[int, ...], ...], list[dict[str, Any]]] = {}
-
-    def legal_with(self, base: TrainingConfig) -> list[dict[str, Any]]:
-        """The combinations that go with the other knobs of a configuration, in the order of the product."""
-        refused = tuple(
-            tuple(
-                index
-                for index, part in enumerate(parts)
-                if rule.incompatible(base.model_copy(update=part), self._global_batch) is not None
-            )
-            for rule, parts in zip(RULES, self._parts, strict=True)
-        )
-        if refused not in self._legal:
-            self._legal[refused] = [row for row in self._rows if not self._is_refused(row, refused)]
-        return self._legal[refused]
-
-    def _is_refused(self, row: Mapping[str, Any], refused: Sequence[Sequence[int]]) -> bool:
-        return any(
-            {knob: row[knob] for knob in read} == parts[index]
-            for read, parts, indices in zip(self._read, self._parts, refused, strict=True)
-            for index in indices
-        )

@@ -28,7 +28,7 @@ from autoplan.strategies.config import (
 )
 from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.prepare import STRATEGIES, prepare
-from autoplan.strategies.techniques.rules import RULES, Combinations, incompatible
+from autoplan.strategies.techniques.rules import RULES
 from tests.contracts.knob_cases import needed_by, tried_values
 from tests.recorded import make_hardware
 from tests.strategies.tiny import GPT2, language
@@ -121,31 +121,6 @@ def test_a_rule_reads_what_it_says(rule: Any) -> None:
     for config in some_configs():
         rule.incompatible(Watched(config, read), BATCH)
     assert read == set(rule.reads)
-
-
-def test_many_combinations_are_judged_as_one_by_one() -> None:
-    others = {
-        "compile": ("off", "block", "model"),
-        "compile_mode": knob_values("compile_mode") or (),
-        "loss": ("full", "fused"),
-        "precision": ("fp32", "bf16"),
-        "checkpointing": ("none", "full"),
-    }
-    together = Combinations(others, BATCH)
-    rows = [dict(zip(others, row, strict=True)) for row in itertools.product(*others.values())]
-    bases: list[dict[str, Any]] = [
-        {},
-        {"dp_shard": 2, "gradient_sync": "every"},
-        {"pp": 2, "pp_microbatches": 8},
-        {"pp": 2, "pp_microbatches": 8, "pp_schedule": "zero_bubble", "virtual_stages": 2},
-        {"pp": 4, "pp_microbatches": 2},
-    ]
-    counts = []
-    for base in (PLAIN.model_copy(update=values) for values in bases):
-        legal = [row for row in rows if incompatible(base.model_copy(update=row), BATCH) is None]
-        assert together.legal_with(base) == legal
-        counts.append(len(legal))
-    assert counts[0] == counts[1] > counts[2] > counts[3] > counts[4] == 0
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def make_layouts(layouts: Sequence[Layout], rows: Sequence[Mapping[str, Any]], n
     """
     columns = config_columns(
         [layout.config for layout in layouts],
-        [layout.accumulation for layout in layouts],
+        np.array([layout.accumulation for layout in layouts], dtype=np.float64),
         device="cuda",
         num_blocks=num_blocks,
     )

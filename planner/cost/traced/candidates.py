@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.planner.cost.columns import Bools, Columns, Floats, Ints, config_columns
+from autoplan.planner.cost.columns import Bools, Columns, ConfigTable, Floats, Ints, config_columns
 from autoplan.planner.cost.offload import OFFLOADS
-from autoplan.planner.trace.model_profile import VariantKey, variants_of
+from autoplan.planner.trace.model_profile import VARIANT_KNOBS, VariantKey, variants_of
 from autoplan.strategies.config import CUDAGRAPH_MODES, TrainingConfig
 from autoplan.strategies.techniques.sizes import RECIPES
 
@@ -17,6 +17,9 @@ FP8 = ("off", *RECIPES)
 MOMENTS = ("own", "bf16", "8bit")
 MOMENT_SHARES = np.array([1.0, 0.5, (1 + 4 / 256) / 4])
 """Of their fp32 bytes, what moments take between steps: 8 bits, and an fp32 scale for each 256."""
+
+MICRO_STEP_KNOBS = (*VARIANT_KNOBS, "micro_batch", "tp", "threads", "fp8", "compile_mode", "kernels")
+"""The knobs that the operations of a micro-step, and their times, depend on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,7 @@ class Candidates(Columns):
         variants: The variants that occur; `variant` and `full_variant` index them.
         variant: For each candidate its variant without whole-block checkpointing (none or selective).
         full_variant: The same with full checkpointing, for shares between none and full.
+        micro_step: A number; the operations of a micro-step take the same time where it is the same.
         graphs: CUDA graphs launch the operations of compiled code.
         offload: What lies on the host, as a place in `planner.cost.offload.OFFLOADS`.
         liger: Norms, rotary embeddings and gated MLPs run on Liger's kernels.
@@ -40,6 +44,7 @@ class Candidates(Columns):
     variants: tuple[VariantKey, ...]
     variant: Ints
     full_variant: Ints
+    micro_step: Ints
     graphs: Bools
     offload: Ints
     liger: Bools
@@ -64,41 +69,29 @@ def from_configs(
     Raises:
         ConfigError: a micro-batch does not divide the global batch.
     """
+    table = ConfigTable.of(configs)
     keys: dict[VariantKey, int] = {}
-    codes = _variant_codes(configs, keys)
+    first, kind = table.kinds(*VARIANT_KNOBS)
+    pairs = [[keys.setdefault(key, len(keys)) for key in variants_of(table[int(place)])] for place in first]
+    codes = np.array(pairs, dtype=np.int64).reshape(-1, 2)[kind]
     return Candidates(
-        **config_columns(
-            configs,
-            [config.accumulation(global_batch) for config in configs],
-            device=device,
-            num_blocks=[num_blocks] * len(configs),
-        ),
+        **config_columns(table, accumulations(table, global_batch), device=device, num_blocks=num_blocks),
         variants=tuple(keys),
         variant=codes[:, 0],
         full_variant=codes[:, 1],
-        graphs=np.array([config.compile_mode in CUDAGRAPH_MODES for config in configs], dtype=bool),
-        offload=np.array([OFFLOADS.index(config.offload) for config in configs], dtype=np.int64),
-        liger=np.array([config.kernels == "liger" for config in configs], dtype=bool),
-        keeps_memory=np.array([config.allocator == "keep" for config in configs], dtype=bool),
-        fp8=np.array([FP8.index(config.fp8) for config in configs], dtype=np.int64),
-        by_chance=np.array([config.parameters == "bf16_stochastic" for config in configs], dtype=bool),
-        moments=np.array([MOMENTS.index(config.optimizer_state) for config in configs], dtype=np.int64),
-        threads=np.array([config.threads or 0 for config in configs], dtype=np.float64),
+        micro_step=table.alike(MICRO_STEP_KNOBS),
+        graphs=table.has("compile_mode", *CUDAGRAPH_MODES),
+        offload=table.column("offload", OFFLOADS.index),
+        liger=table.has("kernels", "liger"),
+        keeps_memory=table.has("allocator", "keep"),
+        fp8=table.column("fp8", FP8.index),
+        by_chance=table.has("parameters", "bf16_stochastic"),
+        moments=table.column("optimizer_state", MOMENTS.index),
+        threads=table.column("threads", lambda count: float(count or 0)),
     )
 
 
-def _variant_codes(configs: Sequence[TrainingConfig], keys: dict[VariantKey, int]) -> Ints:
-    """For each configuration the codes of its two variants; `keys` takes in the variants in the order of their codes.
-
-    The two are made once for each combination of the knobs that they depend on: there may be 100,000 configurations.
-    """
-    known: dict[tuple[str, ...], tuple[int, int]] = {}
-    out = []
-    for config in configs:
-        products = (config.precision, config.attention, config.checkpointing, config.loss)
-        knobs = (*products, config.compile, config.parameters)
-        if knobs not in known:
-            plain, full = variants_of(config)
-            known[knobs] = keys.setdefault(plain, len(keys)), keys.setdefault(full, len(keys))
-        out.append(known[knobs])
-    return np.array(out, dtype=np.int64).reshape(len(configs), 2)
+def accumulations(table: ConfigTable, global_batch: int) -> Floats:
+    """Micro-batches per optimizer step and data-parallel rank; ConfigError where one does not divide the batch."""
+    first, kind = table.kinds("micro_batch", "dp_replicate", "dp_shard")
+    return np.array([table[int(place)].accumulation(global_batch) for place in first], dtype=np.float64)[kind]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import numpy as np
 
 from autoplan.errors import WorkloadError
 from autoplan.planner.cost.calibrate import FACTORS, NOISE_SD, PRIOR_SD, MemoryFit, TimeFit
-from autoplan.planner.cost.columns import Floats, Ints
+from autoplan.planner.cost.columns import ConfigTable, Floats, Ints, first_of_each
 from autoplan.planner.cost.communication import links_of
 from autoplan.planner.cost.offload import host_link
 from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, Verdict, bound_of, spread, verdicts
-from autoplan.planner.cost.traced.candidates import Candidates, from_configs
+from autoplan.planner.cost.traced.candidates import MICRO_STEP_KNOBS, Candidates, from_configs
 from autoplan.planner.cost.traced.memory import MemoryParts, traced_memory, traced_offload
 from autoplan.planner.cost.traced.rates import from_device
 from autoplan.planner.cost.traced.step_time import (
@@ -29,10 +29,10 @@ from autoplan.planner.cost.traced.step_time import (
     step_parts,
 )
 from autoplan.planner.records.trials import Outcome, Prediction, Trial
-from autoplan.planner.trace.model_profile import LinearFit, ModelProfile, VariantKey, VariantProfile
+from autoplan.planner.trace.model_profile import VARIANT_KNOBS, LinearFit, ModelProfile, VariantKey, VariantProfile
 from autoplan.planner.trace.rough_profile import rough_variant
 from autoplan.probes.profile import HardwareProfile
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import ATTENTION_BACKENDS, CUDAGRAPH_MODES, KNOBS, TrainingConfig, knobs
 
 # A CPU rank forked from the zygote: the interpreter, torch and the model library, resident. On CUDA the driver's
 # figure holds context and libraries of the process (some 0.5 GB on recent drivers).
@@ -46,25 +46,37 @@ KEPT_SHARE = 0.25
 # Of what a compiled block keeps for its backward, from all (0) to what the selective policy keeps (1): 0.61 in fp32 and
 # 0.78 in bf16 on a small GPT-2, measured; not fitted further.
 COMPILED_KEEPS = 0.7
+PART = 1 << 15
+"""Configurations of which an outlook is worked out at a time: their columns take some 50 MB."""
+
 MEMORY_PARTS = ("parameters", "optimizer", "gradients", "activations", "gathered")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CostTable:
-    """Predictions as columns. `parts_s` has a row per calibration factor, uncalibrated.
+class Outlook:
+    """Of predictions the columns by which a few of millions are chosen.
 
-    `host_bytes` is what a rank keeps in the host's memory by offload. `input_s` is no part of the step: what one
-    process takes to make the step's batch of one data-parallel rank, zero where make_batch was not timed.
+    `host_bytes` is what a rank keeps in the host's memory by offload.
     """
 
     step_time_s: Floats
     step_time_low_s: Floats
-    step_time_high_s: Floats
     peak_memory_bytes: Floats
     peak_memory_low_bytes: Floats
     peak_memory_high_bytes: Floats
-    live_bytes: Floats
     host_bytes: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostTable(Outlook):
+    """Predictions as columns. `parts_s` has a row per calibration factor, uncalibrated.
+
+    `input_s` is no part of the step: what one process takes to make the step's batch of one data-parallel rank, zero
+    where make_batch was not timed.
+    """
+
+    step_time_high_s: Floats
+    live_bytes: Floats
     model_flops: Floats
     hardware_flops: Floats
     parts_s: Floats
@@ -123,6 +135,36 @@ class Estimator:
         blocks = self.profile.num_blocks
         return self.predict(from_configs(configs, self.global_batch, device=self.device, num_blocks=blocks))
 
+    def outlook(self, configs: Sequence[TrainingConfig]) -> Outlook:
+        """As much of `table` as it takes to choose among millions: what is priced alike is predicted once."""
+        table = ConfigTable.of(configs)
+        # variant by variant, since each costs some time however many candidates it has
+        keys = table.alike([*VARIANT_KNOBS, *(knob for knob in KNOBS if knob not in VARIANT_KNOBS)], self._as_priced)
+        order = np.argsort(keys, kind="stable")
+        differs = np.diff(keys[order], prepend=-1) != 0
+        kind = np.empty(len(keys), dtype=np.int32)
+        kind[order] = np.cumsum(differs, dtype=np.int32) - 1
+        first = order[differs]
+        del keys, order
+        names = [field.name for field in fields(Outlook)]
+        columns = {name: np.empty(len(first)) for name in names}
+        for start in range(0, len(first), PART):
+            here = slice(start, start + PART)
+            predicted = self.table(table.take(first[here]))
+            for name in names:
+                columns[name][here] = getattr(predicted, name)
+        return Outlook(**{name: columns.pop(name)[kind] for name in names})
+
+    def _as_priced(self, knob: str, value: Any) -> Any:
+        """What a prediction reads of a knob's value."""
+        if knob == "compile_mode":
+            return value in CUDAGRAPH_MODES
+        if knob == "attention":
+            return "sdpa" if value in ATTENTION_BACKENDS else value
+        if knob == "allocator":
+            return value == "keep"
+        return None if knobs()[knob].unpriced else value
+
     def predict(self, candidates: Candidates) -> CostTable:
         """Predictions of candidates as columns, variant by variant."""
         size = len(candidates)
@@ -139,12 +181,14 @@ class Estimator:
 
     def launch_over_work(self, configs: Sequence[TrainingConfig]) -> Floats:
         """Seconds in which the host launches a micro-step over those in which the device works at it."""
-        blocks, out = self.profile.num_blocks, np.zeros(len(configs))
+        first, kind = ConfigTable.of(configs).kinds(*MICRO_STEP_KNOBS)
+        different = ConfigTable.of(configs).take(first)
+        blocks, out = self.profile.num_blocks, np.zeros(len(first))
         for here, some, plain, full in self._by_variant(
-            from_configs(configs, self.global_batch, device=self.device, num_blocks=blocks)
+            from_configs(different, self.global_batch, device=self.device, num_blocks=blocks)
         ):
             out[here] = launch_over_work(self.machine, plain, full, some)
-        return out
+        return out[kind]
 
     def _by_variant(self, candidates: Candidates) -> Iterator[tuple[Ints, Candidates, VariantProfile, VariantProfile]]:
         """The candidates of each variant: their places, themselves, the variant, and it with full checkpointing."""
@@ -204,8 +248,10 @@ class Estimator:
 
     def _first_touch_s(self, plain: VariantProfile, full: VariantProfile, c: Candidates) -> Floats:
         """Seconds per step of touching memory that the C library gave back since it was last held."""
-        blocks = self.profile.num_blocks
-        fresh = (1 - c.checkpointed) * first_touches(plain, blocks, c) + c.checkpointed * first_touches(full, blocks, c)
+        first, kind = first_of_each(c.micro_batch)
+        sizes = c.take(first)
+        of_plain, of_full = (first_touches(one, self.profile.num_blocks, sizes)[kind] for one in (plain, full))
+        fresh = (1 - c.checkpointed) * of_plain + c.checkpointed * of_full
         fresh = (fresh + GIVEN_BACK * self._unchecked_bytes(plain, c)) * c.accumulation / c.tp / c.pp
         return np.where(c.keeps_memory, 0.0, FAULTS_APART * fresh) * self.rates.first_touch_s_per_byte
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.planner.cost.calibrate import FACTORS
-from autoplan.planner.cost.columns import COMPILES, DTYPES, PRECISIONS, STATES, Floats
+from autoplan.planner.cost.columns import COMPILES, DTYPES, PRECISIONS, STATES, Floats, first_of_each
 from autoplan.planner.cost.communication import Links, exchange
 from autoplan.planner.cost.offload import PARAMETERS, HostLink, transfer_s
 from autoplan.planner.cost.step import step_seconds
@@ -439,7 +439,18 @@ def launch_over_work(machine: Machine, plain: VariantProfile, full: VariantProfi
 def _blended_times(
     machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
 ) -> tuple[Floats, Floats]:
-    """Times of one micro-step as `segment_times` has them, and FLOPs; between no block and all blocks checkpointed."""
+    """Times of one micro-step as `segment_times` has them, and FLOPs; between no block and all blocks checkpointed.
+
+    They are worked out once for all candidates that differ in nothing that they depend on.
+    """
+    first, kind = first_of_each(c.micro_step)
+    times, flops = _times_of_kinds(machine, plain, full, c.take(first))
+    return times[..., kind], flops[kind]
+
+
+def _times_of_kinds(
+    machine: Machine, plain: VariantProfile, full: VariantProfile, c: Candidates
+) -> tuple[Floats, Floats]:
     profile, share = machine.profile, c.checkpointed
     times = segment_times(plain, machine.rates, c, fp8_shares(plain, profile, c))
     flops = executed_flops(plain, profile.num_blocks, c.micro_batch)

@@ -137,7 +137,7 @@ def test_later_pieces_know_more_of_the_same_space(zygote: Zygote, tmp_path: Path
     assert probed.probed and probe_cost_s(probed) == 0 and probe_more(probed) is probed
     assert (tmp_path / "hardware.json").exists()
     for later in (some, whole, probed):
-        assert later.space.values == first.space.values and later.space.candidates == first.space.candidates
+        assert later.space.values == first.space.values and list(later.space.candidates) == list(first.space.candidates)
         assert set(later.candidates) <= set(first.space.candidates)
         assert later.estimator is not first.estimator and not later.estimator.time_fit.rows
     resumed, listener = begin(zygote, tmp_path, saved=tmp_path / "hardware.json")

@@ -1,12 +1,16 @@
 """The space: legal candidates only, and the reasons for the rest."""
 
 import dataclasses
+import itertools
+import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.cost.columns import ConfigTable
 from autoplan.planner.cost.traced.estimator import CostTable
 from autoplan.planner.search.answer import nothing_fits
 from autoplan.planner.search.references import needed_offload
@@ -22,9 +26,12 @@ from autoplan.planner.space.prune import (
 )
 from autoplan.probes.profile import Device, OperationReading
 from autoplan.record import Reading
-from autoplan.strategies.analysis.facts import Choices, LeftOut, offer
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.analysis.facts import Choices, LeftOut, ParallelFacts, offer
+from autoplan.strategies.config import DEGREES, KNOBS, PLAIN, TrainingConfig, knob_values, micro_batches
+from autoplan.strategies.config import knobs as knob_facts
 from autoplan.strategies.knob_text import parse_knob
+from autoplan.strategies.techniques.degrees import legal_degrees
+from autoplan.strategies.techniques.rules import incompatible
 
 
 def device(spread: float = 0.05, **rates: float) -> Device:
@@ -130,6 +137,43 @@ def test_ranks_share_the_global_batch_exactly():
     assert {config.world_size for config in space.candidates} == {1, 2}  # 8 does not divide 12
     for config in space.candidates:
         assert config.micro_batch * config.dp * config.accumulation(12) == 12
+
+
+def one_by_one(choices, degrees, global_batch):
+    """The legal configurations, each made and judged by itself."""
+    values = {choice.knob: choice.values for choice in choices if choice.knob not in DEGREES and choice.values}
+    unpriced = [knob for knob in values if knob_facts()[knob].unpriced]
+    values |= {"micro_batch": micro_batches(global_batch)} | {knob: (getattr(PLAIN, knob),) for knob in unpriced}
+    for degree, sync in itertools.product(degrees, ("last", "every")):
+        for row in itertools.product(*values.values()):
+            knobs = degree | {"gradient_sync": sync} | dict(zip(values, row, strict=True))
+            config = PLAIN.model_copy(update=knobs)
+            if global_batch % (config.micro_batch * config.dp) or incompatible(config, global_batch) is not None:
+                continue
+            if config.pp == 1 or config.accumulation(global_batch) == config.pp_microbatches:
+                yield config
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_space_in_columns_is_that_of_each_configuration_by_itself(seed: int):
+    draw = random.Random(seed)
+    offered = [
+        Choices(knob=knob, values=tuple(value for value in values if value == values[0] or draw.random() < 0.4))
+        for knob in draw.sample([knob for knob in KNOBS if knob not in DEGREES and knob_values(knob)], 7)
+        if (values := tuple(dict.fromkeys((getattr(PLAIN, knob), *(knob_values(knob) or ())))))
+    ]
+    global_batch, unit, blocks = draw.choice((4, 6, 16)), draw.choice((None, 2, 6)), draw.choice((1, 2, 4))
+    parallel = ParallelFacts(num_blocks=blocks, tp_unit=unit)
+    spec = SimpleNamespace(global_batch=global_batch, sequence_length=12)
+    facts: Any = SimpleNamespace(spec=spec, parallel=parallel)
+    degrees, left_out = legal_degrees(facts, draw.choice((2, 3, 4)), device=draw.choice(("cpu", "cuda")))
+    ways = [{}, *degrees]
+    space = generate(offered, global_batch=global_batch, degrees=ways, degrees_left_out=left_out)
+    apart = list(one_by_one(offered, ways, global_batch))
+    assert len(space.candidates) == len(set(space.candidates)) == len(apart) and set(space.candidates) == set(apart)
+    for knob, values in space.values.items():
+        assert set(values) == {getattr(config, knob) for config in apart}
+    assert [family.family for family in space.left_out] == [found.family for found in left_out]
 
 
 PIPELINE = {"dp_replicate": 2, "pp": 2, "pp_microbatches": 2}
@@ -310,7 +354,7 @@ def twins(
     """The rest of GPU_CONFIGS on a device of those rates, where micro-batches of 32 hide the launches."""
     values = {"precision": ("fp32", "tf32", "bf16", "fp16"), "compile_mode": ("default", "reduce-overhead")}
     return without_twins(
-        Space(candidates=GPU_CONFIGS, left_out=(), values=values),
+        Space(candidates=ConfigTable.of(GPU_CONFIGS), left_out=(), values=values),
         device(spread, **rates).model_copy(update={"type": "cuda"}),
         named=named,
         stored_in_fp32=stored_in_fp32,
@@ -378,7 +422,7 @@ def test_cuda_graphs_are_left_out_where_launches_hide_behind_the_work():
     assert {config.micro_batch for config in graphs} == {1}
     (family,) = space.left_out
     assert family.configurations == 4 and "10% to 10% of the work" in family.by
-    assert twins({}, named=("compile_mode",)).candidates == GPU_CONFIGS
+    assert tuple(twins({}, named=("compile_mode",)).candidates) == GPU_CONFIGS
 
 
 def test_reading_bounds():
@@ -442,8 +486,8 @@ def test_a_search_in_which_nothing_fits_says_what_the_host_lacks():
     kept, families = keep_what_may_win(configs, table, 10 * 2**30, "cuda", host_limit_bytes=8 * 2**30)
     context = SimpleNamespace(
         left_out=families,
-        space=SimpleNamespace(candidates=configs),
-        estimator=SimpleNamespace(table=lambda _: table),
+        space=SimpleNamespace(candidates=ConfigTable.of(configs)),
+        estimator=SimpleNamespace(outlook=lambda _: table),
         device="cuda",
         memory_limit_bytes=10 * 2**30,
         spec=SimpleNamespace(sequence_length=None),

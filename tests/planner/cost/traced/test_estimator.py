@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from autoplan.planner.cost.columns import checkpointed_share
 from autoplan.planner.cost.communication import Links, exchange
 from autoplan.planner.cost.prediction import bound_of
 from autoplan.planner.cost.states import ModelSize, state_widths
+from autoplan.planner.cost.traced import estimator as estimator_module
 from autoplan.planner.cost.traced.candidates import from_configs
-from autoplan.planner.cost.traced.estimator import Estimator
+from autoplan.planner.cost.traced.estimator import Estimator, Outlook
 from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
 from autoplan.planner.trace.model_profile import (
@@ -328,6 +332,36 @@ def test_replicas_of_shards_reduce_once_per_step_all_the_same() -> None:
     scattered, last, every = exchange(columns, links, size, widths, np.zeros(3)).gradient_s
     assert last > scattered
     assert every - last == pytest.approx((columns.accumulation[2] - 1) * scattered)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_millions_are_predicted_as_each_by_itself(
+    profile: ModelProfile, hardware: HardwareProfile, device: Literal["cpu", "cuda"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimator_module, "PART", 100)
+    values = {
+        "micro_batch": (1, 4),
+        "precision": ("fp32", "bf16", "fp16"),
+        "attention": ("own", "sdpa", "sdpa_flash"),
+        "compile": ("off", "model"),
+        "compile_mode": ("default", "reduce-overhead", "max-autotune"),
+        "checkpointing": ("none", "selective", "every_2", "full"),
+        "allocator": ("own", "keep", "expandable"),
+        "gelu": ("own", "torch"),
+        "dp_shard": (1, 2),
+    }
+    rows = list(itertools.product(*values.values()))[::7]
+    configs = [TrainingConfig.model_validate(dict(zip(values, row, strict=True))) for row in rows]
+    model = Estimator(
+        profile.model_copy(update={"device": device}),
+        hardware.model_copy(update={"devices": (hardware.devices[0].model_copy(update={"type": device}),)}),
+        device=device,
+        global_batch=16,
+        memory_limit_bytes=None,
+    )
+    whole, outlook = model.table(configs), model.outlook(configs)
+    for field in dataclasses.fields(Outlook):
+        np.testing.assert_allclose(getattr(outlook, field.name), getattr(whole, field.name), rtol=1e-12)
 
 
 def test_the_matmul_fit_is_found_from_its_own_times() -> None:
