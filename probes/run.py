@@ -273,7 +273,7 @@ def _measure(
     """What a rank measured, and what is missing; `wanted` are the fields of `ProbeRequest` that say what."""
     from autoplan.processes import Task, run_again
 
-    targets = [d for d in profile.devices if d.type == kind]
+    targets = one_of_each_model([d for d in profile.devices if d.type == kind])
     requests = [
         ProbeRequest(
             type=device.type,
@@ -299,9 +299,30 @@ def _measure(
     if not measured:
         raise _device_error(kind, report)
     notes = [note for m in measured for note in m.notes]
+    measured = for_all_alike(measured, profile.devices)
     if not _came_to_their_end(measured, profile, kind):
         notes.append(f"the probes did not come to their end: {report.describe()}")
     return measured, notes
+
+
+def one_of_each_model(devices: Sequence[Device]) -> list[Device]:
+    """The first device of each model: the time for measuring is not divided by the number of those that are alike."""
+    first: dict[tuple[str, str, float | None], Device] = {}
+    for device in devices:
+        first.setdefault(_model(device), device)
+    return list(first.values())
+
+
+def for_all_alike(measured: Sequence[Measured], devices: Sequence[Device]) -> list[Measured]:
+    """What was measured on one device of each model, for every device of it."""
+    by_index = {(device.type, device.index): device for device in devices}
+    by_model = {_model(by_index[found.type, found.index]): found for found in measured}
+    alike = [(device, by_model[_model(device)]) for device in devices if _model(device) in by_model]
+    return [found.model_copy(update={"index": device.index}) for device, found in alike]
+
+
+def _model(device: Device) -> tuple[str, str, float | None]:
+    return device.type, device.name, device.memory_total_bytes.value
 
 
 def _came_to_their_end(measured: Sequence[Measured], profile: HardwareProfile, kind: str) -> bool:

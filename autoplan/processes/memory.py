@@ -16,6 +16,9 @@ _CONFIRM_S = 0.25  # between exact readings: the kernel walks the page tables fo
 _DATA_LIMIT_FACTOR = 1.5
 _DATA_LIMIT_EXTRA_BYTES = 1 << 30
 
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""The files by which a process reaches an NVIDIA GPU: on Linux, and on Windows' Linux (WSL2)."""
+
 
 def data_limit_bytes(memory_limit_bytes: int, env: dict[str, str]) -> int | None:
     """The RLIMIT_DATA that goes with a memory limit; None where CUDA may be used.
@@ -26,7 +29,7 @@ def data_limit_bytes(memory_limit_bytes: int, env: dict[str, str]) -> int | None
         memory_limit_bytes: The polled limit, for all processes together.
         env: The environment of the ranks.
     """
-    uses_cuda = os.path.exists("/dev/nvidiactl") and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    uses_cuda = any(map(os.path.exists, GPU_FILES)) and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     return None if uses_cuda else int(memory_limit_bytes * _DATA_LIMIT_FACTOR) + _DATA_LIMIT_EXTRA_BYTES
 
 

@@ -20,6 +20,7 @@ from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.target import context_bytes
 from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
+from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S
 from autoplan.processes import Cause, Ended, ProcessReport, RankReport, Task, ZygoteError, cause_of
@@ -149,7 +150,9 @@ class CompileAhead:
         """Whether a candidate compiles anew, and may be compiled ahead: several ranks compile side by side already."""
         cold = config.compile != "off" and not self.session.trial_cost.is_warm(config)
         alone = config.world_size == 1 and config.compile_mode not in SLOW_COMPILE_MODES
-        return cold and alone and config not in self._tried
+        context = self.session.context
+        padding = context.device == "cuda" and times_padding(context.estimator.profile, config)
+        return cold and alone and not padding and config not in self._tried
 
     def _machine(self) -> Machine:
         session, context = self.session, self.session.context
@@ -250,6 +253,22 @@ def _how_it_ended(report: ProcessReport, rank: RankReport) -> str:
 
 
 # How many: arithmetic on what they take, the cores, the memory and the time left.
+
+
+def times_padding(profile: ModelProfile, config: TrainingConfig) -> bool:
+    """Whether compiling on CUDA times matrix products with and without padding, and keeps what was faster.
+
+    Inductor does so where a size is no multiple of 8 numbers of 16 bits or 4 of 32 (torch 2.13,
+    torch/_inductor/fx_passes/pad_mm.py): beside other compilations these times would say nothing.
+    """
+    of_16_bits = config.precision in ("bf16", "fp16")
+    return any(
+        round(size.at(config.micro_batch)) % (8 if of_16_bits else 4)
+        for variant in profile.variants.values()
+        for group in variant.groups
+        if group.kind == "matmul" and (config.compile == "model" or group.segment == "block")
+        for size in (group.m, group.n, group.k)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,7 +136,9 @@ def begin_search(means: Means) -> SearchContext:
     )
     space = make_space(without_last_resorts(choices, named))
     hardware, probed = _first_rates(means, now, target.device, target.nproc)
-    memory_limit, host_limit = limits(now, target.device, target.given_limit_bytes, measured=hardware)
+    memory_limit, host_limit = limits(
+        now, target.device, target.given_limit_bytes, ranks=target.nproc, measured=hardware
+    )
     observer.on_hardware(hardware, memory_limit)
     profile = _trace(means, hardware, target.device, facts, host_limit, _variants(facts, space.candidates))
     context = SearchContext(

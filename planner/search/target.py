@@ -51,11 +51,16 @@ def find_target(options: SearchOptions, hardware: HardwareProfile) -> Target:
 
     device = pick_device(hardware, options.device)
     gpus = sum(found.type == "cuda" for found in hardware.devices) if device == "cuda" else 0
-    return Target(
-        device=device,
-        nproc=max(1, gpus) if options.nproc is None else options.nproc,
-        given_limit_bytes=options.memory_limit_bytes(hardware.device(device).memory_total_bytes.value),
-    )
+    nproc = max(1, gpus) if options.nproc is None else options.nproc
+    limit = options.memory_limit_bytes(_least(hardware, device, nproc, "memory_total_bytes"))
+    return Target(device=device, nproc=nproc, given_limit_bytes=limit)
+
+
+def _least(hardware: HardwareProfile, device: str, ranks: int, name: str) -> float | None:
+    """The least of a reading over the devices of the ranks: one limit holds for all of them."""
+    devices = [found for found in hardware.devices if found.type == device][:ranks]
+    known = [value for found in devices if (value := getattr(found, name).value) is not None]
+    return min(known, default=None)
 
 
 def limits(
@@ -63,6 +68,7 @@ def limits(
     device: Literal["cuda", "cpu"],
     wanted_bytes: int | None,
     *,
+    ranks: int = 1,
     measured: HardwareProfile | None = None,
 ) -> tuple[int, int]:
     """What one trial may take on its device, and of host memory.
@@ -71,13 +77,14 @@ def limits(
         hardware: The machine as it is now.
         device: cuda or cpu.
         wanted_bytes: The limit that was given; None: a share of what is available.
+        ranks: At most so many, each with a GPU of its own: the one with the least memory counts.
         measured: The probed machine, which says what a CUDA context takes; None: assumed.
 
     Raises:
         DeviceError: the machine does not say how much is available, and no limit was given.
     """
     host = hardware.host.memory_available_bytes.value
-    here = hardware.device(device).memory_available_bytes.value if device == "cuda" else host
+    here = _least(hardware, device, ranks, "memory_available_bytes") if device == "cuda" else host
     if here is None and wanted_bytes is None:
         raise DeviceError(
             f"how much memory is free on {hardware.device(device).name} is not known",

@@ -110,8 +110,8 @@ class GpuMonitor:
         events: Why the clock was limited, over the whole window; the software power cap and clocks that a person set
             are among them, and are no throttling: a card at its power limit runs at its usual speed.
         clocks_hz: Of the multiprocessors.
-        others_share: The highest utilisation by other processes; None: the driver does not say, or it counts pids as
-            another container does, so that this rank is not among them.
+        others_share: The highest utilisation by other processes, as the mean of a stretch; None: the driver does not
+            say, or it counts pids as another container does, so that this rank is not among them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,12 +172,12 @@ class GpuMonitor:
         running = self._nvml.query("nvmlDeviceGetComputeRunningProcesses", self._handle).value or ()
         if os.getpid() not in {process.pid for process in running}:
             return
-        samples = self._nvml.query("nvmlDeviceGetProcessUtilization", self._handle, self._seen_us).value or ()
-        shares: dict[int, float] = {}
-        for sample in samples:
-            if sample.pid != os.getpid() and sample.timeStamp >= self._seen_us:
-                shares[sample.pid] = max(shares.get(sample.pid, 0.0), sample.smUtil / 100)
-        self._others_now = max(self._others_now, min(1.0, sum(shares.values())))
+        answer = self._nvml.query("nvmlDeviceGetProcessUtilization", self._handle, self._seen_us).value or ()
+        samples = [sample for sample in answer if sample.timeStamp >= self._seen_us]
+        # a process has no sample of a moment at which it did nothing
+        moments = max(1, len({sample.timeStamp for sample in samples}))
+        others = sum(sample.smUtil / 100 for sample in samples if sample.pid != os.getpid())
+        self._others_now = min(1.0, others / moments)
         self.others_share = max(self.others_share or 0.0, self._others_now)
 
     def problem(self, most: float) -> str | None:

@@ -45,9 +45,19 @@ def join_ranks(context: RankContext, device: str) -> None:
     if context.world_size == 1:
         return
     context.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", RENDEZVOUS_TIMEOUT_S)
+    limit_collectives()  # the timeout was for joining
+
+
+def limit_collectives() -> None:
+    """Sets COLLECTIVE_TIMEOUT_S for every process group of this rank: torch gives those of a mesh 10 minutes and more.
+
+    torch has no public names for it.
+    """
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    if change is not None:  # the process group's timeout was for joining
-        change(timedelta(seconds=COLLECTIVE_TIMEOUT_S), None)
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if change is not None and world is not None and dist.is_initialized():
+        for group in list(world.pg_map):
+            change(timedelta(seconds=COLLECTIVE_TIMEOUT_S), group)
 
 
 class RankSync:

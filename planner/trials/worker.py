@@ -27,7 +27,7 @@ from autoplan.planner.trials.batches import first_samples
 from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import spread_warning
-from autoplan.planner.trials.ranks import RankSync, join_ranks, pick_device
+from autoplan.planner.trials.ranks import RankSync, join_ranks, limit_collectives, pick_device
 from autoplan.planner.trials.request import (
     FITS_MICRO_STEPS,
     CompileAnswer,
@@ -65,6 +65,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     context.phase("build")
     memory = MemoryMonitor(device, request.memory_limit_bytes)
     run = prepare(workload, request.config, device=device)
+    limit_collectives()  # its mesh has groups of its own
     ranks.barrier()
     load = LoadMonitor(device=device, root_pid=os.getppid())  # the zygote: all below it is this trial
     timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, load=load)

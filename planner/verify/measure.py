@@ -141,7 +141,7 @@ def measure(
     profile = read_host_profile()
     device = pick_device(profile, plan.device)
     wanted = options.memory_limit_bytes(profile.device(device).memory_total_bytes.value)
-    limit, host_limit = limits(profile, device, wanted, measured=plan.hardware)
+    limit, host_limit = limits(profile, device, wanted, ranks=plan.config.world_size, measured=plan.hardware)
     parity = plan.parity
     with (
         DeviceLock(device_names(profile, device, plan.config.world_size), wait=options.wait, on_wait=on_wait),

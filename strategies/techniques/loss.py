@@ -19,6 +19,7 @@ from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
 from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, choose_gpu_kernel
+from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.randomness import seed_generators
@@ -160,6 +161,7 @@ def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device)
         return _reason_against_large(workload, model, device)
     if size > LARGEST_COMPARED_PARAMETERS and not by_head:
         return _reason_against_large(workload, model, device)
+    set_matmul_tf32(False)  # whatever the script has set: TF32 rounds more than what is looked for
     try:
         real = _build_real(workload, device)
         for index in range(PROOF_BATCHES):

@@ -18,7 +18,16 @@ from autoplan.probes.gpu import read_gpus
 from autoplan.probes.host import read_torch_build
 from autoplan.probes.merge import cache_path, load_cached, save_cached
 from autoplan.probes.profile import HardwareProfile
-from autoplan.probes.run import choose_threads, pick_device, probe_shapes, read_host_profile, run_probes
+from autoplan.probes.run import (
+    choose_threads,
+    for_all_alike,
+    one_of_each_model,
+    pick_device,
+    probe_shapes,
+    read_host_profile,
+    run_probes,
+)
+from autoplan.probes.worker import Measured
 from autoplan.processes import Zygote
 from autoplan.record import Reading
 from tests.probes.fake_nvml import FakeGpu, FakeNvml
@@ -68,6 +77,17 @@ def test_the_cpu_is_measured_in_a_rank(measured: HardwareProfile) -> None:
     assert cpu.kernel_launch_s is not None and cpu.kernel_launch_s.value is not None
     assert cpu.host_to_device_bytes_per_s == {}
     assert HardwareProfile.model_validate_json(measured.model_dump_json()) == measured
+
+
+def test_gpus_of_one_model_are_measured_once() -> None:
+    models = ["H100", "H100", "L4", "H100"]
+    given = read_gpus(FakeNvml([FakeGpu(name=name, uuid=f"GPU-{at}") for at, name in enumerate(models)]), environ={})
+    first = one_of_each_model(given.devices)
+    assert [(device.index, device.name) for device in first] == [(0, "H100"), (2, "L4")]
+    notes = [Measured(type="cuda", index=device.index, notes=(device.name,)) for device in first]
+    found = for_all_alike(notes, given.devices)
+    assert [(one.index, one.notes) for one in found] == [(at, (name,)) for at, name in enumerate(models)]
+    assert [one.index for one in for_all_alike(notes[1:], given.devices)] == [2], "what was not measured stays so"
 
 
 def test_the_second_time_nothing_is_measured(measured: HardwareProfile, cache_dir: Path) -> None:

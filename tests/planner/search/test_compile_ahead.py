@@ -21,10 +21,12 @@ from autoplan.planner.search.compile_ahead import (
     Waiting,
     choose,
     slowdown,
+    times_padding,
 )
 from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.trial_cost import TrialCost
 from autoplan.planner.store.store import Store
+from autoplan.planner.trace.model_profile import LinearFit, OperationGroup
 from autoplan.planner.trials.worker import share_of, take_share
 from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
@@ -226,6 +228,20 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     sizes = searching(tmp_path / "sizes")
     sizes.context.spec.batch_sizes = SimpleNamespace(vary=True)
     assert CompileAhead(sizes).waiting() == []
+    groups = [
+        OperationGroup(name="mm", kind="matmul", segment=segment, phase="forward", dtype="bfloat16", count=1, **sizes)
+        for segment, last in (("block", 64.0), ("rest", 50257.0))
+        if (sizes := {"m": LinearFit(per_sample=128.0), "k": LinearFit(fixed=64.0), "n": LinearFit(fixed=last)})
+    ]
+    profile: Any = SimpleNamespace(variants={"plain": SimpleNamespace(groups=groups)})
+    block = TrainingConfig(micro_batch=2, compile="block", precision="bf16")
+    assert not times_padding(profile, block)
+    assert times_padding(profile, block.model_copy(update={"compile": "model"})), "the head of 50,257 classes"
+    on_cuda = searching(tmp_path / "cuda")
+    on_cuda.context.device, on_cuda.context.estimator.profile = "cuda", profile
+    assert CompileAhead(on_cuda).waiting()
+    groups[0] = groups[0].model_copy(update={"k": LinearFit(fixed=63.0)})
+    assert CompileAhead(on_cuda).waiting() == []
     few = searching(tmp_path / "few")
     few.options.max_trials = 2
     assert len(CompileAhead(few).waiting()) == 2, "no more than trials are left for"

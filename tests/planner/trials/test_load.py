@@ -156,8 +156,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[UsedGpu, GpuMonitor]]
     yield card, monitor
 
 
-def used(pid: int, percent: int) -> Record:
-    return Record(pid=pid, smUtil=percent, timeStamp=int(time.time() * 1e6) + 10**9)
+def used(pid: int, percent: int, moment: int = 0) -> Record:
+    return Record(pid=pid, smUtil=percent, timeStamp=10**16 + moment)
 
 
 def test_throttling_disturbs_and_a_power_cap_does_not(gpu: tuple[UsedGpu, GpuMonitor]):
@@ -194,7 +194,10 @@ def test_other_processes_on_the_gpu_disturb(gpu: tuple[UsedGpu, GpuMonitor]):
     card.users = [used(os.getpid(), 90)]
     monitor.end()
     assert monitor.problem(0.05) is None and monitor.others_share == 0.0
-    card.users = [used(os.getpid(), 60), used(1, 20), used(2, 15), used(2, 5)]
+    card.users = [used(os.getpid(), 90, moment) for moment in range(5)] + [used(1, 6, 3)]
+    monitor.end()
+    assert monitor.problem(0.05) is None, "a compositor that reaches 6 % once is no other work"
+    card.users = [used(os.getpid(), 60), used(os.getpid(), 60, 1), used(1, 20), used(1, 30, 1), used(2, 20, 1)]
     monitor.end()
     assert monitor.problem(0.05) == "other processes took 35% of the GPU"
     assert monitor.others_share == pytest.approx(0.35)

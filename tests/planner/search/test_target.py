@@ -1,0 +1,32 @@
+"""Where a search runs: the limit of a trial on several GPUs, and mappings of CUDA's driver."""
+
+import pytest
+
+from autoplan.planner.search.options import SearchOptions
+from autoplan.planner.search.target import CUDA_MEMORY_SHARE, find_target, limits
+from autoplan.probes.gpu import read_gpus
+from autoplan.probes.run import read_host_profile
+from autoplan.processes import memory
+from tests.probes.fake_nvml import FakeGpu, FakeNvml
+from tests.recorded import make_plan
+
+
+def test_the_gpu_with_the_least_memory_sets_the_limit():
+    free = [80e9, 79e9, 40e9]
+    gpus = [FakeGpu(uuid=f"GPU-{at}", free=int(left)) for at, left in enumerate(free)]
+    host = read_host_profile()
+    devices = read_gpus(FakeNvml(gpus), environ={}).devices
+    profile = host.model_copy(update={"devices": (*devices, host.device("cpu"))})
+    per_rank = {ranks: limits(profile, "cuda", None, ranks=ranks)[0] for ranks in (1, 2, 3)}
+    assert per_rank[1] - per_rank[2] == pytest.approx(CUDA_MEMORY_SHARE * 1e9, abs=2)
+    assert per_rank[2] - per_rank[3] == pytest.approx(CUDA_MEMORY_SHARE * 39e9, abs=2)
+    assert limits(profile, "cuda", 5 << 30, ranks=3)[0] == 5 << 30
+    target = find_target(SearchOptions(spec=make_plan().workload, device="cuda", memory_limit="50%"), profile)
+    assert target.nproc == 3 and target.given_limit_bytes == gpus[0].total // 2
+
+
+@pytest.mark.parametrize(("file", "limited"), [("/dev/nvidiactl", False), ("/dev/dxg", False), ("/dev/null", True)])
+def test_mappings_are_not_limited_where_there_is_a_gpu(file: str, limited: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory.os.path, "exists", lambda path: path == file)
+    assert (memory.data_limit_bytes(1 << 30, {}) is not None) is limited
+    assert memory.data_limit_bytes(1 << 30, {"CUDA_VISIBLE_DEVICES": ""}) is not None
