@@ -6,6 +6,7 @@ import base64
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from autoplan.errors import WorkloadError
 from autoplan.files import make_private_folder, replace_file
+from autoplan.probes.host import read_host
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.devices import copy_model, has_closed_hooks
 from autoplan.strategies.workloads.digests import Describer, digest, installed_versions
@@ -26,8 +28,12 @@ from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, t
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.strategies.workloads.user_errors import refuse_lazy
 from autoplan.strategies.workloads.workload import LossSum, Workload
+from autoplan.units import format_bytes
 
 _INLINE_BYTES = 4 << 20  # a larger payload is kept in a file, so that it is not sent with every trial
+
+COPIES = 2
+"""Of a model that was given as an object, in each rank."""
 
 
 def spec_from_objects(
@@ -90,6 +96,7 @@ def spec_from_objects(
             )
         changes: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
         workload = dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
+    check_size(workload)
     digests, unhashed = digests_of(workload)
     identity = hash_identity(digests)
     return WorkloadSpec(
@@ -113,6 +120,25 @@ def spec_from_objects(
         taken_from=workload.taken_from,
         defaults_used=said,
     )
+
+
+def check_size(workload: Workload) -> None:
+    """Raises WorkloadError where a model that was given as an object does not fit the host's memory in a rank.
+
+    A rank loads the model that it was sent and trains a copy: COPIES times the bytes of its tensors.
+    """
+    models = [part for part in getattr(workload.build_model, "args", ()) if isinstance(part, nn.Module)]
+    tensors = itertools.chain(*(itertools.chain(model.parameters(), model.buffers()) for model in models))
+    size = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+    available = read_host().memory_available_bytes.value if size > _INLINE_BYTES else None
+    if available is not None and COPIES * size > available:
+        raise WorkloadError(
+            f"the model of {workload.name} has {format_bytes(size)} of tensors. Each rank is sent the whole model and "
+            f"trains a copy, which takes {format_bytes(COPIES * size)}; {format_bytes(available)} of the host's memory "
+            "are available",
+            hint="Give a function that makes the model, so that each rank makes its own: "
+            "autoplan search --trainer FILE.py:FUNCTION for a Trainer, model=FUNCTION for a loop.",
+        )
 
 
 # The part of what is trained that a field of a Workload belongs to; other fields are settings.
@@ -257,8 +283,10 @@ def unpack_objects(payload: str, what: str) -> Any:
     """
     kind, _, text = payload.partition(":")
     try:
-        data = Path(text).read_bytes() if kind == "file" else base64.b64decode(text)
-        return cloudpickle.loads(data)
+        if kind == "file":
+            with open(text, "rb") as file:  # not as bytes first, which would take as much memory again
+                return cloudpickle.load(file)
+        return cloudpickle.loads(base64.b64decode(text))
     except Exception as error:
         raise WorkloadError(
             f"{what} do not load in another process: {type(error).__name__}: {error}",

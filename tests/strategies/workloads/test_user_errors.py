@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from autoplan.errors import WorkloadError
+from autoplan.probes.host import read_host
 from autoplan.probes.run import read_host_profile
 from autoplan.strategies.analysis.facts import WorkloadFacts
 from autoplan.strategies.inspect import inspect_workload
+from autoplan.strategies.workloads import objects
 from autoplan.strategies.workloads.sources import load_workload, make_spec
 
 MINE = """
@@ -166,6 +168,25 @@ def test_the_other_lines_of_an_error_come_last():
         "  while loading head.weight",
     ]
     assert user_error(KeyboardInterrupt(), "loss", "").message.startswith("KeyboardInterrupt\n")
+
+
+def test_a_model_that_is_too_large_to_be_sent_to_each_rank_is_refused_before_it_is(monkeypatch: pytest.MonkeyPatch):
+    given = {"make_batch": lambda number, index: {}, "loss": print, "optimizer": torch.optim.SGD, "global_batch": 2}
+    model = torch.nn.Linear(1200, 1024, bias=False)  # 4.69 MiB
+    host = read_host()
+
+    def free(number: int):
+        reading = host.memory_available_bytes.model_copy(update={"value": number})
+        monkeypatch.setattr(objects, "read_host", lambda: host.model_copy(update={"memory_available_bytes": reading}))
+
+    free(9 << 20)
+    with pytest.raises(WorkloadError, match=r"4.69 MiB of tensors.* takes 9.38 MiB; 9.00 MiB of the host's") as caught:
+        objects.spec_from_objects(model=model, **given)
+    assert "--trainer FILE.py:FUNCTION" in (caught.value.hint or "")
+    with torch.device("meta"):
+        objects.check_size(objects.workload_from_objects(model=torch.nn.Linear(1200, 1024), **given))
+    free(10 << 20)
+    objects.check_size(objects.workload_from_objects(model=model, **given))
 
 
 def test_a_checked_batch_function_says_what_it_wraps():
