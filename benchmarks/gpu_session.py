@@ -4,13 +4,15 @@
     python -m benchmarks.gpu_session --part a --archive /tmp/try.tar.gz --device cpu --small     # to try it
 
 Each call unpacks the archive, adds what its part finds, and packs it again after every step; so a call that is cut off
-loses one step, and a part that is called again goes on. (a), (b1) and (b2) come first: 21 minutes together.
+loses one step, and a part that is called again goes on. `python -m benchmarks.gpu.wheels` prints the first calls.
 
 Parts, with the seconds that their steps are expected to take (and may take) on one H100:
 
     a   the probes 40 (90), the driver's own report 5 (30), the tests marked cuda 60 (120), three trials 165 (270):
-        eager bf16; compile=model; compile_mode=reduce-overhead at accumulation 2: 270 (510)
+        eager bf16; compile=model; compile_mode=reduce-overhead at accumulation 1: 270 (510)
     b1  the search for GPT-2 124M, 524,288 tokens a step: a budget of 420, at most a tenth past it: 440 (490)
+    m   what does not fit as it is, in 22 GiB: Llama 3.2 1B in fp32, a Llama of 7B with LoRA: 450 (525)
+    l   the forms of the fused loss at the heads of three models: 60 (200)
     b2  the script by hand finds its micro-batch 70 (150), then rounds of it, the plan and the fp32 baseline, in an
         order that is drawn, while the time lasts: 85 each, three 255: 325 (510)
     c   predicted against measured memory and step time: 4 families, 5 configurations each: 4 x (start, trace 15;
@@ -18,12 +20,10 @@ Parts, with the seconds that their steps are expected to take (and may take) on 
     d   the three largest micro-batches with and without expandable_segments 6 x 12; then knobs one by one from one
         setting: compile modes 40, 45, 130, 140, attention 3 x 10, the others 10 to 40 each: 500 (520); what is left is
         done when it is called again
-    e   GPT-2 large and Llama 3.2 1B, a search of 215 each: 450 (525)
-    f   sixty configurations of GPT-2, for replays: 25 each, 1500: three calls of 520
 
 summary.json in the archive has every step with its exit status and seconds, and the figures that documents quote. On a
-machine without a network, --wheels is a folder of wheels (`pip download --only-binary=:all: optuna pydantic ...`); what
-cannot be imported is installed from there, for this session alone.
+machine without a network, --wheels is a folder that benchmarks/gpu/wheels.py has filled; what cannot be imported is
+installed from there, for this session alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MINUTES = 9.0
 LAST_S = 10.0
 """Kept at the end of a call for the archive."""
 
-NEEDED = {  # what autoplan imports, besides torch and transformers, and the package that has it
+NEEDED = {  # what autoplan imports, besides torch, and the package that has it
     "cloudpickle": "cloudpickle",
     "filelock": "filelock",
     "numpy": "numpy",
@@ -59,6 +59,7 @@ NEEDED = {  # what autoplan imports, besides torch and transformers, and the pac
     "pynvml": "nvidia-ml-py",
     "pytest": "pytest",
     "rich": "rich",
+    "transformers": "transformers>=5.0",
     "typer": "typer",
     "yaml": "pyyaml",
 }

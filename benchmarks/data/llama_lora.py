@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 from torch import nn
 
@@ -25,15 +28,14 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _build_model() -> nn.Module:
+def _build_model(**sizes: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=5, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
-        )
-    )  # fmt: skip
+    small = {
+        "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**(small | sizes), tie_word_embeddings=False))
     model.requires_grad_(False)
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):
@@ -41,9 +43,9 @@ def _build_model() -> nn.Module:
     return model
 
 
-def _make_batch(num_samples: int, index: int) -> dict[str, torch.Tensor]:
+def _make_batch(num_samples: int, index: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+    ids = torch.randint(VOCABULARY, (num_samples, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -58,4 +60,18 @@ def workload(global_batch: int = BATCH) -> Workload:
         build_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         global_batch=global_batch,
         sequence_length=LENGTH,
+    )
+
+
+def workload_7b() -> Workload:
+    """The same with the sizes of a Llama of 7B, its weights in bf16, 2,048 tokens."""
+    sizes = {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    return dataclasses.replace(
+        workload(),
+        build_model=lambda: _build_model(**sizes).bfloat16(),
+        make_batch=functools.partial(_make_batch, length=2048),
+        sequence_length=2048,
     )

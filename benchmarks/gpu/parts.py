@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ HAND: Knobs = {"precision": "bf16", "attention": "sdpa", "optimizer_step": "fuse
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: Mapping[str, tuple[str, Knobs, int, int]] = {
     "gpt2": ("gpt2", {"vocab_size": 50304, **NO_DROPOUT}, 1024, 512),
-    "gpt2-large": ("gpt2-large", {"vocab_size": 50304, **NO_DROPOUT}, 1024, 128),
     "bert": ("bert-base", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, 512, 256),
     "qwen": ("qwen2.5-0.5b", {}, 2048, 64),
     "llama": ("llama3.2-1b", {}, 2048, 64),
@@ -47,6 +47,7 @@ SMALLER: Knobs = {
     "max_window_layers": 2,
 }
 SMALL_LENGTH, SMALL_BATCH = 64, 16
+LORA = Path(__file__).resolve().parents[1] / "data" / "llama_lora.py"
 
 CUDA_TESTS = (  # all files with a test marked cuda: to collect the whole suite takes a minute of the session
     "tests/probes/test_probes_measuring.py",
@@ -87,15 +88,17 @@ def trials(
     session.python(name, "benchmarks.gpu.trials", *arguments, limit_s=limit_s, least_s=30.0, environment=environment)
 
 
-def search(session: Session, name: str, model: str, budget_s: int) -> None:
-    """A search with a store in the archive; called again, it answers from there."""
+def search(session: Session, name: str, model: str, budget_s: int, *options: str) -> None:
+    """A search with a store in the archive; called again, it answers from there. `model`: of MODELS, or a function."""
     budget_s = 60 if session.small else budget_s
-    given = workload(session, model)
+    if model in MODELS:
+        given = workload(session, model)
+        options = (*options, "--seq-len", str(given["sequence_length"]), "--global-batch", str(given["global_batch"]))
+        model = given["model"]
     session.python(
         f"{name}.search",
         "autoplan",
-        *("search", "--model", given["model"], "--device", session.device, "--budget", f"{budget_s}s", "--json"),
-        *("--seq-len", str(given["sequence_length"]), "--global-batch", str(given["global_batch"])),
+        *("search", "--model", model, "--device", session.device, "--budget", f"{budget_s}s", "--json", *options),
         *("--out", str(session.path(f"{name}.plan.json")), "--store", str(session.path(f"stores/{name}"))),
         limit_s=1.1 * budget_s + 40,
         least_s=budget_s,
@@ -124,7 +127,7 @@ def part_a(session: Session) -> None:
     graphs = on_device(session, {**HAND, "micro_batch": size, "compile_mode": "reduce-overhead"})
     configs = [{"micro_batch": size, "precision": "bf16"}, {**HAND, "micro_batch": size}]
     trials(session, "a", "gpt2", configs, limit_s=180)
-    trials(session, "a.graphs", "gpt2", [graphs], limit_s=90, global_batch=2 * size)
+    trials(session, "a.graphs", "gpt2", [graphs], limit_s=90, global_batch=size)
     which = CUDA_TESTS[:1] if session.small else CUDA_TESTS
     session.python("tests", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *which, limit_s=120)
 
@@ -206,32 +209,24 @@ def part_d(session: Session) -> None:
         trials(session, "d.fp8", "llama", [*recipes, uncompiled], limit_s=100, predict=True)
 
 
-def part_e(session: Session) -> None:
-    """GPT-2 large and Llama 3.2 1B."""
-    search(session, "gpt2-large", "gpt2-large", 215)
-    search(session, "llama", "llama", 215)
+def part_m(session: Session) -> None:
+    """Two trainings whose plain run takes more than there is: Llama 3.2 1B in fp32, and a Llama of 7B with LoRA."""
+    search(session, "llama", "llama", 215, "--memory-limit", "2GiB" if session.small else "22GiB")
+    lora = f"{LORA}:{'workload' if session.small else 'workload_7b'}"
+    search(session, "lora", lora, 215, "--memory-limit", "2GiB" if session.small else "22GiB")
 
 
-def part_f(session: Session) -> None:
-    """Sixty configurations of GPT-2 with their predictions, for replays; goes on where it was."""
-    axes: dict[str, tuple[Any, ...]] = {
-        "micro_batch": (4, 8) if session.small else (8, 16, 32, 64, 128),
-        "precision": ("bf16",) if session.small else ("bf16", "tf32"),
-        "compile": ("off",) if session.small else ("off", "block", "model"),
-        "loss": ("full", "fused"),
-    }
-    grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    grid = [{"attention": "sdpa", "optimizer_step": "fused", **knobs} for knobs in grid]
-    random.Random(0).shuffle(grid)  # whatever was made by the end of a call covers the table
-    trials(session, "f", "gpt2", grid, limit_s=520, predict=True, deadline_s=120.0)
+def part_l(session: Session) -> None:
+    """The forms of the fused loss at the heads of three models."""
+    session.python("losses", "benchmarks.gpu.losses", "--device", session.device, limit_s=200)
 
 
 PARTS: Mapping[str, Callable[[Session], None]] = {
     "a": part_a,
     "b1": part_b1,
+    "m": part_m,
+    "l": part_l,
     "b2": part_b2,
     "c": part_c,
     "d": part_d,
-    "e": part_e,
-    "f": part_f,
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autoplan.planner.cost.columns import ConfigTable
 from autoplan.planner.records.trials import Prediction
 from autoplan.planner.space.prune import memory_share_bytes
 from autoplan.planner.trials.request import VERY_EXPENSIVE_S
@@ -96,17 +97,18 @@ def what_would_fit(context: SearchContext) -> str:
     Activations are taken to shrink with the length of the sequences, and LoRA to leave no gradients and no optimizer
     state of the weights.
     """
-    alone = [config for config in context.space.candidates if config.world_size == 1] or context.space.candidates
-    table = context.estimator.table(alone)
-    least = int(np.argmin(table.peak_memory_bytes))
-    peak, limit = float(table.peak_memory_bytes[least]), float(context.memory_limit_bytes)
-    activations, length = float(table.memory.activations[least]), context.spec.sequence_length
+    candidates = ConfigTable.of(context.space.candidates)
+    alone = candidates.take(candidates.world_size == 1) or candidates
+    least = int(np.argmin(context.estimator.outlook(alone).peak_memory_bytes))
+    table = context.estimator.table([alone[least]])
+    peak, limit = float(table.peak_memory_bytes[0]), float(context.memory_limit_bytes)
+    activations, length = float(table.memory.activations[0]), context.spec.sequence_length
     ways = []
     if length is not None:
         room = (limit - peak + activations) / max(activations, 1.0)
         fitting = int(length * min(room, 0.5))  # half where all of it was predicted to fit, and did not
         ways += [f"sequences of at most {fitting:,} tokens (--seq-len; by estimate)"] if fitting > 0 else []
-    without = peak - float(table.memory.gradients[least] + table.memory.optimizer[least])
+    without = peak - float(table.memory.gradients[0] + table.memory.optimizer[0])
     if context.profile.trainable > 0.5 * context.profile.parameters and without <= limit:
         ways.append(f"LoRA (some {format_bytes(without)} by estimate)")
     ways += ["a smaller model", "a device with more memory"]
@@ -157,6 +159,6 @@ def _usual_settings(session: Session, spread: str) -> Iterator[TrainingConfig]:
     all_devices = [{spread: session.context.nproc}] if session.context.nproc in values.get(spread, ()) else []
     for ranks, precision, size in itertools.product([{}, *all_devices], precisions, sizes):
         knobs = usual | ranks | {"precision": precision, "micro_batch": size} | dict(session.options.fix)
-        config = TrainingConfig.model_validate(knobs)
-        if incompatible(config, session.context.spec.global_batch) is None:
+        config, batch = TrainingConfig.model_validate(knobs), session.context.spec.global_batch
+        if batch % (config.micro_batch * config.dp) == 0 and incompatible(config, batch) is None:
             yield config

@@ -18,8 +18,7 @@ from autoplan.strategies.analysis.structure import Structure, disable_dropout, f
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
-from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, choose_gpu_kernel
-from autoplan.strategies.techniques.precision import set_matmul_tf32
+from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, choose_gpu_kernel, full_fp32
 from autoplan.strategies.workloads.batch import Batch, move_batch
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.randomness import seed_generators
@@ -161,11 +160,11 @@ def prove_fused_loss(workload: Workload, model: nn.Module, device: torch.device)
         return _reason_against_large(workload, model, device)
     if size > LARGEST_COMPARED_PARAMETERS and not by_head:
         return _reason_against_large(workload, model, device)
-    set_matmul_tf32(False)  # whatever the script has set: TF32 rounds more than what is looked for
     try:
         real = _build_real(workload, device)
         for index in range(PROOF_BATCHES):
-            reason = _compare_on(workload, real, index, device)
+            with full_fp32():  # whatever the script has set: TF32 rounds more than what is looked for
+                reason = _compare_on(workload, real, index, device)
             if reason is not None:
                 return reason
     except Exception as error:

@@ -263,7 +263,7 @@ def agrees(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: torc
         try:
             case = random_case(40, BLOCK + 131, 32, True, dtype, device)
             plain = functools.partial(precomputed_cross_entropy, dtype=dtype)
-            with _full_fp32(), limit_chunk_rows(16):
+            with full_fp32(), limit_chunk_rows(16):
                 pairs = zip(*(loss_and_gradients(one, case) for one in (plain, kernel)), strict=True)
             most = LARGEST_DIFFERENCE[dtype]
             _AGREED[key] = all(float((a - b).abs().max()) <= most * float(a.abs().max()) for a, b in pairs)
@@ -273,7 +273,7 @@ def agrees(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: torc
 
 
 @contextlib.contextmanager
-def _full_fp32() -> Iterator[None]:
+def full_fp32() -> Iterator[None]:
     """fp32 matmuls in fp32 inside; afterwards as the process had them, by whichever of torch's two interfaces.
 
     Set through the older one, which sets the newer along: after the newer alone, torch's getters raise.

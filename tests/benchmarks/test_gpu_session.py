@@ -14,7 +14,7 @@ import pytest
 
 from autoplan.strategies.config import TrainingConfig
 from benchmarks import gpu_session
-from benchmarks.gpu import parts, summary
+from benchmarks.gpu import parts, summary, wheels
 from benchmarks.gpu.trials import legal
 
 
@@ -119,11 +119,11 @@ def test_part_a_runs_every_test_that_is_marked_cuda():
     assert marked == set(parts.CUDA_TESTS)
 
 
-def test_part_f_has_sixty_configurations(tmp_path: Path):
-    session: Any = Noted(tmp_path, "cuda", False)
-    parts.part_f(session)
-    task = json.loads((tmp_path / "f.task.json").read_text())
-    assert len(legal(task["configs"], task["global_batch"])) == 60
+def test_the_wheels_are_those_of_the_other_machine_and_the_first_parts_are_parts(tmp_path: Path):
+    command = wheels.download_command(tmp_path, "3.12")
+    assert {"numpy", "pydantic", "transformers>=5.0"} <= set(command) and "torch" not in command
+    assert command[command.index("--python-version") + 1] == "3.12" and "--only-binary=:all:" in command
+    assert set(wheels.FIRST_PARTS) <= set(parts.PARTS)
 
 
 def test_ratios_are_those_of_complete_rounds(tmp_path: Path):

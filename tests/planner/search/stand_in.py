@@ -184,6 +184,8 @@ class Estimates:
             memory=SimpleNamespace(activations=peaks / 2, gradients=peaks / 8, optimizer=peaks / 4),
         )
 
+    outlook = table
+
     def estimate(self, configs: Sequence[TrainingConfig]) -> list[Prediction]:
         table = self.table(configs)
         columns = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_bytes")

@@ -508,6 +508,7 @@ def test_the_hand_setting_is_what_the_predictions_like_of_what_fits():
 
     def session(best: int, bf16: float, nproc: int = 1, **fixed: Any) -> Any:
         def predict(config: TrainingConfig) -> Any:
+            assert config.accumulation(24), "an illegal one is an error of the real estimator too"
             step_s = 1.2 / config.world_size if config.world_size > 1 else 1.0
             step_s *= (1.0 + abs(math.log2(config.micro_batch / best))) * (bf16 if config.precision == "bf16" else 1.0)
             return SimpleNamespace(step_time_s=step_s, peak_memory_high_bytes=10 * config.micro_batch)

@@ -487,7 +487,7 @@ def test_a_search_in_which_nothing_fits_says_what_the_host_lacks():
     context = SimpleNamespace(
         left_out=families,
         space=SimpleNamespace(candidates=ConfigTable.of(configs)),
-        estimator=SimpleNamespace(outlook=lambda _: table),
+        estimator=SimpleNamespace(outlook=lambda _: table, table=lambda _: table),
         device="cuda",
         memory_limit_bytes=10 * 2**30,
         spec=SimpleNamespace(sequence_length=None),
