@@ -80,9 +80,10 @@ class TrialCost:
         self._cold: dict[tuple[str, str], list[float]] = {}
         self._warm: dict[tuple[str, str], list[float]] = {}
         self._compiled: set[TrainingConfig] = set()
-        self._fixed: list[float] = []
+        self._fixed: dict[int, list[float]] = {}  # by the number of ranks: NCCL and several contexts take longer
         self._ratios: list[float] = []
         self._accumulation = np.array([float(config.accumulation(global_batch)) for config in configs])
+        self._ranks = np.array([config.world_size for config in configs])
         self._kinds = [(config.compile, config.compile_mode) for config in configs]
         self._graphs = [what_is_compiled(config) for config in configs]
 
@@ -92,7 +93,8 @@ class TrialCost:
         if trial.outcome is not Outcome.OK or trial.step_time_s is None:
             return
         phases = trial.phase_seconds
-        self._fixed.append(sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done")))
+        fixed_s = sum(phases.get(name, 0.0) for name in ("start", "init", "build", "done"))
+        self._fixed.setdefault(trial.config.world_size, []).append(fixed_s)
         expected = look_s(
             np.array([trial.step_time_s.median]), np.array([float(trial.config.accumulation(self.global_batch))])
         )
@@ -121,7 +123,8 @@ class TrialCost:
     @property
     def fixed_s(self) -> float:
         """Seconds to start, build and end a process that trains."""
-        return float(np.median(self._fixed)) if self._fixed else FIXED_S
+        known = [seconds for found in self._fixed.values() for seconds in found]
+        return float(np.median(known)) if known else FIXED_S
 
     def compile_s(self, config: TrainingConfig, *, warm: bool = False) -> float:
         """Expected seconds of a compilation; 0 where nothing is compiled.
@@ -164,13 +167,13 @@ class TrialCost:
                 for kind, graph in zip(self._kinds, self._graphs, strict=True)
             ]
         )
-        return self._total(step_time_s, self._accumulation, compiling)
+        return self._total(step_time_s, self._accumulation, compiling, self._ranks)
 
     def one_s(self, config: TrainingConfig, step_time_s: float) -> float:
         """Expected seconds of one trial."""
         accumulation = np.array([float(config.accumulation(self.global_batch))])
         compiling = self.compile_s(config, warm=self.is_warm(config))
-        return float(self._total(np.array([step_time_s]), accumulation, compiling)[0])
+        return float(self._total(np.array([step_time_s]), accumulation, compiling, np.array([config.world_size]))[0])
 
     def warm_s(self, config: TrainingConfig, trial_s: float) -> float:
         """Expected seconds of a further run of a configuration, of which `trial_s` are expected for the first."""
@@ -186,9 +189,14 @@ class TrialCost:
         again_s = compiled_s if was_warm(trial) else min(compiled_s, self.compile_s(trial.config, warm=True))
         return trial.seconds_spent - compiled_s + again_s
 
-    def _total(self, step_time_s: Array, accumulation: Array, compiling: Array | float) -> Array:
+    def _total(
+        self, step_time_s: Array, accumulation: Array, compiling: Array | float, ranks: NDArray[np.int64]
+    ) -> Array:
         ratio = float(np.median(self._ratios)) if self._ratios else 1.0
-        return self.fixed_s + compiling + ratio * look_s(step_time_s, accumulation)
+        fixed_s = np.full(len(step_time_s), self.fixed_s)
+        for number, seconds in self._fixed.items():
+            fixed_s[ranks == number] = np.median(seconds)
+        return fixed_s + compiling + ratio * look_s(step_time_s, accumulation)
 
 
 def what_is_compiled(config: TrainingConfig) -> TrainingConfig:

@@ -168,6 +168,19 @@ def test_a_slow_mode_that_would_take_much_of_the_budget_is_not_tried():
         assert model.wait_for_the_leader()[MODES.index(tuned)] == waits
 
 
+def test_what_several_ranks_take_to_start_is_known_after_their_first_trial():
+    both = PLAIN, PLAIN.model_copy(update={"dp_replicate": 2})
+    cost, steps = trial_cost(*both), np.array([1.0, 1.0])
+    cost.observe(trial_of(PLAIN))
+    one, two = cost.all_s(steps)
+    assert one == two
+    slow = {"start": 4.0, "init": 5.0, "build": 0.5, "warmup": 1.0, "measure": 2.0}
+    cost.observe(trial_of(both[1], number=1, phase_seconds=slow))
+    now_one, now_two = cost.all_s(steps)
+    assert now_one == pytest.approx(one) and now_two == pytest.approx(one + 9.0)
+    assert cost.one_s(both[1], 1.0) == pytest.approx(now_two)
+
+
 # The parity check.
 
 
