@@ -160,7 +160,7 @@ class Describer:
     def _items(self, value: Any, depth: int) -> Any:
         if depth <= 0:
             return type(value).__qualname__
-        return [len(value), *(self.describe(item, depth) for item in sampled(value))]
+        return [length_of(value), *(self.describe(item, depth) for item in sampled(value))]
 
     def _module(self, module: types.ModuleType) -> Any:
         """A module that a function names: of the user's own, the sources of its files and of what those import."""
@@ -224,13 +224,13 @@ class Describer:
 
     def _torch_module(self, model: Any, depth: int) -> Any:
         """The classes and plain attributes of a module and all inside it; the values of its tensors go to `weights`."""
-        self.weights.append({name: tensor_digest(tensor) for name, tensor in model.state_dict().items()})
+        self.weights.append({name: tensor_digest(tensor) for name, tensor in stored_tensors(model).items()})
         parts = []
         for name, part in model.named_modules():
             plain = {key: value for key, value in vars(part).items() if key not in _MODULE_STATE}
             attributes = {key: self.describe(plain[key], depth) for key in sorted(plain)}
             parts.append([name, self.describe(type(part), depth), part.training, attributes])
-        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in model.state_dict().items()}
+        shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in stored_tensors(model).items()}
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return ["module", parts, shapes, frozen]
 
@@ -309,7 +309,15 @@ def global_names(code: types.CodeType) -> set[str]:
 
 def sampled(items: Any, most: int = MAX_ITEMS) -> Iterator[Any]:
     """All items of a short collection; of a long one, `most` to twice as many at regular distances."""
-    return itertools.islice(items, 0, None, max(1, len(items) // most))
+    return itertools.islice(items, 0, None, max(1, length_of(items) // most))
+
+
+def length_of(items: Any) -> int:
+    """How many items a collection has; some tuples refuse len() (e3nn's irreps)."""
+    try:
+        return len(items)
+    except NotImplementedError:
+        return sum(1 for _ in items)
 
 
 def source_of(function: Any) -> Any:
@@ -354,6 +362,13 @@ def _file_stamp(path: Path) -> list[Any]:
     except OSError:
         return ["path", str(path)]
     return ["path", str(path), status.st_size, status.st_mtime_ns]
+
+
+def stored_tensors(model: Any) -> dict[str, Any]:
+    """The tensors of a model's state_dict, which may hold other things too (get_extra_state, a _metadata)."""
+    import torch
+
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def tensor_digest(tensor: Any) -> list[Any]:

@@ -40,6 +40,7 @@ from autoplan.strategies.workloads.digests import (
     module_files,
     qualified_name,
     sampled,
+    stored_tensors,
     tensor_digest,
 )
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
@@ -84,7 +85,7 @@ def fingerprints(
         collector.add(model)
         found["model"] = collector.result()
         if isinstance(model, nn.Module):
-            weights = {name: tensor_digest(tensor) for name, tensor in model.state_dict().items()}
+            weights = {name: tensor_digest(tensor) for name, tensor in stored_tensors(model).items()}
             found["weights"] = {"the weights": f"value:{digest(weights)}"}
     for part, value, words in (("loss", loss, "the loss"), ("schedule", schedule, "the schedule")):
         if value is not None:
@@ -258,7 +259,7 @@ class Collector:
         self._keep(
             "the modules", f"value:{digest([[path, qualified_name(type(p))] for path, p in model.named_modules()])}"
         )
-        shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in model.state_dict().items()]
+        shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in stored_tensors(model).items()]
         self._keep("the shapes of its tensors", f"value:{digest(shapes)}")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._keep("what is frozen", f"value:{digest(frozen)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoplan.strategies.workloads.digests import array_digest, qualified_name, sampled, tensor_digest
+from autoplan.strategies.workloads.digests import array_digest, length_of, qualified_name, sampled, tensor_digest
 
 MAX_DEPTH = 12
 
@@ -59,7 +59,7 @@ def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(str(plain(item, depth - 1)) for item in value)
     if isinstance(value, list | tuple):
-        return [len(value), *(plain(item, depth - 1) for item in sampled(value))]
+        return [length_of(value), *(plain(item, depth - 1) for item in sampled(value))]
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         return [qualified_name(type(value)), plain(fields, depth - 1)]

@@ -31,6 +31,9 @@ ADVICE, MICRO_BATCH = "micro_batch", 8
 LIMIT_BUDGETS, LIMIT_MORE_S = 4.0, 90.0
 """The time limit of a training: so many budgets of its search, and time for starting."""
 
+TRIALS = 3
+"""Enough for a plan."""
+
 ENDS = ("plan", "after the advice", "refused", "failed")
 
 
@@ -89,6 +92,7 @@ def _search(name: str, fix: dict[str, int], budget_s: float, folder: Path) -> st
         budget=budget_s,
         fix=dict(fix),
         device="cpu",
+        max_trials=TRIALS,
         store=folder / f"{name}.store",
         quiet=True,
     )

@@ -15,8 +15,10 @@ import torch
 
 from autoplan.errors import PlanError
 from autoplan.planner.plan.prepare import refuse_changed_code
-from autoplan.strategies.workloads.function_file import local_sources
+from autoplan.strategies.workloads.digests import Describer, digest
+from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.objects import digests_of
+from autoplan.strategies.workloads.plain_values import is_plain, plain
 from autoplan.strategies.workloads.sources import changed_parts, make_spec
 from autoplan.strategies.workloads.workload import Workload
 from tests.strategies.tiny import Classifier, classifier
@@ -223,3 +225,28 @@ def test_other_versions_are_said_not_refused() -> None:
     assert "versions" in str(refuse_changed_code(old, changed_ok=False))
     with pytest.raises(PlanError, match="model of gpt2 changed"):  # a missing digest is a changed one
         refuse_changed_code(spec.model_copy(update={"digests": {}}), changed_ok=False)
+
+
+class WithMetadata(torch.nn.Linear):
+    """As neuralop's models: the state has a dict beside its tensors."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().state_dict(*args, **options) | {"_metadata": {"sizes": (2, 2)}}
+
+
+class Irrep(tuple[Any, ...]):
+    """As e3nn's: a tuple that refuses len()."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_with_more_than_tensors_in_their_state_and_with_odd_tuples(size: int) -> None:
+    model: Any = WithMetadata(2, size)
+    model.irreps = Irrep((size, Irrep((1, -1))))
+    described = Describer(local_sources, files_imported_in).describe(model)
+    other: Any = WithMetadata(2, 2)
+    other.irreps = Irrep((2, Irrep((1, -1))))
+    assert (digest(described) == digest(Describer(local_sources, files_imported_in).describe(other))) is (size == 2)
+    assert is_plain(model.irreps) and plain(model.irreps)[0] == 2
