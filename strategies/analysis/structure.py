@@ -15,6 +15,9 @@ from typing import Any
 from torch import nn
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+MAIN_PART = 16
+"""A list of blocks is a side part of one beside it that has so many times its parameters."""
+
 _DROPOUT_NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "drop_rate")
 
 
@@ -228,14 +231,17 @@ def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _is_side_list(module: nn.Module, parent: nn.Module) -> bool:
-    """Whether a list has a part of each layer only: a larger list beside it has the main part.
+    """Whether a list has a small part of each layer only: a larger list beside it has the main part.
 
-    A Fourier neural operator keeps its convolutions, skips and MLPs in lists of their own; none of them is the layer.
+    A Fourier neural operator keeps its convolutions, skips and MLPs in lists of their own.
     """
     if not isinstance(module, nn.ModuleList):
         return False
     others = [other for other in parent.children() if isinstance(other, nn.ModuleList) and len(other) == len(module)]
-    return any(_size(other) > _size(module) and not any(map(_is_composite, other.modules())) for other in others)
+    plain = [other for other in others if not any(map(_is_composite, other.modules()))]
+    return any(_size(other) > MAIN_PART * _size(module) for other in others) or any(
+        _size(other) > _size(module) for other in plain
+    )
 
 
 def _contains_stack(module: nn.Module) -> bool:

@@ -62,8 +62,8 @@ def carried_state(
     attributes = _tensor_attributes(model)
 
     def after(batches: list[Batch]) -> tuple[dict[str, torch.Tensor], float]:
-        with seeded(seed), torch.no_grad(), buffers_kept(model):
-            losses = [float(loss(model, batch).total) for batch in batches]
+        with seeded(seed), torch.enable_grad(), buffers_kept(model):  # a loss may differentiate by its inputs
+            losses = [float(loss(model, batch).total.detach()) for batch in batches]
             return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}, sum(losses)
 
     with attributes_kept(model):

@@ -981,7 +981,7 @@ TABLE: dict[str, Any] = {
 def tab_transformer() -> autoplan.Workload:
     from tab_transformer_pytorch import TabTransformer
 
-    return loop(TabTransformer(**TABLE), table(), table_loss)
+    return loop(TabTransformer(**TABLE, mlp_act=nn.ReLU()), table(), table_loss)
 
 
 @of("tab-transformer-pytorch")

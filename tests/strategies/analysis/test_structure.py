@@ -237,6 +237,8 @@ def test_lists_that_have_a_part_of_each_layer_are_no_blocks() -> None:
     model.layers.convs = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     model.layers.mlps = nn.ModuleList(Sized() for _ in range(3))
     assert names(model) == []
+    model.layers.convs = nn.ModuleList(Sized(256, 256) for _ in range(3))
+    assert names(model) == [["layers.convs.0", "layers.convs.1", "layers.convs.2"]]
 
 
 def test_a_student_and_its_teacher_are_no_stack() -> None:

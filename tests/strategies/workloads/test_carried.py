@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -101,6 +102,17 @@ def test_what_is_carried_is_named_and_the_micro_batch_asked_for(build_model: Any
 @pytest.mark.parametrize("build_model", [lambda: nn.Linear(4, 4), lambda: Remembers(4, 4)])
 def test_what_nothing_reads_leaves_the_micro_batch_free(build_model: Any) -> None:
     facts = inspect_workload(spec_from_objects(workload(build_model)), make_hardware(), "cpu")
+    assert facts.knob("micro_batch").values == (1, 2, 4, 8)
+
+
+def test_a_loss_that_differentiates_by_its_inputs_is_looked_at() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+        inputs = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).tanh().sum(), inputs, create_graph=True)
+        return LossSum(slope.square().sum(), len(batch))
+
+    given = dataclasses.replace(workload(lambda: nn.Linear(4, 4)), loss=loss)
+    facts = inspect_workload(spec_from_objects(given), make_hardware(), "cpu")
     assert facts.knob("micro_batch").values == (1, 2, 4, 8)
 
 
