@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +71,19 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def tell(text: str, hint: str | None = None) -> None:
+    """A text on stderr, and under it what to do; on a terminal both are wrapped between words."""
+    wrap = functools.partial(
+        textwrap.fill,
+        width=shutil.get_terminal_size().columns - 1,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in printable(text if not hint else f"{text}\n  {hint}").splitlines():
+        sys.stderr.write((line if is_plain(sys.stderr) else wrap(line)) + "\n")
+
+
 def wants_json() -> bool:
     """True where this command was called with --json; what follows -- is a script's."""
     given = sys.argv[1:]
@@ -76,9 +92,7 @@ def wants_json() -> bool:
 
 def show_error(error: AutoplanError, exit_code: int | None = None) -> None:
     """The error for a person on stderr, and with --json as a document on stdout too, with its code or the one given."""
-    sys.stderr.write(printable(f"error: {error.flag_message}\n"))
-    if error.flag_hint:
-        sys.stderr.write(printable(f"  {error.flag_hint}\n"))
+    tell(f"error: {error.flag_message}", error.flag_hint)
     if wants_json() and not isinstance(error, OutputError):
         facts = {"code": error.code, "message": error.flag_message, "hint": error.flag_hint}
         print_json({"status": "error", "error": facts | {"exit_code": exit_code or error.exit_code}})

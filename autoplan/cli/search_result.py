@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cli import ends, output
-from autoplan.text import printable
 
 if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
@@ -43,9 +42,7 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
         terminal.say(narration, "plan", f"{path}; autoplan show {path} has the reasons, and what lost")
         terminal.say(narration, "next", next_step(result.plan, path))
         return
-    sys.stderr.write(printable(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}\n"))
-    if result.hint:
-        sys.stderr.write(printable(f"  {result.hint}\n"))
+    output.tell(f"{result.status.replace('_', ' ')}: {result.reason or 'no plan'}", result.hint)
     if result.best is not None:
         ends = [result.best] if result.baseline in (None, result.best) else [result.baseline, result.best]
         content = facts.trial_rows([trial for trial in ends if trial is not None], result.unit)

@@ -76,12 +76,8 @@ def headline_clause(plan: Plan) -> str:
     """The headline for a screen of few lines: how step times were made and how runs differ is left to `headline`."""
     if is_plain(plan):
         return no_gain_words(plan)
-    rounds = 0 if plan.claim is None else plan.claim.rounds
-    basis = f", from {rounds} round{'s' if rounds > 1 else ''} side by side" if rounds else ""
-    bound = None if plan.hand is None else plan.hand.speedup.low
-    known = bound is not None and bound > 1.0 and plan.hand is not None and plan.hand.config != plan.config
-    hand = f"; at least {format_number(bound)} times the hand setting" if known else ""
-    return _against_baseline(plan).replace(" the speed of the plain baseline", " the plain run") + basis + hand
+    text = _against_baseline(plan).replace(" the speed of the plain baseline", " the plain run")
+    return text + _claim_basis(plan.claim).partition(", runs differ")[0] + _against_hand(plan).partition(" (")[0]
 
 
 def plan_line(plan: Plan) -> str:

@@ -261,6 +261,14 @@ def test_knobs(cli) -> None:
     assert {row["knob"] for row in cli("knobs", "--json").document["knobs"]} > {"compile", "tp"}
 
 
+def test_an_error_is_wrapped_between_words_on_a_terminal(cli, monkeypatch) -> None:
+    monkeypatch.setattr(output, "is_plain", lambda stream: False)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli("search", "--model", "gpt3").err.splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) < 80 and all(line.startswith("  ") for line in lines[1:])
+    assert "qwen2.5-0.5b," in " ".join(lines).split()
+
+
 def test_errors_are_documents_too(cli) -> None:
     ended = cli("search", "--model", "gpt3", "--json")
     assert ended.code == 2
