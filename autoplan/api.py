@@ -290,7 +290,7 @@ def _make_spec(
 
 
 def probe(*, device: DeviceName | None = None, fresh: bool = False) -> HardwareProfile:
-    """What this machine can do: measured, or from the cache where it was measured before.
+    """Measures what this machine can do, or answers from the cache if it was measured before.
 
     Raises:
         DeviceError: there is no such device.

@@ -89,7 +89,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, total: int) -> torch.optim.
 
 
 def make_workload(options: argparse.Namespace) -> autoplan.Workload:
-    """What is trained. No plan changes any of it."""
+    """The training. No plan changes any of it."""
     text = write_text(options.data)
     return autoplan.Workload(
         name="gpt2-bytes",

@@ -60,7 +60,7 @@ def build_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def workload(global_batch: int = 32) -> autoplan.Workload:
-    """What is trained. No plan changes any of it."""
+    """The training. No plan changes any of it."""
     return autoplan.Workload(
         name="tutorial",
         build_model=build_model,

@@ -49,7 +49,7 @@ class CollectiveReading(Record):
 
 
 class Link(Record):
-    """What joins two devices, or a device and the host."""
+    """A link between two devices, or between a device and the host."""
 
     a: str
     b: str

@@ -473,7 +473,7 @@ class TrainingConfig(Record):
         return self.parameters != "own" or self.optimizer_state != "own"
 
     def risks(self) -> list[str]:
-        """What the parity check cannot show of the lossy choices, a sentence each."""
+        """A sentence for each lossy choice: what the parity check cannot show of it."""
         values = {name: getattr(self, name) for name in LOSSY}
         return [f"{name}={v}: {knobs()[name].risks[v]}" for name, v in values.items() if v in LOSSY[name]]
 
@@ -487,7 +487,7 @@ PLAIN = TrainingConfig(micro_batch=1)
 
 
 LEFT_BY_TOOLS = ("fp8", "parameters", "optimizer_state", "kernels", "offload", "loss")
-"""What no tool with steps of its own does."""
+"""Knobs that no tool with steps of its own carries."""
 
 
 def not_carried(config: TrainingConfig, tool: str, names: Iterable[str] = LEFT_BY_TOOLS) -> list[str]:

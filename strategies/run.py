@@ -100,7 +100,7 @@ class TrainingRun(Stepper):
         return device_micro_batches(batch, self.config.micro_batch, self.device)
 
     def loss_divisor(self, batch: Batch) -> torch.Tensor:
-        """What the summed loss is divided by in the backward: the count of the whole global batch.
+        """The divisor of the summed loss in the backward: the count of the whole global batch.
 
         Where the workload cannot count ahead it is the number of samples or tokens; optimizer_step() then scales the
         gradients to the real count. All data-parallel ranks get the same value.
@@ -116,7 +116,7 @@ class TrainingRun(Stepper):
 
     @property
     def said(self) -> str | None:
-        """What this run does otherwise than the model was set to, in a sentence; None: nothing."""
+        """A sentence on what this run does otherwise than the model was set to; None: nothing."""
         return own_checkpointing_text(self.config.checkpointing) if self._own_checkpointing else None
 
     def observe_gradients(self, observe: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ def _report(name: str) -> Any:
 
 
 class Plan(PlanRecord):
-    """What a search hands over: a verified plan, or the best so far of one that ended before (`unverified`)."""
+    """The result of a search: a verified plan, or the best so far of one that ended before (`unverified`)."""
 
     def show(self, *, trials: bool = False) -> None:
         """Prints the plan as `autoplan show` does; with `trials` every trial of the search too."""

@@ -122,7 +122,7 @@ class SearchRun:
 
     @property
     def did_not_run(self) -> list[str]:
-        """What something outside ended each time, in sentences."""
+        """A sentence for each piece of work that something outside ended each time."""
         return [] if self.session is None else self.session.did_not_run
 
     def budget(self) -> BudgetState:

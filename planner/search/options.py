@@ -1,4 +1,4 @@
-"""What goes into a search, what it says while it runs, and what comes out. Loads neither torch nor optuna.
+"""The options of a search, its observer, and its result. Loads neither torch nor optuna.
 
 Each option is one field of `SearchOptions`: its type and its check, its description, and its `Flag`. From these come
 the keywords of `autoplan.search` (autoplan/api.py) and the flags of `autoplan search` (autoplan/cli/search.py).
@@ -170,7 +170,7 @@ def _check_bound(value: Any, info: ValidationInfo) -> dict[str, Bound]:
 def each_once(
     name: str, texts: list[str], parse: Callable[[str], tuple[str, Any]], say: Callable[[Any], str], hint: str
 ) -> dict[str, Any]:
-    """What `knob=...` texts of the command line say; UsageError for a knob that is given twice with other values."""
+    """Reads `knob=...` texts of the command line; UsageError for a knob that is given twice with other values."""
     found: dict[str, Any] = {}
     for knob, value in map(parse, texts):
         if found.setdefault(knob, value) != value:
@@ -214,7 +214,7 @@ COUNT = "a whole number of at least 1"
 
 
 class SearchOptions(BaseModel):
-    """What a search is asked for: the one list that `autoplan.search` and `autoplan search` fill.
+    """All options of a search: the one list that `autoplan.search` and `autoplan search` fill.
 
     Each value is as a person gives it, and is checked when the options are made. When they are read, `fix` has values
     of the knobs' own types, `bound` has Bounds, `out` and `store` are paths, and `loader` is a LoaderSpec.
@@ -369,7 +369,7 @@ class SearchOptions(BaseModel):
 
     @property
     def wanted(self) -> Objective:
-        """What is looked for."""
+        """The objective of the search."""
         return Objective(name=self.objective, min_throughput=self.min_throughput, price_per_hour=self.price_per_hour)
 
     @property

@@ -114,7 +114,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
 
 
 def _identity_of(objective: Objective) -> dict[str, Any] | None:
-    """What of the objective makes another study: which trials are made; a price changes no trial."""
+    """The part of the objective that makes another study: it decides which trials are made. A price changes none."""
     if objective.name == "throughput":
         return None
     return {"name": objective.name, "floor": objective.floor if objective.name == "memory" else None}

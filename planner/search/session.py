@@ -65,7 +65,7 @@ class Session:
         sampler: What draws the looks, where --sampler names one; None: `next_work` names them.
         runner: Runs trials.
         notes: Sentences for the plan.
-        did_not_run: What something outside ended each time, in sentences; a later run of the search tries it again.
+        did_not_run: A sentence for each piece of work that something outside ended each time; it is tried again later.
         lost_in_a_row: How many trials, one after another, did not run.
         loading_s: Seconds of the search's budget that are kept for the loader; `budget_s` is without them.
         ended_by: Why no further look was made: "time", "max_trials", or "nothing_left" that could still win.

@@ -1,4 +1,4 @@
-"""What a verification says of a plan: from its parity check and one trial here to a verdict with its reasons.
+"""The verdict of a verification, with its reasons, from a parity check and one trial here.
 
 In: the plan, a `Parity`, a `Trial`, this machine. Out: a `Verification`. Nothing is run.
 """
@@ -55,7 +55,7 @@ class Cause(Record):
 
 
 class Verification(Record):
-    """What `verify` found."""
+    """The result of `verify`: the verdict, the speed against the plan's, likely causes."""
 
     verdict: Verdict
     text: str = Field(description="the verdict as a sentence")

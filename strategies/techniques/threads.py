@@ -34,7 +34,7 @@ class ThreadsStrategy:
         own = torch.get_num_threads()
         counts = sorted({2**power for power in range(cores.bit_length()) if 2**power <= cores} | {cores})
         others = (count for count in counts if count != own)
-        return offer(self.name, (None, *others), {own: f"{own} is torch's own number here, which None stands for"})
+        return offer(self.name, (None, *others), {own: f"None stands for it: torch's own number is {own} here"})
 
     def apply(self, build: Build) -> None:
         """Sets torch's intra-operation threads; this holds for the process, not only for the run."""

@@ -46,7 +46,7 @@ IGNORE_INDEX = -100
 
 @dataclass(kw_only=True)
 class Workload:
-    """What is trained.
+    """A training: model, batches, loss, optimizer, schedule and global batch.
 
     Attributes:
         name: For screens and plans.
