@@ -443,6 +443,7 @@ def test_a_row_that_contradicts_itself_is_not_estimated(more: dict[str, Any], wo
         ({"pp_schedule": "gpipe", "virtual_stages": "2"}, "does not go with virtual_stages=2"),
         ({"zero_staje": "1"}, "no knob of a layout"),
         ({"precision": "int8"}, "not a value"),
+        ({"pp": "7"}, "is legal with pp=7"),
     ],
 )
 def test_a_fix_that_contradicts_itself_is_an_error(fixed: dict[str, str], words: str) -> None:

@@ -73,35 +73,26 @@ def model_summary_once(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+ALL = ("pytorch", "ray", "transformers", "trl", "accelerate", "deepspeed", "lightning", "fabric", "yaml", "json")
+
+
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-def test_a_name_stays_in_its_comment(name: str, tmp_path: Path, model_summary_once: None) -> None:
+def test_a_name_stays_in_its_comment_and_changes_no_setting(
+    name: str, tmp_path: Path, model_summary_once: None
+) -> None:
     plan, plain = plan_named(name, tmp_path), plan_named("plain", tmp_path)
-    for to in ("pytorch", "ray", "transformers", "lightning", "fabric", "yaml", "json"):
+    for to in ALL:
         files, others = (load_target(to).render(one, "out").files for one in (plan, plain))
         assert files.keys() == others.keys()
         for file, text in files.items():
             if file.endswith(".py"):
                 assert code_of(text) == code_of(others[file])
-            elif to == "transformers":
-                assert text == others[file]
-            else:
-                read = yaml.safe_load if to == "yaml" else json.loads
-                document = read(text)
-                assert document.keys() == read(others[file]).keys()
+            elif to in ("yaml", "json"):
+                document = yaml.safe_load(text)  # which reads JSON too
+                assert document.keys() == yaml.safe_load(others[file]).keys()
                 assert (document["workload"]["name"], document["plan"]["study"]) == (shown_text(name),) * 2
-
-
-@pytest.mark.parametrize("to", ["trl", "accelerate", "deepspeed"])
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-def test_a_name_changes_no_setting(name: str, to: str, tmp_path: Path) -> None:
-    plan, plain = plan_named(name, tmp_path), plan_named("plain", tmp_path)
-    files, others = (load_target(to).render(one, "out").files for one in (plan, plain))
-    assert files.keys() == others.keys()
-    for file, text in files.items():
-        if file.endswith(".py"):
-            assert code_of(text) == code_of(others[file])
-        else:  # YAML reads JSON too
-            assert yaml.safe_load(text) == yaml.safe_load(others[file])
+            else:
+                assert yaml.safe_load(text) == yaml.safe_load(others[file])
 
 
 def code_of(text: str) -> str:

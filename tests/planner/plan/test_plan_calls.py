@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import autoplan
-from autoplan.cli import app
 from autoplan.errors import AutoplanError, PlanError, UsageError, WorkloadError
 from autoplan.planner.export.run import export_plan
 from autoplan.planner.plan.plan import Plan
@@ -61,11 +59,6 @@ if __name__ == "__main__":
 """
 
 
-class Ended:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's own train.py; their state is empty."""
@@ -73,17 +66,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["autoplan", *map(str, arguments)])
-        capfd.readouterr()
-        code = app.run()
-        return Ended(code, *capfd.readouterr())
-
-    return run
 
 
 def save_plan(folder: Path, function: str, file: Path | None = None, **fields: Any) -> Path:
@@ -101,17 +83,11 @@ def touching(folder: Path) -> dict[str, Any]:
 # The five that ran a command.
 
 
-def test_verify_of_a_named_file_runs_no_imported_function(folder: Path, cli) -> None:
+@pytest.mark.parametrize("verb", [("verify", "--budget", "1s"), ("export", "--to", "pytorch", "--out", "out.py")])
+def test_a_named_file_runs_no_imported_function(folder: Path, cli, verb: tuple[str, ...]) -> None:
     save_plan(folder, "system", **touching(folder))
-    ended = cli("verify", "plan.json", "--model", "train.py", "--budget", "1s")
+    ended = cli(verb[0], "plan.json", *verb[1:], "--model", "train.py")
     assert ended.code == 2 and "system" in ended.err and "imported from os" in ended.err
-    assert not (folder / "MARK").exists()
-
-
-def test_export_of_a_named_file_runs_no_imported_function(folder: Path, cli) -> None:
-    save_plan(folder, "system", **touching(folder))
-    ended = cli("export", "plan.json", "--to", "pytorch", "--model", "train.py", "--out", "out.py")
-    assert ended.code == 2 and "imported from os" in ended.err
     assert not (folder / "MARK").exists() and not (folder / "out.py").exists()
 
 

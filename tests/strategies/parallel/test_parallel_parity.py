@@ -171,6 +171,15 @@ def test_frozen_parameters_and_late_counts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "1f1b"])
+def test_deferred_logits_over_ranks(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
+    """The fused loss of the user's own loss function, whether the ranks share the head or not."""
+    _, reference = plain("llama")
+    _, candidate = run_step(zygote, "llama", config_of(EACH[name] | {"loss": "fused"}), tmp_path, head=None)
+    assert max(differences(reference, candidate).values()) < TENSOR
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(COMPILED, ("fsdp_every_compile_block",)))  # each compiles for half a minute
 def test_compiled_blocks_train_the_same(zygote: Zygote, plain: Any, tmp_path: Path, name: str) -> None:
     check(zygote, plain, tmp_path, "gpt2", COMPILED[name], NORM, TENSOR)

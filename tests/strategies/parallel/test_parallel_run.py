@@ -162,7 +162,7 @@ def build_encoder() -> Any:
 @pytest.mark.parametrize(
     ("knobs", "ranks", "words"),
     [
-        ({"dp_replicate": 8, "micro_batch": 1}, 2, ("for 8 rank(s)", "2 run(s)", "torchrun")),
+        ({"dp_replicate": 8, "micro_batch": 1}, 2, ("for 8 rank(s)", "2 run(s)", "torchrun", "--nproc-per-node 8")),
         ({"pp": 2, "pp_microbatches": 4, "compile": "model"}, 2, ("graph of the whole model",)),
         ({"pp": 2, "pp_microbatches": 3}, 2, ("pp_microbatches=3", "does not divide")),
         ({"pp": 2, "pp_microbatches": 1}, 2, ("idle",)),

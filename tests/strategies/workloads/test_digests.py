@@ -106,34 +106,52 @@ def write_project(folder: Path) -> Path:
     return path
 
 
-def run_digests(path: Path, seed: str = "0") -> Any:
-    """The digests of the script's workload, in a process of its own."""
+ONE_AFTER_ANOTHER = """
+import runpy, sys
+
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    runpy.run_path(f"{folder}/script.py", run_name="__main__")
+    sys.path.pop(0)
+    for name in ("helper", "inner_helper"):
+        del sys.modules[name]
+"""
+
+
+def run_digests(*command: str, seed: str = "0") -> list[Any]:
+    """The digests that a process prints."""
     environment = {**os.environ, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1].removeprefix("DIGESTS "))
+    return [json.loads(line.removeprefix("DIGESTS ")) for line in done.stdout.splitlines() if "DIGESTS" in line]
+
+
+CHANGES = [
+    ("script.py", "F.relu(self.linear(x))", "F.gelu(self.linear(x))", {"model"}),
+    ("script.py", "linspace(0, 1, 12)", "linspace(0, 2, 12)", {"data"}),
+    ("script.py", "lr=0.1", "lr=0.2", {"optimizer"}),
+    ("helper.py", "x * SCALE + 1", "x * SCALE + 2", {"loss"}),
+    ("inner_helper.py", "SCALE = 2", "SCALE = 3", {"loss"}),
+    ("script.py", '"DIGESTS "', '"DIGESTS " ""', set()),  # code that trains nothing is not part of it
+]
 
 
 def test_digests_are_the_same_in_two_processes_and_see_changes(tmp_path: Path) -> None:
     path = write_project(tmp_path)
-    (first, unhashed), trained = run_digests(path, "1")
-    assert run_digests(path, "2") == [[first, unhashed], trained]
-    assert unhashed == []
-
-    def changed(file: str, before: str, after: str) -> set[str]:
-        text = (tmp_path / file).read_text()
+    ((first, unhashed), trained) = run_digests(str(path), seed="1")[0]
+    folders = []
+    for number, (file, before, after, _) in enumerate(CHANGES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_project(folder)
+        text = (folder / file).read_text()
         assert before in text
-        (tmp_path / file).write_text(text.replace(before, after))
-        (now, _), _ = run_digests(path)
-        (tmp_path / file).write_text(text)
-        return {part for part in first if now[part] != first[part]}
-
-    assert changed("script.py", "F.relu(self.linear(x))", "F.gelu(self.linear(x))") == {"model"}
-    assert changed("script.py", "linspace(0, 1, 12)", "linspace(0, 2, 12)") == {"data"}
-    assert changed("script.py", "lr=0.1", "lr=0.2") == {"optimizer"}
-    assert changed("helper.py", "x * SCALE + 1", "x * SCALE + 2") == {"loss"}
-    assert changed("inner_helper.py", "SCALE = 2", "SCALE = 3") == {"loss"}
-    assert changed("script.py", '"DIGESTS "', '"DIGESTS " ""') == set(), "code that trains nothing is not part of it"
+        (folder / file).write_text(text.replace(before, after))
+        folders.append(str(folder))
+    same, *changed = run_digests("-c", ONE_AFTER_ANOTHER, str(tmp_path), *folders, seed="2")
+    assert same == [[first, unhashed], trained] and unhashed == []
+    for ((now, _), _), (*change, parts) in zip(changed, CHANGES, strict=True):
+        assert {part for part in first if now[part] != first[part]} == parts, change
 
 
 def parts_that_differ(one: Workload, other: Workload) -> set[str]:

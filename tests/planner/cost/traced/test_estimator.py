@@ -20,131 +20,24 @@ from autoplan.planner.cost.traced.candidates import from_configs
 from autoplan.planner.cost.traced.estimator import Estimator, Outlook
 from autoplan.planner.cost.traced.rates import fit_matmul
 from autoplan.planner.records.trials import Interval, Outcome, PeakMemory, Trial
-from autoplan.planner.trace.model_profile import (
-    LinearFit,
-    ModelProfile,
-    OperationGroup,
-    PeakFit,
-    VariantKey,
-    VariantProfile,
-)
+from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trace.trace import trace_workload
-from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
-from autoplan.record import Reading
+from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import make_spec
+from tests.planner.cost.test_one_core import machine, model_of_eight_blocks
 
 MIB = 2**20
 
 
-def reading(value: float, unit: str) -> Reading:
-    return Reading(value=value, unit=unit, provenance="measured", source="test")
-
-
 @pytest.fixture
 def hardware() -> HardwareProfile:
-    """A machine of 100 GFLOP/s in fp32, 300 in bf16, 10 GB/s."""
-    operations = []
-    for dtype, rate in (("float32", 1e11), ("bfloat16", 3e11)):
-        for m, n, k in ((64, 512, 512), (256, 256, 256), (512, 2048, 512), (1024, 1024, 1024), (2048, 512, 2048)):
-            seconds = 2 * m * n * k / rate + 4e-6
-            operations.append(
-                OperationReading(
-                    kind="matmul",
-                    dtype=dtype,
-                    shape=(m, n, k),
-                    seconds=reading(seconds, "s"),
-                    rate=reading(2 * m * n * k / seconds, "flop/s"),
-                )
-            )
-    device = Device(
-        index=0,
-        type="cpu",
-        name="test",
-        memory_total_bytes=reading(8e9, "bytes"),
-        memory_available_bytes=reading(8e9, "bytes"),
-        cores=2,
-        memory_bandwidth_bytes_per_s=reading(1e10, "bytes/s"),
-        kernel_launch_s=reading(1e-6, "s"),
-        operations=tuple(operations),
-    )
-    host = Host(
-        cpu_model="test",
-        cores_physical=2,
-        cores_logical=2,
-        cores_usable=2,
-        numa_nodes=1,
-        memory_total_bytes=reading(8e9, "bytes"),
-        memory_available_bytes=reading(8e9, "bytes"),
-        cgroup_version=None,
-        cgroup_memory_limit_bytes=reading(8e9, "bytes"),
-        cgroup_cpu_limit=reading(2, "1"),
-        shared_memory_bytes=reading(1e9, "bytes"),
-        load_average=reading(0, "1"),
-        kernel="test",
-        python="3",
-        torch="2",
-        driver=None,
-        cuda=None,
-    )
-    return HardwareProfile(created="now", seconds_spent=0, host=host, devices=(device,))
-
-
-def variant(key: VariantKey, saved_mib: float, again: int) -> VariantProfile:
-    """A model of four blocks: one product of 128 rows a sample each, forward, backward and perhaps again."""
-    product = OperationGroup(
-        name="mm",
-        kind="matmul",
-        segment="block",
-        phase="forward",
-        dtype="bfloat16" if key.precision == "half" else "float32",
-        count=3.0 + again,
-        flops=LinearFit(per_sample=2 * 128 * 512 * 512),
-        bytes_moved=LinearFit(fixed=4.0 * 512 * 512, per_sample=8.0 * 128 * 512),
-        m=LinearFit(per_sample=128),
-        n=LinearFit(fixed=512),
-        k=LinearFit(fixed=512),
-        batch=LinearFit(fixed=1),
-        tensor_split="n",
-    )
-    elementwise = product.model_copy(
-        update={"name": "add", "kind": "memory", "flops": LinearFit(), "tensor_split": "all", "count": 10.0}
-    )
-    peak = LinearFit(per_sample=saved_mib * MIB)
-    return VariantProfile(
-        key=key,
-        groups=(product, elementwise),
-        kernels=40.0,
-        peaks=(PeakFit(part="backward", first=peak, later=peak),),
-        block_saved_bytes=LinearFit(per_sample=saved_mib * MIB / 4),
-        rest_saved_bytes=LinearFit(),
-    )
+    return machine()
 
 
 @pytest.fixture
 def profile() -> ModelProfile:
-    variants = {}
-    for precision in ("fp32", "half"):
-        for policy, saved, again in (("none", 100.0, 0), ("selective", 60.0, 0), ("full", 20.0, 1)):
-            key = VariantKey.model_validate({"precision": precision, "checkpointing": policy})
-            variants[key.text()] = variant(key, saved, again)
-    return ModelProfile(
-        identity="test",
-        method="traced",
-        device="cpu",
-        parameters=4 * 512 * 512,
-        trainable=4 * 512 * 512,
-        parameter_bytes=16 * 512 * 512,
-        block_parameters=512 * 512,
-        largest_unit_parameters=512 * 512,
-        num_blocks=4,
-        sequence_length=128,
-        hidden=512,
-        parameter_tensors=4,
-        largest_parameter=512 * 512,
-        boundary_bytes=LinearFit(per_sample=4 * 128 * 512),
-        variants=variants,
-    )
+    return model_of_eight_blocks()
 
 
 def estimator(profile: ModelProfile, hardware: HardwareProfile, limit: int | None = None) -> Estimator:
