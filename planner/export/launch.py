@@ -163,8 +163,14 @@ def read_script(text: str) -> ScriptValues:
     return ScriptValues(exports=exports, names=names, options=options, command=commands[0])
 
 
-def check_script(plan: Plan, text: str, plan_file: str) -> tuple[ScriptValues, tuple[str, ...]]:
-    """What both targets are checked for: bash's own syntax check, and every variable.
+def _export(plan: Plan, stem: str, lines: list[str], left: tuple[str, ...]) -> Export:
+    """The script, and the plan's file beside it."""
+    files = {f"{stem}.sh": "\n".join(lines) + "\n", f"{stem}.plan.json": plan.file_text()}
+    return Export(files=files, not_carried=left)
+
+
+def check_script(plan: Plan, export: Export) -> tuple[ScriptValues, tuple[str, ...]]:
+    """What both targets are checked for: bash's own syntax check, every variable, and the plan's file.
 
     Returns:
         The values that were read back, and notes.
@@ -172,8 +178,10 @@ def check_script(plan: Plan, text: str, plan_file: str) -> tuple[ScriptValues, t
     Raises:
         ExportError: bash refuses it, or a value is not the plan's.
     """
+    (_, text), (plan_file, document) = export.files.items()
     notes = check_syntax(text)
     values = read_script(text)
+    same_or_error("the plan's file", Plan.model_validate_json(document).config, plan.config)
     wanted = {**rank_variables(plan), "AUTOPLAN_PLAN": "$PLAN"}
     same_or_error("the exported variables", values.exports, wanted)
     same_or_error("FILE", values.names.get("FILE"), plan_file)
@@ -246,13 +254,10 @@ class TorchrunTarget:
             *program_lines(plan),
             f'exec torchrun --standalone --nproc-per-node {ranks} "$@"',
         ]
-        files = {f"{stem}.sh": "\n".join(lines) + "\n", f"{stem}.plan.json": plan.file_text()}
-        return Export(files=files, not_carried=left)
+        return _export(plan, stem, lines, left)
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
-        script, file = export.files
-        values, notes = check_script(plan, export.files[script], file)
-        same_or_error("the plan's file", Plan.model_validate_json(export.files[file]).config, plan.config)
+        values, notes = check_script(plan, export)
         read = parse_torchrun(["train.py" if word == "$@" else word for word in values.command])
         same_or_error("--standalone", read["standalone"], True)
         same_or_error("--nproc-per-node", read["nproc_per_node"], str(plan.config.world_size))
@@ -338,13 +343,10 @@ class SlurmTarget:
             '    "$@" &',
             *_WAIT,
         ]
-        files = {f"{stem}.sh": "\n".join(lines) + "\n", f"{stem}.plan.json": plan.file_text()}
-        return Export(files=files, not_carried=left)
+        return _export(plan, stem, lines, left)
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
-        script, file = export.files
-        values, notes = check_script(plan, export.files[script], file)
-        same_or_error("the plan's file", Plan.model_validate_json(export.files[file]).config, plan.config)
+        values, notes = check_script(plan, export)
         same_or_error("the #SBATCH lines", values.options, options(plan))
         ranks = str(plan.config.world_size)
         same_or_error("RANKS", values.names.get("RANKS"), ranks)
@@ -362,7 +364,7 @@ class SlurmTarget:
             "training_script": "train.py",
         }
         same_or_error("the torchrun command", {name: read[name] for name in wanted}, wanted)
-        return (*notes, *_test_only(export.files[script]))
+        return (*notes, *_test_only(next(iter(export.files.values()))))
 
 
 _CHECK_OF_NODES = [

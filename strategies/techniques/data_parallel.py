@@ -19,7 +19,7 @@ from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import PLAIN
 from autoplan.strategies.techniques.base import Build
-from autoplan.strategies.techniques.mesh import GlobalNormClipper, axis_size, data_position, sum_over_axes
+from autoplan.strategies.techniques.mesh import GlobalNormClipper, data_position, sum_over_axes
 from autoplan.strategies.workloads.workload import Workload
 
 # What the blocks' parameters are gathered in. The blocks' matmuls run in this type under autocast in any case; what
@@ -225,8 +225,3 @@ def gather_dtype(precision: str, device_type: str) -> torch.dtype | None:
     On CPU they stay fp32: CPU autocast leaves layer_norm to types that agree, and bytes on loopback cost little.
     """
     return GATHER_DTYPES.get(precision) if device_type == "cuda" else None
-
-
-def expected_shard_bytes(parameter_bytes: int, mesh: DeviceMesh | None) -> float:
-    """What one rank keeps of parameters (or gradients, or states) of that size: its share over dp_shard."""
-    return parameter_bytes / axis_size(mesh, "dp_shard")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from autoplan.errors import ExportError, UsageError
+from autoplan.planner.export import transformers
 from autoplan.planner.export.run import TARGETS, export_plan, load_target
-from autoplan.planner.export.trainers import transformers_arguments
-from autoplan.planner.export.trainers.transformers_arguments import TransformersTarget, read_back_arguments
+from autoplan.planner.export.transformers import TransformersTarget, read_back_arguments
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.strategies.config import TrainingConfig
 from tests.recorded import make_plan
@@ -94,7 +94,7 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         found[text] = read_back_arguments(text)
         return found[text]
 
-    monkeypatch.setattr(transformers_arguments, "read_back_arguments", read_and_keep)
+    monkeypatch.setattr(transformers, "read_back_arguments", read_and_keep)
     return found
 
 

@@ -107,5 +107,5 @@ def test_a_version_outside_the_tables_is_refused(monkeypatch: pytest.MonkeyPatch
     assert pick_table("lightning", None)["verified"] == "2.6.6"
     with pytest.raises(ExportError, match="no key table fits lightning 2.1"):
         pick_table("lightning", "2.1.4")
-    monkeypatch.setattr("autoplan.planner.export.lightning.lightning_module.installed_version", lambda: "2.7.0")
+    monkeypatch.setattr("autoplan.planner.export.lightning.installed_version", lambda: "2.7.0")
     assert "; 2.7.0 is installed here" in text_of("lightning")[0]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autoplan.planner.export.run import export_plan
-from autoplan.planner.export.trainers.transformers_arguments import TransformersTarget, read_back_arguments
+from autoplan.planner.export.transformers import TransformersTarget, read_back_arguments
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import TrainingFacts, read_training_facts
 from autoplan.strategies.config import TrainingConfig

@@ -360,10 +360,9 @@ def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
     from autoplan.planner.export import accelerate as accelerate_config
-    from autoplan.planner.export import launch
+    from autoplan.planner.export import launch, transformers
     from autoplan.planner.export import pytorch as pytorch_script
     from autoplan.planner.export.model_summary import ModelSummary
-    from autoplan.planner.export.trainers import transformers_arguments
 
     def read_here(target: str, args: tuple[Any, ...], **given: Any) -> Any:
         module, _, function = target.partition(":")
@@ -371,5 +370,5 @@ def _keep_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accelerate_config, "read_by_tool", read_here)
     monkeypatch.setattr(pytorch_script, "summarize_model", lambda spec: ModelSummary(has_blocks=True))
-    monkeypatch.setattr(transformers_arguments, "read_back_arguments", json.loads)
+    monkeypatch.setattr(transformers, "read_back_arguments", json.loads)
     monkeypatch.setattr(launch, "parse_torchrun", lambda words: launch.parse_in_rank(None, words))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from autoplan.errors import ConfigError
 from autoplan.planner.export.pytorch import PytorchTarget
-from autoplan.planner.export.trainers.transformers_arguments import TransformersTarget
+from autoplan.planner.export.transformers import TransformersTarget
 from autoplan.strategies.analysis.structure import find_structure
 from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 from autoplan.strategies.prepare import prepare

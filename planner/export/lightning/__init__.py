@@ -1,1 +1,0 @@
-"""Targets for Lightning: lightning_module.py has `lightning` and `fabric`, lightning_check.py asks a real one."""

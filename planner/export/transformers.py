@@ -1,0 +1,454 @@
+"""The export targets transformers and trl: TrainingArguments or SFTConfig as JSON, and a companion module.
+
+In: a plan. Out: two files. What a configuration is in arguments is said by planner/plan/trainer_arguments.py, which
+`plan.apply_to(trainer)` uses too; here it becomes files, with what the workload trains with. What no argument says is
+in the companion: `load_arguments()`, `prepare_model(model)`, and `make_optimizers(model)` where the Trainer's own
+optimizer and schedule will not do. SFTConfig is TrainingArguments with more fields and other defaults, so trl has the
+keys of keys/trl.json besides. The check loads the file with the real class in its own process (the class sets
+environment variables) and compares every value.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autoplan.errors import ExportError
+from autoplan.planner.export.base import Export, companion_name, refusal, refuse_model_parallelism, same_or_error
+from autoplan.planner.export.companion import check_module, head, loop_settings, module_text
+from autoplan.planner.export.training import ADAMW, last_part, optimizer_settings, training_of, why_not_made
+from autoplan.planner.export.user_code import read_by_tool
+from autoplan.planner.plan.key_tables import installed_version, key_table, pick_table
+from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import compiles_in_place, loader_values, named_arguments, plan_values
+from autoplan.strategies.analysis.training_facts import ScheduleFacts, TrainingFacts
+
+if TYPE_CHECKING:
+    from autoplan.processes import RankContext
+
+
+class TransformersTarget:
+    """TrainingArguments as JSON for HfArgumentParser.parse_json_file, and a companion module."""
+
+    name = "transformers"
+    suffix = ".json"
+    runs_code = False
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        table, trained = _table(plan), trained_parts(plan)
+        arguments, not_carried = training_arguments(plan, table["keys"], trained)
+        verified = f", verified on {table['verified']}." if table["verified"] else ", not verified."
+        said = [f"Written for transformers {table['written_for']}{verified}", _LOSS]
+        return self._files(plan, stem, arguments, not_carried, said, trained)
+
+    def _files(
+        self,
+        plan: Plan,
+        stem: str,
+        arguments: dict[str, Any],
+        not_carried: list[str],
+        said: list[str],
+        trained: TrainedParts,
+    ) -> Export:
+        values = settings(plan, self.name, f"{stem}.json", trained.optimizers)
+        text = companion(plan, values, not_carried, said)
+        files = {f"{stem}.json": json.dumps(arguments, indent=2) + "\n", companion_name(stem): text}
+        return Export(files=files, not_carried=tuple(not_carried))
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        text = self._check_companion(plan, export)
+        if None in (installed_version("transformers"), installed_version("accelerate")):
+            return ("not read by the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'",)
+        compare_with_plan(plan, text, read_back_arguments(text))
+        version = installed_version("transformers")
+        verified = pick_table("transformers", str(version))["verified"]
+        if verified == version:
+            return ()
+        return (
+            f"the keys for transformers were verified on {verified or 'no version'}; {version} is installed here and "
+            "read every value back as the plan has it",
+        )
+
+    def _check_companion(self, plan: Plan, export: Export) -> str:
+        """Checks the companion; returns the text of the arguments."""
+        arguments_text, module = export.files.values()
+        check_module(module, settings(plan, self.name, next(iter(export.files)), trained_parts(plan).optimizers))
+        return arguments_text
+
+
+class TrlTarget(TransformersTarget):
+    """SFTConfig as JSON for HfArgumentParser.parse_json_file, and a companion module."""
+
+    name = "trl"
+
+    def render(self, plan: Plan, stem: str) -> Export:
+        if plan.workload.sequence_length is None:
+            raise ExportError(
+                f"SFTTrainer trains causal language models on sequences, and {plan.workload.name} has samples",
+                hint="Use the target transformers, or plan.prepare() in your own loop.",
+            )
+        table, keys = key_table("trl", installed_version("trl")), _table(plan)["keys"]
+        trained = trained_parts(plan)
+        arguments, not_carried = training_arguments(plan, keys, trained)
+        if plan.config.checkpointing == "selective":
+            options = keys["checkpointing_options"]
+            arguments[options] = arguments[options] | {"selective": True}
+            not_carried = [text for text in not_carried if not text.startswith("checkpointing=selective")]
+            not_carried.append("checkpointing=selective as measured: TRL's own policy says which results are kept")
+        if plan.config.loss == "fused":
+            not_carried = [text for text in not_carried if not text.startswith("loss=fused")]
+            not_carried.append("loss=fused as measured: SFTTrainer's own loss in chunks takes its place (TRL 1.16)")
+        arguments |= table.nest(
+            {
+                "length": plan.workload.sequence_length,
+                "packing": False,
+                "padding_free": False,
+                "loss_type": "nll",
+                "offload_activations": False,
+                "count_all_ranks": True,
+            }
+        )
+        said = [f"{table.line()} The other keys are those of transformers.", *_TRL]
+        return self._files(plan, stem, arguments, not_carried, said, trained)
+
+    def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
+        text = self._check_companion(plan, export)
+        if installed_version("trl") is None:
+            return ("not read by the real SFTConfig: install trl to have that checked",)
+        found = read_back_arguments(text, "trl")
+        compare_with_plan(plan, text, found)
+        same_or_error("max_length", found["max_length"], plan.workload.sequence_length)
+        return key_table("trl", installed_version("trl")).notes()
+
+
+def _table(plan: Plan) -> dict[str, Any]:
+    """The key table of the transformers that is installed, else of the one that the plan was found with."""
+    return pick_table("transformers", installed_version("transformers") or plan.environment.transformers or "5.23")
+
+
+_LOSS = (
+    "Loss: the Trainer divides the summed loss by the items of the whole global batch, as the plan does, for models "
+    "that take num_items_in_batch (the causal language models do). For other models it takes the mean of the "
+    "micro-batches' means, which is another loss if their counts differ: then pass compute_loss_func."
+)
+_TRL = [
+    "Loss: SFTTrainer sums the loss of each label and divides by the labels of the whole global batch, as the plan "
+    "does. From TRL 1.16 on it makes the logits in chunks and never has them all, whatever the plan's loss knob says.",
+    "Data: max_length is the plan's sequence length; longer sequences are cut. packing and padding_free are off: the "
+    "plan was measured on batches of whole samples.",
+]
+
+
+# The arguments.
+
+
+def training_arguments(
+    plan: Plan, keys: dict[str, str | None], trained: TrainedParts
+) -> tuple[dict[str, Any], list[str]]:
+    """The keyword arguments, and sentences on what they cannot express.
+
+    Args:
+        plan: The plan.
+        keys: The names of the arguments, by the plan's terms.
+        trained: What the workload trains with.
+
+    Raises:
+        ExportError: the plan uses tensor or pipeline parallelism, replicas of shards, fp16 on a CPU, or shards on a
+            CPU, where accelerate, which the Trainer runs on, leaves FSDP off in silence.
+    """
+    refuse_model_parallelism("The Trainer", plan.config, replicas_of_shards=False)
+    if plan.config.dp_shard > 1 and plan.device == "cpu":
+        raise refusal("The Trainer", "shards on a CPU", f"dp_shard={plan.config.dp_shard} for a CPU")
+    values, not_carried = plan_values(plan.config, accumulation=plan.accumulation, device=plan.device, keys=keys)
+    values |= {"drop_last": True} | loader_values(setting_of(plan)) | trained.values
+    not_carried += trained.not_carried
+    if compiles_in_place(plan.config, plan.device):
+        not_carried.append(
+            "compile=model as an argument, with which accelerate switches TF32 on for an fp32 plan: the companion's "
+            "prepare_model() compiles the model"
+        )
+    return {"output_dir": "trainer-output"} | named_arguments(plan.config, values, keys), not_carried
+
+
+def compare_with_plan(plan: Plan, text: str, found: dict[str, Any]) -> None:
+    """Compares what the real class read with the file, value by value, and with the plan.
+
+    Raises:
+        ExportError: a value differs.
+    """
+    for key, wanted in (json.loads(text) | expected(plan)).items():
+        if key in found and key != "use_cpu":
+            same_or_error(key, as_written(found[key], wanted), wanted)
+
+
+def expected(plan: Plan) -> dict[str, Any]:
+    """What the arguments of a Trainer have, by their own names, where the file says what the plan has."""
+    config, training = plan.config, training_of(plan)
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": config.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "bf16": config.precision == "bf16",
+        "fp16": config.precision == "fp16",
+        "torch_compile": config.compile == "model" and not compiles_in_place(plan.config, plan.device),
+        "gradient_checkpointing": config.checkpointing != "none",
+        "dataloader_drop_last": True,
+    }
+    if training is not None:
+        values |= {"max_grad_norm": training.max_grad_norm or 0.0, "seed": training.seed}
+    return values
+
+
+def read_back_arguments(text: str, tool: str = "transformers") -> dict[str, Any]:
+    """The values that the real class of a tool reads, in its own process.
+
+    Raises:
+        ExportError: the class refuses the arguments.
+    """
+    return read_by_tool(
+        f"{__name__}:read_back_in_rank",
+        (text, tool),
+        tool=f"{tool} {installed_version(tool)}",
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+
+
+ALWAYS_READ = ("gradient_checkpointing", "max_grad_norm", "seed", "torch_compile", "gradient_accumulation_steps")
+"""Arguments that are read back whether a file has them or not: their defaults are not every plan's."""
+
+
+def read_back_in_rank(context: RankContext, text: str, tool: str) -> dict[str, Any]:
+    """The values that the class of arguments of a tool reads, in this process, and those of ALWAYS_READ.
+
+    The example scripts of transformers read such a file with parse_json_file, too. Without a GPU, the class refuses
+    bf16 and fp16 unless use_cpu is set, and refuses tf32 in any case, so tf32 is not checked there.
+    """
+    import os
+
+    import torch
+    from transformers import HfArgumentParser, TrainingArguments
+
+    kind: Any = TrainingArguments
+    if tool == "trl":
+        import trl
+
+        kind = trl.SFTConfig
+    os.chdir(context.directory)  # the class may make the folder that output_dir names
+    given = json.loads(text)
+    if not torch.cuda.is_available():
+        given["use_cpu"] = True
+        given.pop("tf32", None)
+    path = context.directory / "arguments.json"
+    path.write_text(json.dumps(given))
+    (arguments,) = HfArgumentParser(kind).parse_json_file(path)
+
+    def plain(value: Any) -> Any:
+        return value.to_dict() if hasattr(value, "to_dict") else str(value)
+
+    found = {key: getattr(arguments, key) for key in (*given, *ALWAYS_READ)}
+    values: dict[str, Any] = json.loads(json.dumps(found, default=plain))
+    return values
+
+
+def as_written(value: Any, wanted: Any) -> Any:
+    """The value as it was written: of a dict only the written keys; of an enum (its text is Class.NAME) the name."""
+    if isinstance(wanted, dict) and isinstance(value, dict):
+        return {key: value.get(key) for key in wanted}
+    if isinstance(wanted, str) and isinstance(value, str) and "." in value and "." not in wanted:
+        return value.rsplit(".", 1)[1].lower()
+    return value
+
+
+# The companion.
+
+
+def settings(plan: Plan, tool: str, arguments_file: str, optimizers: dict[str, Any]) -> dict[str, Any]:
+    """The constants of the module: what an argument says is at the plain run's value.
+
+    Args:
+        plan: The plan.
+        tool: transformers or trl.
+        arguments_file: Name of the file of arguments, in the same folder.
+        optimizers: The constants of `make_optimizers(model)`; empty where the arguments say it all.
+    """
+    config = plan.config
+    in_place = config.compile == "block" or compiles_in_place(config, plan.device)
+    values = loop_settings(plan, tool, CONFIG_FILE=arguments_file, CHECKPOINTING="none", MAKES_OPTIMIZERS=False)
+    values |= {"COMPILE": config.compile if in_place else "off", "BLOCKS": config.compile == "block"}
+    values["OWN_CHECKPOINTING"] = plan.training is not None and plan.training.own_checkpointing
+    return values | optimizers
+
+
+def companion(plan: Plan, values: dict[str, Any], not_carried: list[str], said: list[str]) -> str:
+    """The source of the module.
+
+    Args:
+        plan: The plan.
+        values: Its constants.
+        not_carried: Sentences on what the export cannot express.
+        said: What the head says of the version and of the loss, in sentences.
+    """
+    made = values["MAKES_OPTIMIZERS"]
+    use = ", optimizers=make_optimizers(model)" if made else ""
+    trainer = "SFTTrainer" if values["TOOL"] == "trl" else "Trainer"
+    return module_text(
+        values,
+        ["transformers:load_arguments", "transformers:prepare_model", *(["loop:make_optimizers"] if made else [])],
+        head=head(plan, said, not_carried),
+        docstring=[
+            "The settings of the plan that are no training arguments. Use:",
+            "",
+            f"{trainer}(model=prepare_model(model), args=load_arguments(){use}, ...)",
+        ],
+        shown=(),
+    )
+
+
+# What the workload trains with.
+
+# Optimizers that the Trainer makes: its name for them, the options that it takes, and options that it leaves at these.
+# From trainer_optimizer.py of transformers 5.23: `_get_adamw_torch`, `_get_sgd`, `_get_adagrad`, `_get_rmsprop`.
+_TRAINERS_OWN: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    ADAMW: ("adamw_torch", (), {"amsgrad": False, "maximize": False}),
+    "torch.optim.sgd.SGD": ("sgd", ("momentum", "dampening", "nesterov"), {"maximize": False}),
+    "torch.optim.adagrad.Adagrad": (
+        "adagrad",
+        ("lr_decay", "eps"),
+        {"maximize": False, "initial_accumulator_value": 0},
+    ),
+    "torch.optim.rmsprop.RMSprop": ("rmsprop", ("momentum", "alpha", "eps", "centered"), {"maximize": False}),
+}
+
+# The functions of transformers.optimization behind the names of schedules that need nothing but steps.
+_TRAINERS_SCHEDULES = {
+    "_get_constant_lambda": "constant",
+    "_get_constant_schedule_with_warmup_lr_lambda": "constant_with_warmup",
+    "_get_linear_schedule_with_warmup_lr_lambda": "linear",
+    "_get_cosine_schedule_with_warmup_lr_lambda": "cosine",
+}
+_SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "min_lr_rate": 0.0}
+
+
+class TrainedParts(NamedTuple):
+    """Argument values by term, sentences on what is not carried, and the constants of `make_optimizers(model)` in the
+    companion, where the Trainer's own optimizer and schedule will not do."""
+
+    values: dict[str, Any]
+    not_carried: list[str]
+    optimizers: dict[str, Any]
+
+
+def trained_parts(plan: Plan) -> TrainedParts:
+    """What the plan's workload trains with, for the Trainer."""
+    training = training_of(plan)
+    if training is None:
+        return TrainedParts({}, [_UNKNOWN], {})
+    values: dict[str, Any] = {"max_grad_norm": training.max_grad_norm or 0.0, "seed": training.seed}
+    not_carried: list[str] = []
+    values |= _optimizer_values(plan, training)
+    schedule = _schedule_values(training.schedule)
+    values |= schedule or {"schedule": "constant"}
+    optimizer_fits = _trainer_makes_it(plan, training)
+    if optimizer_fits and schedule is not None:
+        return TrainedParts(values, _step_form(plan), {})
+    reason = why_not_made(training)
+    if reason is None and plan.config.dp_shard > 1:
+        reason = "the Trainer takes no optimizer together with FSDP"
+    if reason is not None:
+        not_carried += _handed_in_by_the_user(training, reason, optimizer_fits, schedule is not None)
+        return TrainedParts(values, not_carried, {})
+    what = [] if optimizer_fits else [_what_differs(training)]
+    if schedule is None and training.schedule is not None:
+        what.append(f"the schedule {last_part(training.schedule.kind)}")
+    not_carried.append(f"{' and '.join(what)}, by the arguments alone: the companion's make_optimizers(model) makes it")
+    return TrainedParts(values, not_carried, optimizer_settings(plan, training, with_schedule=schedule is None))
+
+
+_UNKNOWN = (
+    "optimizer, learning rate, weight decay, schedule, clipping and seed of the workload, which this plan does not "
+    "know: the Trainer would use its own (AdamW, 5e-5, linear to zero, clipping at 1.0). Search again, or set them all"
+)
+
+
+def _optimizer_values(plan: Plan, training: TrainingFacts) -> dict[str, Any]:
+    """The arguments of the optimizer, as far as there are any; of the largest group."""
+    options = training.main_group.options
+    values: dict[str, Any] = {"learning_rate": options.get("lr"), "weight_decay": options.get("weight_decay")}
+    if training.optimizer not in _TRAINERS_OWN:
+        return values
+    name, taken, _ = _TRAINERS_OWN[training.optimizer]
+    if training.optimizer == ADAMW:
+        name += "_fused" if plan.config.optimizer_step == "fused" else ""
+        betas = options.get("betas", [None, None])
+        values |= {"beta1": betas[0], "beta2": betas[1], "epsilon": options.get("eps")}
+    given = {key: options[key] for key in taken if key in options}
+    if given:
+        values["optimizer_options"] = ",".join(f"{key}={value}" for key, value in given.items())
+    return values | {"optimizer": name}
+
+
+def _trainer_makes_it(plan: Plan, training: TrainingFacts) -> bool:
+    """Whether the Trainer's own optimizer is the workload's.
+
+    The Trainer makes two groups, with the weight decay and, for biases and norms, without.
+    """
+    if training.optimizer not in _TRAINERS_OWN or len(training.groups) > 1:
+        return False
+    group = training.main_group
+    _, _, needed = _TRAINERS_OWN[training.optimizer]
+    return (
+        not group.unread
+        and not group.options.get("weight_decay")
+        and all(group.options.get(key, value) == value for key, value in needed.items())
+        and (training.optimizer == ADAMW or plan.config.optimizer_step == "own")
+    )
+
+
+def _what_differs(training: TrainingFacts) -> str:
+    if training.optimizer not in _TRAINERS_OWN:
+        return f"the optimizer {last_part(training.optimizer)}"
+    if len(training.groups) > 1:
+        return f"the {len(training.groups)} parameter groups of the optimizer"
+    if training.main_group.options.get("weight_decay"):
+        return "weight decay on every parameter (the Trainer leaves biases and norms out of it)"
+    return f"the options of the optimizer {last_part(training.optimizer)}"
+
+
+def _step_form(plan: Plan) -> list[str]:
+    step = plan.config.optimizer_step
+    if step == "for_loop" and plan.device == "cuda":
+        return ["optimizer_step=for_loop: adamw_torch takes torch's default on CUDA, which is foreach"]
+    if step == "foreach" and plan.device == "cpu":
+        return ["optimizer_step=foreach: adamw_torch takes torch's default on a CPU, which is the for-loop"]
+    return []
+
+
+def _handed_in_by_the_user(
+    training: TrainingFacts, reason: str, optimizer_fits: bool, schedule_fits: bool
+) -> list[str]:
+    found = []
+    if not optimizer_fits:
+        found.append(f"{_what_differs(training)}, because {reason}: hand it to Trainer(optimizers=...)")
+    if not schedule_fits and training.schedule is not None:
+        rates = ", ".join(f"{max(rates):.6g}" for rates in training.schedule.learning_rates[:4])
+        found.append(
+            f"the schedule {last_part(training.schedule.kind)}, because {reason}: the arguments say constant; its "
+            f"first learning rates are {rates}; hand your own to Trainer(optimizers=(optimizer, schedule))"
+        )
+    return found
+
+
+def _schedule_values(schedule: ScheduleFacts | None) -> dict[str, Any] | None:
+    """The arguments that say the schedule; None: there are none for it."""
+    if schedule is None:
+        return {"schedule": "constant"}
+    name = _TRAINERS_SCHEDULES.get(schedule.function or "")
+    if name is None or schedule.options is None:
+        return None
+    options = {key: value for key, value in schedule.options.items() if _SCHEDULE_DEFAULTS.get(key, not value) != value}
+    warmup, steps = options.pop("num_warmup_steps", 0), options.pop("num_training_steps", None)
+    if options or not (isinstance(warmup, int) and isinstance(steps, int | None)):
+        return None
+    values: dict[str, Any] = {"schedule": name}
+    values |= {"warmup_steps": warmup} if warmup else {}
+    return values | ({} if steps is None else {"max_steps": steps})
