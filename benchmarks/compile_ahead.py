@@ -1,57 +1,34 @@
 """Compiled candidates measured in a time: each compiled in its own trial, or several side by side before.
 
-    python -m benchmarks.compile_ahead                                    # a replay with a GPU's compile times
-    python -m benchmarks.compile_ahead --live --rounds 3 --number 4       # for real, on this machine
+    python -m benchmarks.compile_ahead
 
 The replay (benchmarks/replay.py) has 10 minutes and candidates that take COLD_S to compile on CORES cores, WARM_S with
 their kernels in the cache, and START_S to start a process. Step times are drawn around the predictions for the model of
 a recorded table; the search does not have these predictions, so that all candidates stay hopeful. Several that are
 compiled side by side take what Amdahl's law says with SERIAL_SHARE of a compilation in one thread. Both ways decide by
 themselves (`next_work`); printed is how many compiled candidates have been measured, and how good the plan is.
-
-Live, the candidates are a GPT-2 of four layers (width 256, 128 tokens) at different micro-batches. In each round both
-ways run once, in an order that is drawn, each with an empty compile cache and a zygote that has started. The rounds are
-added to benchmarks/results/compile_ahead.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import random
 import statistics
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from autoplan.planner.records.trials import Compiled, CompiledAhead, Interval, Outcome, Trial
-from autoplan.planner.search.compile_ahead import Choice, CompileAhead, Machine, Waiting, compile_task, slowdown
+from autoplan.planner.search.compile_ahead import Choice, CompileAhead, Machine, Waiting, slowdown
 from autoplan.planner.search.next_work import Option
-from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.session import Session
-from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
-from autoplan.planner.trials.request import CompileAnswer, CompileRequest
-from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-from autoplan.processes import Zygote
+from autoplan.planner.search.trial_cost import what_is_compiled
 from autoplan.strategies.config import TrainingConfig
-from autoplan.strategies.workloads.sources import make_spec
-from autoplan.strategies.workloads.spec import WorkloadSpec
 from benchmarks.replay import SearchMethod, make_estimator, open_session, run_session
 from benchmarks.search_tables import TABLES
 from benchmarks.trials_saved_record import LIMIT_BYTES as TABLE_LIMIT_BYTES
 from benchmarks.trials_saved_record import Recorded, read_table
 
-RESULTS = Path(__file__).parent / "results" / "compile_ahead.jsonl"
-MODEL = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 4, "n_embd": 256, "n_head": 4,
-    "n_positions": 128, "vocab_size": 2048,
-}  # fmt: skip
-LIMIT_BYTES = 6 << 30
 WAYS = ("one by one", "side by side")
 
 CORES, COLD_S, WARM_S, START_S, BUDGET_S = 16, 60.0, 8.0, 4.0, 600.0
@@ -69,64 +46,6 @@ METHOD = SearchMethod(name="ours, no cost model", sampler="autoplan", model="non
 """Without a cost model all candidates stay hopeful, so that the time is what limits how many are looked at."""
 
 TABLE, WANTED = "gpt-1", 15
-
-
-def run_way(way: str, spec: WorkloadSpec, configs: list[TrainingConfig], folder: Path) -> dict[str, Any]:
-    """Measures all candidates once, with an empty cache; seconds, and what the compilations took."""
-    with Zygote(preload=preload_for(spec), env={"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}) as zygote:
-        runner = TrialRunner(
-            zygote, spec, device="cpu", memory_limit_bytes=LIMIT_BYTES, host_limit_bytes=LIMIT_BYTES, directory=folder
-        )
-        answers: list[CompileAnswer] = []
-        began = time.monotonic()
-        if way == "side by side":
-            requests = tuple(CompileRequest(spec=spec, config=config, device="cpu") for config in configs)
-            task = compile_task(requests, directory=folder / "ahead", deadline_s=900.0, memory_limit_bytes=LIMIT_BYTES)
-            answers = [CompileAnswer.model_validate(result) for result in zygote.run(task).check().results]
-        ahead_s = time.monotonic() - began
-        trials = [
-            runner.run(TrialOrder(number=number, purpose="search", config=config, prediction=None, deadline_s=600.0))
-            for number, config in enumerate(configs)
-        ]
-        seconds = time.monotonic() - began
-    assert all(trial.step_time_s is not None for trial in trials), [trial.reason for trial in trials]
-    return {
-        "seconds": seconds,
-        "ahead_s": ahead_s,
-        "per_minute": 60 * len(configs) / seconds,
-        "compile_s": [trial.phase_seconds["compile"] for trial in trials],
-        "trial_s": [trial.seconds_spent for trial in trials],
-        "warm": [was_warm(trial) for trial in trials],
-        "cpu_s": [(answer.own_cpu_s, answer.children_cpu_s) for answer in answers],
-    }
-
-
-def summary(lines: list[dict[str, Any]]) -> str:
-    """Candidates per minute of both ways."""
-    texts = [
-        "| way | candidates per minute, median | lowest to highest | compile phase of a trial, median s | rounds |",
-        "|---|---|---|---|---|",
-    ]
-    for way in WAYS:
-        found = [line for line in lines if line["way"] == way]
-        rates = [line["per_minute"] for line in found]
-        compiling = statistics.median(s for line in found for s in line["compile_s"])
-        texts.append(
-            f"| {way} | {statistics.median(rates):.2f} | {min(rates):.2f} to {max(rates):.2f} | {compiling:.1f} "
-            f"| {len(rates)} |"
-        )
-    pairs = {n: {x["way"]: x["per_minute"] for x in lines if x["round"] == n} for n in {x["round"] for x in lines}}
-    ratios = [pair[WAYS[1]] / pair[WAYS[0]] for pair in pairs.values() if len(pair) == 2]
-    texts.append(
-        f"side by side over one by one: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    )
-    beside = [line for line in lines if line["way"] == WAYS[1]]
-    warm = [hit for line in beside for hit in line["warm"]]
-    texts.append(f"from the cache, after compiling ahead: {sum(warm)} of {len(warm)} trials")
-    return "\n".join(texts)
-
-
-# The replay.
 
 
 class ReplayedAhead(CompileAhead):
@@ -218,37 +137,10 @@ def show_replays(seeds: int) -> str:
 
 
 def main() -> None:
-    """Replays, or runs the rounds."""
+    """Replays."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--live", action="store_true", help="compile for real")
-    parser.add_argument("--seeds", type=int, default=9, help="of the replay")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--number", type=int, default=4, help="candidates, all compiled at once in the second way")
-    parser.add_argument("--compile", choices=("block", "model"), default="block")
-    options = parser.parse_args()
-    if not options.live:
-        print(show_replays(options.seeds))
-        return
-    configs = [
-        TrainingConfig.model_validate({"micro_batch": 2**power, "compile": options.compile})
-        for power in range(options.number)
-    ]
-    lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="compile-ahead-") as folder:
-        model = Path(folder, "config.json")
-        model.write_text(json.dumps(MODEL))
-        spec = make_spec(model=str(model), sequence_length=128, global_batch=2**options.number)
-        for number in range(options.rounds):
-            order = list(WAYS)
-            random.Random(number).shuffle(order)
-            for way in order:
-                place = Path(folder, f"{number}-{way.replace(' ', '-')}")
-                found = run_way(way, spec, configs, place)
-                lines.append({"round": number, "way": way, "cores": len(os.sched_getaffinity(0))} | found)
-                print(f"round {number} {way}: {found['per_minute']:.2f} a minute, {found['seconds']:.0f} s", flush=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    print(summary(lines))
+    parser.add_argument("--seeds", type=int, default=9)
+    print(show_replays(parser.parse_args().seeds))
 
 
 if __name__ == "__main__":
