@@ -134,7 +134,6 @@ def test_values_of_a_downloaded_configuration_are_data(tmp_path: Path) -> None:
     done = python_does(script, "--steps", "1")
     assert done.returncode == 0 and "step 1: loss" in done.stdout, done.stderr[-2000:]
     assert not (tmp_path / "MARK").exists()
-    assert python_does(script, "--help").returncode == 0
 
 
 def training(**given: Any) -> TrainingFacts:

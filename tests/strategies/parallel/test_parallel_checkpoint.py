@@ -12,7 +12,7 @@ from autoplan.processes import RankContext, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import gather_full, named_parameters
-from tests.strategies.parallel.world import adamw, make_workload, run_ranks
+from tests.strategies.parallel.world import adamw, go_on, make_workload, run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"micro_batch": 4},
@@ -29,20 +29,10 @@ def train(
     context: RankContext, model: str, config: TrainingConfig, steps: list[int], load: str, save: str, out: str
 ) -> dict[str, Any]:
     """Some steps from a checkpoint (or the start); rank 0 writes the parameters at the end."""
-    import torch.distributed.checkpoint as dcp
-
     if context.world_size > 1:
         context.init_process_group("gloo", 60.0)
-    workload = make_workload(model, build_optimizer=adamw)
-    run = prepare(workload, config, device="cpu")
-    if load:
-        state = run.state_dict()
-        dcp.load(state, checkpoint_id=load)
-        run.load_state_dict(state)
-    for index in steps:
-        run.step(run.local_share(workload.make_batch(workload.global_batch, index)))
-    if save:
-        dcp.save(run.state_dict(), checkpoint_id=save)
+    run = prepare(make_workload(model, build_optimizer=adamw), config, device="cpu")
+    go_on(run, steps, load, save)
     full = gather_full(dict(named_parameters(run.model)), run.mesh)
     if context.rank == 0:
         torch.save(full, out)

@@ -13,7 +13,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import gather_full, local_tensor, named_parameters
 from autoplan.strategies.techniques.rounded_steps import rounding_of
-from tests.strategies.parallel.world import adamw, make_workload, run_ranks
+from tests.strategies.parallel.world import adamw, go_on, make_workload, run_ranks
 
 BF16 = {"parameters": "bf16", "precision": "bf16"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,22 +27,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train(context: RankContext, config: TrainingConfig, steps: list[int], load: str, save: str, out: str) -> Any:
     """Some steps from a checkpoint (or the start); rank 0 writes the parameters, or their fp32 copies, at the end."""
-    import torch.distributed.checkpoint as dcp
-
     if context.world_size > 1:
         context.init_process_group("gloo", 60.0)
-    workload = make_workload("gpt2", build_optimizer=adamw)
-    run = prepare(workload, config, device="cpu")
+    run = prepare(make_workload("gpt2", build_optimizer=adamw), config, device="cpu")
     start = {name: p.detach().clone() for name, p in named_parameters(run.model)}
     start = gather_full(start, run.mesh)
-    if load:
-        state = run.state_dict()
-        dcp.load(state, checkpoint_id=load)
-        run.load_state_dict(state)
-    for index in steps:
-        run.step(run.local_share(workload.make_batch(workload.global_batch, index)))
-    if save:
-        dcp.save(run.state_dict(), checkpoint_id=save)
+    go_on(run, steps, load, save)
     rounding = rounding_of(run.optimizer)
     exact = {name: p if rounding is None else rounding.master(p) for name, p in named_parameters(run.model)}
     full = gather_full(exact, run.mesh)
@@ -139,9 +129,7 @@ def test_shards_add_their_gradients_up_in_fp32_outside_of_the_blocks_too(zygote:
 def train_by_chance(context: RankContext, *rest: Any) -> Any:
     config, steps = rest[0], rest[1]
     context.init_process_group("gloo", 60.0)
-    workload = make_workload("gpt2", build_optimizer=adamw)
-    run = prepare(workload, config, device="cpu")
-    for index in steps:
-        run.step(run.local_share(workload.make_batch(workload.global_batch, index)))
+    run = prepare(make_workload("gpt2", build_optimizer=adamw), config, device="cpu")
+    go_on(run, steps)
     weights = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
     return {"sum": float((weights * torch.arange(1, len(weights) + 1)).sum())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,20 @@ def make_workload(model: str, **options: Any) -> Workload:
         "seed": 3,
     }
     return Workload(**(fields | (IMAGES if model == "vit" else {}) | options))
+
+
+def go_on(run: TrainingRun, steps: Sequence[int], load: str = "", save: str = "") -> None:
+    """Steps of a run, from a checkpoint where one is named; its state is saved where a place is named."""
+    import torch.distributed.checkpoint as dcp
+
+    if load:
+        state = run.state_dict()
+        dcp.load(state, checkpoint_id=load)
+        run.load_state_dict(state)
+    for index in steps:
+        run.step(run.local_share(run.workload.make_batch(run.workload.global_batch, index)))
+    if save:
+        dcp.save(run.state_dict(), checkpoint_id=save)
 
 
 Plant = Callable[[TrainingRun | None], None]
