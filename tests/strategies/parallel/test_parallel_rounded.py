@@ -52,7 +52,7 @@ def test_a_state_goes_on_under_another_layout(zygote: Zygote, tmp_path: Path) ->
     out = str(tmp_path / "p.pt")
     run_ranks(zygote, train, 1, (TrainingConfig(**LAYOUTS["one"]), [0, 1], "", "", out))
     expected = torch.load(out)
-    for first, second in [("fsdp", "one"), ("one", "fsdp"), ("ddp", "fsdp_moments"), ("fsdp_moments", "plain")]:
+    for first, second in [("fsdp", "one"), ("ddp", "fsdp_moments"), ("fsdp_moments", "plain")]:
         saving, loading = TrainingConfig(**LAYOUTS[first]), TrainingConfig(**LAYOUTS[second])
         state = str(tmp_path / f"{first}-{second}")
         run_ranks(zygote, train, saving.world_size, (saving, [0], "", state, str(tmp_path / "first.pt")))
