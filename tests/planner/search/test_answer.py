@@ -1,14 +1,16 @@
 """What a search that found a plan before answers, when it is called again with another budget or loader."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.search.answer import PLAN_FILE, SearchRun, finished_before, nothing_ran
+from autoplan.planner.search.answer import PLAN_FILE, SearchRun, _after_failed_checks, finished_before, nothing_ran
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.store.store import Store
+from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.loading.settings import LoaderSpec
 from tests.recorded import make_plan, make_trial
 
@@ -93,3 +95,22 @@ def test_a_time_that_had_room_for_the_baseline_alone_is_not_told_as_a_failure(tm
         ended = nothing_ran(run, "time")
     assert ended.status == "budget_ended" and "the plain baseline alone ran" in (ended.reason or "")
     assert "--budget 2m" in (ended.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("precisions", "names", "advice"),
+    [
+        (("bf16", "fp32"), "micro_batch=4. *buffers: codes.embed differs", "--fix micro_batch=N"),
+        (("bf16",), "precision=bf16. *buffers: codes.embed differs", "--fix precision=fp32"),
+        ((), "Its record says", "what differs"),
+    ],
+)
+def test_the_advice_after_failed_checks_goes_by_what_failed(
+    precisions: tuple[Any, ...], names: str, advice: str
+) -> None:
+    trials = [SimpleNamespace(config=TrainingConfig(micro_batch=4, precision=one)) for one in precisions]
+    failed = SimpleNamespace(failures=("buffers: codes.embed differs by 0.1 (at most 0.001 passes)",))
+    run: Any = SimpleNamespace(store=SimpleNamespace(trials=trials, parity_of=lambda config: failed))
+    said = _after_failed_checks(run)
+    assert advice in said
+    assert all(part in said for part in names.split(". *"))
