@@ -90,18 +90,13 @@ def run_inspect_rank(
     return answer
 
 
-def as_inspection(result: Any) -> Inspection:
-    """What run_inspect_rank gave back: a record, or its JSON form."""
-    return result if isinstance(result, Inspection) else Inspection.model_validate(result)
-
-
 def read_inspection(result: Any) -> WorkloadFacts:
-    """The facts in what run_inspect_rank gave back.
+    """The facts in what run_inspect_rank gave back: a record, or its JSON form.
 
     Raises:
         WorkloadError, ConfigError, UsageError, DeviceError: as the rank met them.
     """
-    inspection = as_inspection(result)
+    inspection = Inspection.model_validate(result)
     if inspection.facts is not None:
         return inspection.facts
     kinds = {kind.code: kind for kind in (WorkloadError, ConfigError, DeviceError)}

@@ -95,7 +95,7 @@ def inspect(
         BudgetEndedError: they took longer than the budget allows.
         NoFeasiblePlanError: they took more memory than a trial may take.
     """
-    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, as_inspection, read_inspection
+    from autoplan.strategies.inspect import FUNCTIONS, LOSS_PHASE, Inspection, read_inspection
 
     spec = means.options.spec
     parallel = ranks > 1 or not means.options.fix.keys().isdisjoint(DEGREES)
@@ -112,7 +112,7 @@ def inspect(
         if not runs.settled:
             raise DidNotRunError(f"the inspection of {spec.name}: something outside ended it: {report.describe()}")
         rank = report.ranks[0] if report.ranks else None
-        if rank is None or rank.result is None or not as_inspection(rank.result).met_no_values:
+        if rank is None or rank.result is None or not Inspection.model_validate(rank.result).met_no_values:
             break
     if report.ended is Ended.FINISHED and rank is not None and rank.result is not None:
         return read_inspection(rank.result)

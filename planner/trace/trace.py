@@ -143,7 +143,8 @@ def trace_profile(
     )
     left_s = None if ends_at is None else lambda: ends_at - time.monotonic()
     report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
-    if (why := _why_not_fake(report)) is not None:
+    result = report.ranks[0].result if report.ranks else None
+    if isinstance(result, dict) and (why := result.get("why_not_fake")):  # real ones failed after them in one process
         request = replace(request, not_fake=why)
         report = run_again(zygote, _task(spec, device, request, limits), on_attempt=on_attempt, left_s=left_s).report
     profile = _read_report(report, spec)
@@ -176,12 +177,6 @@ def _task(spec: WorkloadSpec, device: str, request: TraceRequest, limits: TraceL
         deadlines_s={"*": limits.deadline_s, INPUT_PHASE: limits.input_deadline_s},
         memory_limit_bytes=limits.memory_limit_bytes,
     )
-
-
-def _why_not_fake(report: ProcessReport) -> str | None:
-    """Why the rank left fake tensors, where real ones failed after them in the same process; else None."""
-    result = report.ranks[0].result if report.ranks else None
-    return result.get("why_not_fake") if isinstance(result, dict) else None
 
 
 def _read_report(report: ProcessReport, spec: WorkloadSpec) -> ModelProfile | None:
