@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,20 +70,18 @@ def predicted_gains(found: SearchResult) -> dict[str, dict[str, Any]]:
     """
     gains = {}
     for knob in KNOBS:
-        plain, other = (_fastest(found.candidates, knob, is_plain=which) for which in (True, False))
-        reasons = [family.limit for family in found.left_out if family.family.startswith(f"{knob}=")]
-        gain, value = None, None
-        if plain is not None and other is not None and plain.prediction is not None and other.prediction is not None:
-            gain = plain.prediction.step_time_s / other.prediction.step_time_s
-            value = getattr(other.config, knob)
-        gains[knob] = {"gain": gain, "value": value, "reason": next(iter(reasons), None) if gain is None else None}
+        first: dict[bool, Candidate] = {}  # the fastest with the plain value, and with another: they come fastest first
+        for one in found.candidates:
+            first.setdefault(getattr(one.config, knob) == getattr(PLAIN, knob), one)
+        seconds = [
+            best.prediction.step_time_s for which in (True, False) if (best := first.get(which)) and best.prediction
+        ]
+        if len(seconds) == 2:
+            gains[knob] = {"gain": seconds[0] / seconds[1], "value": getattr(first[False].config, knob), "reason": None}
+            continue
+        reasons = (family.limit for family in found.left_out if family.family.startswith(f"{knob}="))
+        gains[knob] = {"gain": None, "value": None, "reason": next(reasons, None)}
     return gains
-
-
-def _fastest(candidates: Sequence[Candidate], knob: str, *, is_plain: bool) -> Candidate | None:
-    """The fastest prediction among those that have the plain value, or another one; they come fastest first."""
-    same = (one for one in candidates if (getattr(one.config, knob) == getattr(PLAIN, knob)) is is_plain)
-    return next(same, None)
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,11 +55,8 @@ def verify_command(
     if changed is not None:
         output.console().print(f"warning: {changed}", markup=False, soft_wrap=True)
     elsewhere = found_elsewhere(loaded)
-    if quiet:
-        found = verify_plan(loaded, seconds, memory_limit, wait=wait)
-    else:
-        with output.progress("starting") as tell:
-            found = verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=tell)
+    with contextlib.nullcontext(lambda text: None) if quiet else output.progress("starting") as tell:
+        found = verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=tell)
     if json_output:
         output.print_json(_document(loaded, found, elsewhere))
         if found.exit_code:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.records.trials import Outcome, Trial
+from autoplan.planner.records.trials import Outcome
 from autoplan.report import facts
 from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_best_so_far, draw_tradeoff, kind_of
@@ -213,21 +213,19 @@ def _parity(plan: Plan) -> str:
 
 
 def _predictions(plan: Plan) -> facts.Rows:
-    rows: list[tuple[str, ...]] = [row for trial in plan.evidence if (row := _predicted_row(trial)) is not None]
+    rows: list[tuple[str, ...]] = [
+        (
+            str(trial.number),
+            trial.config.describe(),
+            format_seconds(trial.predicted_step_time_s),
+            format_seconds(trial.step_time_s.median),
+            format_bytes(trial.predicted_peak_memory_bytes),
+            format_bytes(trial.peak_memory_bytes),
+        )
+        for trial in plan.evidence
+        if trial.outcome is Outcome.OK and trial.step_time_s and trial.predicted_step_time_s is not None
+    ]
     return facts.Rows(("#", "configuration", "step predicted", "measured", "peak predicted", "measured"), rows)
-
-
-def _predicted_row(trial: Trial) -> tuple[str, ...] | None:
-    if trial.outcome is not Outcome.OK or trial.step_time_s is None or trial.predicted_step_time_s is None:
-        return None
-    return (
-        str(trial.number),
-        trial.config.describe(),
-        format_seconds(trial.predicted_step_time_s),
-        format_seconds(trial.step_time_s.median),
-        format_bytes(trial.predicted_peak_memory_bytes),
-        format_bytes(trial.peak_memory_bytes),
-    )
 
 
 def _apply(plan: Plan) -> str:
