@@ -322,6 +322,7 @@ def test_the_drawing_is_a_file_of_its_own_with_a_line_for_each_method():
     assert {"a & b", "ours", "random", "device seconds"} <= set(words)
 
 
+@pytest.mark.exhaustive
 def test_compiling_ahead_is_replayed_with_a_gpus_times():
     recorded = read_table(search_tables.TABLES / compile_ahead.TABLE)
     table = compile_ahead.gpu_table(recorded, 0)

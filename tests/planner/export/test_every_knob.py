@@ -38,8 +38,16 @@ def exported(target: str, device: str, config: TrainingConfig) -> str | None:
     return "\n".join([line for line in kept if not line.startswith("#   ")] + list(export.not_carried))
 
 
+def test_ray_trains_by_the_script_of_pytorch() -> None:
+    """So what pytorch shows of a knob, ray does."""
+    (driver, training), plan = (f"plan{end}.py" for end in ("", "_training")), make_plan(TrainingConfig(micro_batch=1))
+    files = load_target("ray").render(plan, "plan").files
+    assert list(files) == [driver, training]
+    assert files[training] == load_target("pytorch").render(plan, "plan_training").files[training]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "ray"])
 @pytest.mark.parametrize("knob", KNOBS)
 def test_each_value_of_each_knob_shows_or_is_refused(target: str, knob: str) -> None:
     for value in tried_values(knob):

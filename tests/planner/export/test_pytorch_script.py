@@ -230,13 +230,13 @@ def test_another_family(run_forked: Callable[[Path], list[float]], tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_users_own_file(tmp_path: Path) -> None:
+def test_a_users_own_file(run_forked: Callable[[Path], list[float]], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USER_FILE)
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:classifier", global_batch=8)
     config = TrainingConfig(micro_batch=2, optimizer_step="foreach", checkpointing="full")
     plan = make_plan(config, workload=spec, accumulation=4)
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py", workload=named(plan)).paths
-    assert run_script(path, tmp_path) == pytest.approx(run_plan(plan), rel=1e-6)
+    assert run_forked(path) == pytest.approx(run_plan(plan), rel=1e-6)
 
 
 def test_a_name_that_is_defined_twice_is_refused(tmp_path: Path) -> None:
@@ -304,7 +304,9 @@ def mine() -> autoplan.Workload:
 
 
 @pytest.mark.slow
-def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(tmp_path: Path) -> None:
+def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(
+    run_forked: Callable[[Path], list[float]], tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(DEFERRED_FILE)
     spec = make_spec(model=f"{tmp_path / 'mine.py'}:mine", global_batch=8)
     config = TrainingConfig(micro_batch=4, loss="fused", attention="eager")
@@ -313,9 +315,7 @@ def test_a_users_language_model_with_a_fused_loss_and_checkpointing_of_its_own(t
     text = path.read_text()
     assert "HEAD = 'lm_head'" in text and "DeferredLoss(workload.loss, linear, kernel)" in text
     assert "without_own_checkpointing(self._own_checkpointing)" in text
-    assert run_script(path, tmp_path) == pytest.approx(
-        run_plan(make_plan(config, workload=spec, accumulation=2)), rel=1e-6
-    )
+    assert run_forked(path) == pytest.approx(run_plan(plan), rel=1e-6)
 
 
 ON_CUDA: dict[str, dict[str, Any]] = {
