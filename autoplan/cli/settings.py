@@ -19,8 +19,8 @@ from autoplan.cli.help import usual_name
 from autoplan.errors import UsageError
 from autoplan.text import right_name
 
-NOT_SET = ("help", "help_all", "json")
-"""Options of a single call."""
+NOT_SET = ("help", "help_all", "json", "yes", "force", "changed_ok", "unverified_ok")
+"""Options of a single call, and those that say what a person was asked (docs/threat_model.md)."""
 
 
 def read_settings(commands: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, Any]]]:
@@ -60,7 +60,11 @@ def _values(file: str, command: str, table: Any, commands: Mapping[str, Any]) ->
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = usual_name(key.replace("_", "-")).replace("-", "_")
-        if name not in flags or name in NOT_SET or flags[name].param_type_name != "option":
+        if name in NOT_SET or (name == "model" and "changed_ok" in flags):
+            raise UsageError(
+                f"{file} has {key!r} for {command}, which is said on the command line alone", hint="Leave it out there."
+            )
+        if name not in flags or flags[name].param_type_name != "option":
             near = right_name(name, flags.keys() - set(NOT_SET))
             raise UsageError(
                 f"{file} has {key!r} for {command}, which has no such option",

@@ -205,7 +205,10 @@ def test_a_settings_file_gives_options_and_the_command_line_goes_first(cli, plan
         ("[serch]\nbudget = '9m'", "Did you mean [search]?"),
         ("budget = '9m'", "no table of a command"),
         ("[search]\nbugdet = '9m'", "Did you mean budget?"),
-        ("[search]\nhelp = true", "no such option"),
+        ("[search]\nhelp = true", "on the command line alone"),
+        ("[verify]\nmodel = 'theirs.py:f'", "on the command line alone"),
+        ("[run]\nunverified-ok = true", "on the command line alone"),
+        ("[clean]\nyes = true", "on the command line alone"),
         ("[search", "cannot be read"),
     ],
 )
