@@ -44,7 +44,9 @@ class LightningTarget:
         version = installed_version()
         table = pick_table("lightning", version)
         arguments = _arguments(plan, self.kind, version)
-        not_carried = [*arguments.not_carried, *_not_carried(plan)]
+        whole = [COMPILES_MODEL] if plan.config.compile == "model" else []
+        training = training_not_carried(plan, "your LightningModule's or loop's")
+        not_carried = [*arguments.not_carried, *whole, *training]
         text = _module_text(plan, self.kind, arguments, not_carried, table, version)
         return Export(files={f"{stem}.py": text}, not_carried=tuple(not_carried))
 
@@ -96,12 +98,6 @@ def _arguments(plan: Plan, kind: Kind, version: str | None) -> LightningArgument
         kind=kind,
         version=version,
     )
-
-
-def _not_carried(plan: Plan) -> list[str]:
-    """What neither an argument nor the module's functions do."""
-    whole = [COMPILES_MODEL] if plan.config.compile == "model" else []
-    return whole + training_not_carried(plan, "your LightningModule's or loop's")
 
 
 def _module_text(

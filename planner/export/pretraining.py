@@ -25,6 +25,8 @@ def causal_fields(plan: Plan, tool: str) -> dict[str, Any]:
     Raises:
         ExportError: the workload is no causal language model that a configuration describes, or the plan is for a CPU.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from autoplan.strategies.workloads.language_model import make_config, task_of
 
     if plan.workload.kind in ("function", "object"):
@@ -41,14 +43,8 @@ def causal_fields(plan: Plan, tool: str) -> dict[str, Any]:
     # transformers' own defaults are written out; code that a downloaded configuration names is left out.
     whole: dict[str, Any] = make_config(fields).to_dict()
     return {key: value for key, value in whole.items() if key not in ("auto_map", "architectures")} | {
-        "architectures": [_causal_class(str(whole["model_type"]))]
+        "architectures": [str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(whole["model_type"]), ""))]
     }
-
-
-def _causal_class(model_type: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
 
 
 def is_tied(fields: dict[str, Any]) -> bool:

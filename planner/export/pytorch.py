@@ -84,7 +84,9 @@ def _refuse_what_cannot_be_carried(plan: Plan) -> None:
 def settings(plan: Plan, model: ModelSummary) -> dict[str, Any]:
     """The constants of the script; those that it asks are at its top, and the check reads them back."""
     config, spec = plan.config, plan.workload
-    values = plan_settings(plan) | {"COUNTED_ITEMS": _counted_items(plan)}
+    # tokens, or samples, of a step: as many as the search counted
+    counted = plan.measurement.tokens_per_s.median * plan.measurement.step_time_s.median
+    values = plan_settings(plan) | {"COUNTED_ITEMS": round(counted)}
     if spec.kind == "function":
         file, _, function = spec.reference.rpartition(":")
         given = {key: value for key, value in spec.options.items() if key != "fixed_micro_batch"}
@@ -104,11 +106,6 @@ def settings(plan: Plan, model: ModelSummary) -> dict[str, Any]:
     if config.tp > 1:
         values["TENSOR_PLAN"] = _tensor_plan(model.tensor_plan, plan)
     return values
-
-
-def _counted_items(plan: Plan) -> int:
-    """Tokens, or samples, of a step: as many as the search counted."""
-    return round(plan.measurement.tokens_per_s.median * plan.measurement.step_time_s.median)
 
 
 def _tensor_plan(tensor_plan: dict[str, Any] | str, plan: Plan) -> dict[str, Any]:

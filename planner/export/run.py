@@ -72,11 +72,6 @@ def load_target(name: str) -> Target:
     return target
 
 
-def _default_name(target: Target) -> str:
-    """The name of the file where none is given: one that can be imported, if the file is for that."""
-    return f"plan{'_' if getattr(target, 'is_module', False) else '-'}{target.name}{target.suffix}"
-
-
 def export_plan(
     plan: Plan,
     to: str,
@@ -120,7 +115,8 @@ def export_plan(
         named = own_workload(plan.workload, plan.study, None if workload is None else str(workload))
         plan = plan.model_copy(update={"workload": named})
     said = check_before_use(plan, changed_ok=changed_ok)
-    path = Path(out) if out is not None else Path(_default_name(target))
+    dash = "_" if getattr(target, "is_module", False) else "-"  # a module's name can be imported
+    path = Path(out if out is not None else f"plan{dash}{target.name}{target.suffix}")
     _refuse_odd_name(path)
     limits = LIMITS.set(make_limits(budget, memory_limit))
     try:
@@ -130,16 +126,11 @@ def export_plan(
     finally:
         LIMITS.reset(limits)
     notes = (*([] if said is None else [said]), *export.notes, *notes)
-    not_carried = (*export.not_carried, *_loader_not_carried(plan, to))
-    return Exported(paths=_write(path, export, force=force), not_carried=not_carried, notes=notes)
-
-
-def _loader_not_carried(plan: Plan, to: str) -> list[str]:
-    """What is said of the loader's setting where the target has no place for it."""
-    setting = setting_of(plan)
-    if setting is None or to in CARRY_LOADER:
-        return []
-    return [f"the loader's setting ({setting.describe()}): give it to the DataLoader of your own script or recipe"]
+    not_carried, setting = list(export.not_carried), setting_of(plan)
+    if setting is not None and to not in CARRY_LOADER:
+        own = "give it to the DataLoader of your own script or recipe"
+        not_carried.append(f"the loader's setting ({setting.describe()}): {own}")
+    return Exported(paths=_write(path, export, force=force), not_carried=tuple(not_carried), notes=notes)
 
 
 def _write(path: Path, export: Export, *, force: bool) -> tuple[Path, ...]:

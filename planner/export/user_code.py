@@ -50,7 +50,9 @@ def make_limits(budget: str | float | None, memory_limit: str | int | None) -> E
     if memory_limit is None:
         return ExportLimits(time_s=time_s)
     size = parse_memory_bytes(memory_limit)
-    return ExportLimits(time_s=time_s, memory_bytes=size if isinstance(size, int) else int(size * _total_bytes()))
+    return ExportLimits(
+        time_s=time_s, memory_bytes=size if isinstance(size, int) else int(size * _host_bytes("memory_total_bytes"))
+    )
 
 
 def run_user_code(
@@ -78,7 +80,7 @@ def run_user_code(
         ExportError: it failed, or a limit ended it.
     """
     limits = LIMITS.get()
-    memory_bytes = limits.memory_bytes or int(MEMORY_SHARE * _available_bytes())
+    memory_bytes = limits.memory_bytes or int(MEMORY_SHARE * _host_bytes("memory_available_bytes"))
     task = Task(target=target, args=args, total_deadline_s=limits.time_s, memory_limit_bytes=memory_bytes)
     with Zygote(preload=("torch",), env=env) as zygote:
         report = zygote.run(task)
@@ -124,15 +126,8 @@ def read_by_tool(
     return found
 
 
-def _available_bytes() -> int:
-    return _host_bytes("memory_available_bytes")
-
-
-def _total_bytes() -> int:
-    return _host_bytes("memory_total_bytes")
-
-
 def _host_bytes(name: str) -> int:
+    """A figure of this machine's memory, by its name in the profile of the host."""
     from autoplan.probes.run import read_host_profile
 
     value = getattr(read_host_profile().host, name).value
