@@ -169,6 +169,7 @@ def measure(
             seed=options.seed,
         )
         part = "2 of 2: the measurement" if checks_parity else "the measurement"
+        on_progress(part)
         trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
     return judge(plan, parity, trial, find_differences(plan, profile), limit)
 

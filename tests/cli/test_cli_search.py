@@ -104,7 +104,7 @@ def test_the_plan_runs_verifies_and_exports(searches: Searches, found: dict[str,
     checked = json.loads(done.stdout)
     assert checked["status"] == "verified" and checked["other_hardware"] is None
     assert {"parity", "trial", "plan_measured", "speed_ratio", "causes", "spread"} <= set(checked)
-    assert "1 of 2: the parity check" in done.stderr and "2 of 2: the measurement, warmup" in done.stderr
+    assert "1 of 2: the parity check" in done.stderr and "2 of 2: the measurement" in done.stderr
     assert checked["verdict"] in ("holds", "faster", "slower") and checked["exit_code"] == done.returncode
     assert (done.returncode != 0) == (checked["verdict"] == "slower")
     done = searches.run("verify", "--budget", "2s", "--memory-limit", "32MiB", code=3)
