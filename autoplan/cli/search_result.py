@@ -36,8 +36,6 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
         narration.print()
         show = terminal.show_plan if whole else terminal.show_summary
         show(console, result.plan, more=command_with(larger_budget(result)))
-        if result.from_record:
-            terminal.say(narration, "note", "this search had finished: its record answers (--fresh starts over)")
         path = shlex.quote(str(result.plan_path or out))
         terminal.say(narration, "plan", f"{path}; autoplan show {path} has the reasons, and what lost")
         terminal.say(narration, "next", next_step(result.plan, path))

@@ -202,6 +202,7 @@ class LiveProgress(PlainProgress):
 
     def on_budget(self, budget: BudgetState) -> None:
         self.remember(budget)
+        self.doing = "starting the process that trials are forked from: it imports torch and the model's library"
 
     def on_work(self, work: Work, best: Trial | None, budget: BudgetState) -> None:
         self.remember(budget)
