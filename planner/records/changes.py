@@ -12,7 +12,7 @@ from autoplan.errors import PlanError
 if TYPE_CHECKING:
     from autoplan.strategies.workloads.spec import WorkloadSpec
 
-PARTS = ("model", "weights", "loss", "optimizer", "schedule", "data")
+PARTS = ("model", "weights", "loss", "optimizer", "schedule", "data", "environment")
 """The parts of `WorkloadSpec.sources` that objects are compared with."""
 
 SHOWN = 4
@@ -46,6 +46,8 @@ def refuse_changed_parts(spec: WorkloadSpec, *, changed_ok: bool, **parts: Any) 
     }
     code = [name for part in TRAINING_PARTS for name in found.get(part, ())]
     other = [f"{name} (data)" for name in found.get("data", ())] + found.get("weights", [])
+    for name in found.get("environment", ()):
+        (other if name.startswith("$") else code).append(name)
     if code and not changed_ok:
         raise PlanError(
             f"{_named(code)} {'is' if len(code) == 1 else 'are'} not what the search had: it trains something else",

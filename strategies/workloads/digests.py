@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -181,13 +182,14 @@ class Describer:
         inside = {name: found for file in self._imported_in(function) for name, found in self._sources_of(file).items()}
         described = ["function", function.__qualname__, source_of(function), cells, defaults, named]
         files = [_file_stamp(Path(text)) for text in texts_in(function.__code__) if self._stamps and names_file(text)]
-        return [*described, *([inside] if inside else []), *files]
+        variables = variables_read(function.__code__)
+        return [*described, *([inside] if inside else []), *([variables] if variables else []), *files]
 
     def _class(self, kind: type, depth: int) -> Any:
         if not is_own_class(kind):
             return ["class", f"{kind.__module__}.{kind.__qualname__}"]
         members = {
-            name: self.describe(_unwrapped(member), depth)
+            name: [self.describe(part, depth) for part in code_functions(member) or [member]]
             for name, member in sorted(vars(kind).items())
             if not (name.startswith("__") and name not in _MEANINGFUL) and name not in ("_abc_impl",)
         }
@@ -224,34 +226,40 @@ class Describer:
 
     def _torch_module(self, model: Any, depth: int) -> Any:
         """The classes and plain attributes of a module and all inside it; the values of its tensors go to `weights`."""
-        self.weights.append({name: tensor_digest(tensor) for name, tensor in stored_tensors(model).items()})
+        tensors = {**stored_tensors(model), **dict(model.named_buffers())}  # those that no checkpoint has too
+        self.weights.append({name: tensor_digest(tensor) for name, tensor in tensors.items()})
         parts = []
         for name, part in model.named_modules():
             plain = {key: value for key, value in vars(part).items() if key not in _MODULE_STATE}
-            attributes = {key: self.describe(plain[key], depth) for key in sorted(plain)}
+            plain = {key: list(value.values()) if key in MODULE_HOOKS else value for key, value in plain.items()}
+            attributes = {key: self.describe(plain[key], depth) for key in sorted(plain) if not _is_number_of_hook(key)}
             parts.append([name, self.describe(type(part), depth), part.training, attributes])
         shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in stored_tensors(model).items()}
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        return ["module", parts, shapes, frozen]
+        hooks = [
+            [name, self.describe(list(found.values()), depth)]
+            for name, parameter in model.named_parameters()
+            for kind in GRADIENT_HOOKS
+            if (found := getattr(parameter, kind, None))
+        ]
+        return ["module", parts, shapes, frozen, *([hooks] if hooks else [])]
 
 
 _MEANINGFUL = ("__init__", "__call__", "__post_init__", "__getitem__", "__len__", "__iter__", "__next__")
-_MODULE_STATE = ("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set", "_backward_hooks")
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_MODULE_STATE = ("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set")
+
+
+def _is_number_of_hook(key: str) -> bool:
+    """Whether an attribute of a module has hooks by their numbers, which count on in a process."""
+    return "hooks" in key and key not in MODULE_HOOKS
 
 
 def qualified_name(value: Any) -> str:
     """The qualified name of a class or function, without the functions that it is defined in."""
     name = str(getattr(value, "__qualname__", type(value).__qualname__))
     return name.rpartition("<locals>.")[2]
-
-
-def _unwrapped(member: Any) -> Any:
-    """The function in a method, a property, or a cached property."""
-    for name in ("__func__", "fget", "func"):
-        inner = getattr(member, name, None)
-        if isinstance(inner, types.FunctionType):
-            return inner
-    return inspect.unwrap(member) if isinstance(member, types.FunctionType) else member
 
 
 def is_own_code(code: types.CodeType) -> bool:
@@ -270,9 +278,28 @@ def is_own_class(kind: type) -> bool:
 
 
 def code_functions(member: Any) -> list[Any]:
-    """The functions in a member of a class: itself, or that of a method, a property or a decorator."""
-    found = _unwrapped(member)
-    return [found] if isinstance(found, types.FunctionType) else []
+    """The functions in a member of a class: itself, or that of a method or a property; and those that they wrap."""
+    inner = next((found for name in ("__func__", "fget", "func") if (found := getattr(member, name, None))), member)
+    found = []
+    while isinstance(inner, types.FunctionType) and inner not in found:
+        found.append(inner)
+        inner = getattr(inner, "__wrapped__", None)
+    return found
+
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{2,}")
+
+
+def variables_read(code: types.CodeType) -> dict[str, str | None]:
+    """The environment variables that a function reads by name, each with its value here; None: it is not set."""
+    if {"environ", "getenv"}.isdisjoint(_all_names(code)):
+        return {}
+    return {text: os.environ.get(text) for text in sorted(set(texts_in(code))) if _VARIABLE.fullmatch(text)}
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    inside = (_all_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return {*code.co_names}.union(*inside)
 
 
 def module_files(module: types.ModuleType) -> list[Path]:
@@ -323,7 +350,7 @@ def length_of(items: Any) -> int:
 def source_of(function: Any) -> Any:
     """The source text of a function; its code and constants where there is none."""
     try:
-        return inspect.getsource(function)
+        return inspect.getsource(function.__code__)  # of a function itself: getsource gives what it wraps
     except (OSError, TypeError):
         return bytecode(function.__code__)
 

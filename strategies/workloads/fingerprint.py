@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import linecache
+import os
 import sys
 import types
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from autoplan.strategies.workloads.digests import (
+    GRADIENT_HOOKS,
+    MODULE_HOOKS,
     bytecode,
     code_functions,
     digest,
@@ -42,6 +45,7 @@ from autoplan.strategies.workloads.digests import (
     sampled,
     stored_tensors,
     tensor_digest,
+    variables_read,
 )
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.plain_values import is_plain, plain
@@ -55,19 +59,30 @@ TRAINING_PARTS = ("model", "loss", "optimizer", "schedule")
 COPIES = ("deepcopy", "copy_model")
 """The functions with which a build_model copies a model that the user handed in."""
 
-_NOT_TRAINING = ("training", "gradient_checkpointing", "config", "generation_config", "forward")
+_NOT_TRAINING = ("gradient_checkpointing", "config", "generation_config", *vars(nn.Module()))
+"""Attributes of a module that say nothing by themselves, or that the walk looks at in another way."""
+
+_PROGRESS = ("_step_count", "last_epoch", "_last_lr", "optimizer")
+"""Of a schedule, how far it has come and what it is over."""
+
+_WALKED = ("autoplan.strategies.workloads.loops.", "torch.optim.lr_scheduler")
+"""Modules whose objects are looked into as the user's own are: what holds a loss, a count; schedules."""
+
+NUMERICS = (
+    "MKL_CBWR",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
+"""Environment variables by which libraries compute other numbers."""
 
 
 def fingerprints_of(workload: Workload) -> dict[str, dict[str, str]]:
-    """The fingerprint of each part of a workload.
-
-    The model is that which `build_model` copies, or the function itself: nothing is built or run.
-    """
-    model = workload.build_model
-    if isinstance(model, functools.partial) and getattr(model.func, "__name__", "") in COPIES:
-        model = model.args[0]
+    """The fingerprint of each part of a workload; nothing is built or run."""
     return fingerprints(
-        model=model,
+        model=workload.build_model,
         loss=workload.loss,
         optimizer=workload.build_optimizer,
         schedule=workload.build_schedule,
@@ -78,15 +93,25 @@ def fingerprints_of(workload: Workload) -> dict[str, dict[str, str]]:
 def fingerprints(
     *, model: Any = None, loss: Any = None, optimizer: Any = None, schedule: Any = None, make_batch: Any = None
 ) -> dict[str, dict[str, str]]:
-    """The fingerprint of each part that is given (not None)."""
+    """The fingerprint of each part that is given (not None); of a function that copies a model, that model's."""
     found: dict[str, dict[str, str]] = {}
+    if isinstance(model, functools.partial) and getattr(model.func, "__name__", "") in COPIES:
+        model = model.args[0]
     if model is not None:
         collector = Collector("the model")
         collector.add(model)
         found["model"] = collector.result()
         if isinstance(model, nn.Module):
             weights = {name: tensor_digest(tensor) for name, tensor in stored_tensors(model).items()}
-            found["weights"] = {"the weights": f"value:{digest(weights)}"}
+            unsaved = {name: tensor_digest(one) for name, one in model.named_buffers() if name not in weights}
+            found["weights"] = {
+                "the weights": f"value:{digest(weights)}",
+                "the buffers that no checkpoint has": f"value:{digest(unsaved)}",
+            }
+        found["environment"] = {
+            "the default dtype": f"value:{torch.get_default_dtype()}",
+            **{f"${name}": f"value:{os.environ.get(name)}" for name in NUMERICS},
+        }
     for part, value, words in (("loss", loss, "the loss"), ("schedule", schedule, "the schedule")):
         if value is not None:
             collector = Collector(words)
@@ -104,12 +129,13 @@ def fingerprints(
 
 
 def changed_names(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The names that both have with other hashes; hashes of two kinds (`tree:`, `code3.11:`) are not compared."""
-    changed = [
-        name
-        for name, value in now.items()
-        if name in then and then[name] != value and then[name].partition(":")[0] == value.partition(":")[0]
-    ]
+    """The names that both have with other hashes; bytecode (`code3.11:`) is compared with that of its version alone."""
+
+    def differ(one: str, other: str) -> bool:
+        kinds = one.partition(":")[0], other.partition(":")[0]
+        return one != other and (kinds[0] == kinds[1] or not any(kind.startswith("code") for kind in kinds))
+
+    changed = [name for name, value in now.items() if name in then and differ(then[name], value)]
     return sorted(changed, key=lambda name: (name.startswith("attributes of"), name))  # code says more
 
 
@@ -171,15 +197,21 @@ class Collector:
 
     def _reach(self, value: Any, label: str) -> None:
         """What a piece of code names: code is walked over, a value is hashed under its label."""
-        if isinstance(value, types.ModuleType | functools.partial | nn.Module | torch.optim.Optimizer):
+        if isinstance(value, functools.partial):
+            given = [len(value.args), *sorted(value.keywords)]
+            self._keep(label, f"name:{qualified_name(value.func)}{given}")
+            self.add(value)
+        elif isinstance(value, types.ModuleType | nn.Module | torch.optim.Optimizer):
             self.add(value)
         elif inspect.ismethod(value) or isinstance(value, types.FunctionType | type):
+            self._keep(label, f"name:{value.__module__ if not _is_own(value) else ''}.{qualified_name(value)}")
             if _is_own(value):
                 self.add(value)
             else:
-                self._keep(label, f"name:{value.__module__}.{value.__qualname__}")
                 for cell in filled_cells(value) if isinstance(value, types.FunctionType) else ():
                     self._reach(cell.cell_contents, label)
+        elif isinstance(value, types.BuiltinFunctionType):  # torch's activations are
+            self._keep(label, f"name:{value.__module__}.{value.__qualname__}")
         elif is_plain(value):
             self._keep(label, f"value:{digest(plain(value))}")
             if dataclasses.is_dataclass(value):
@@ -202,6 +234,8 @@ class Collector:
         where = name or qualified_name(function)
         if is_own_code(function.__code__):
             self._keep(where, code_hash(function, named=not name))
+            for key, part in variables_read(function.__code__).items():
+                self._keep(f"${key} in {where}", f"value:{part}")
             home = function.__globals__
             for key in sorted(global_names(function.__code__)):
                 if key in home:
@@ -220,19 +254,28 @@ class Collector:
         if not _is_own(kind):
             return
         name = qualified_name(kind)
-        values = {}
+        values, overrides = {}, []
         generated = dataclasses.is_dataclass(kind)
         for key, member in sorted(vars(kind).items()):
-            function = next(iter(code_functions(member)), None)
-            if function is not None:
+            functions = code_functions(member)
+            for function in functions:
                 if is_own_code(function.__code__) and not (generated and function.__code__.co_filename == "<string>"):
+                    if any(hasattr(base, key) for base in kind.__bases__):
+                        overrides.append(key)
                     self.methods.add(qualified_name(function))
                     self.add(function)
-            elif isinstance(member, type):
+            if functions:
+                continue
+            member = getattr(member, "__func__", member)
+            if isinstance(member, type):
                 self.add(member)
-            elif not key.startswith("__") and is_plain(member):
+            elif key.startswith("__"):
+                continue
+            elif is_plain(member):
                 values[key] = plain(member)
-        self._keep(f"attributes of the class {name}", f"value:{digest(values)}")
+            elif isinstance(member, types.BuiltinFunctionType) or _is_own(type(member)):
+                self._reach(member, f"{key} of {name}")
+        self._keep(f"attributes of the class {name}", f"value:{digest([values, overrides])}")
         for base in kind.__bases__:
             self.add(base)
 
@@ -242,14 +285,20 @@ class Collector:
         for path, part in model.named_modules():
             self.add(type(part))
             values = {}
+            kind = qualified_name(type(part))
             for key, value in sorted(vars(part).items()):
-                if key.startswith("_") or key in _NOT_TRAINING or (key == "p" and isinstance(part, _DropoutNd)):
+                if key in _NOT_TRAINING or (key == "p" and isinstance(part, _DropoutNd)):
                     continue  # other dropout rates are a warning: planner/plan/prepare.py
-                if is_plain(value):
+                hidden = key.startswith("_")
+                if hidden and not _is_own(type(part)):
+                    continue
+                if isinstance(value, str | bool | float) if hidden else is_plain(value):  # else it may be a cache
                     values[key] = plain(value)
-                if _is_own(value) or _is_own(type(value)):
-                    self.add(value)
-            attributes.setdefault(qualified_name(type(part)), []).append([path, values])
+                theirs = key == "forward" and not _is_own(value)  # Accelerate's, TRL's
+                if not theirs and (_is_own(value) or _is_own(type(value)) or isinstance(value, _CALLED)):
+                    values.setdefault(key, "called")
+                    self._attribute(value, f"{key} of {kind}")
+            attributes.setdefault(kind, []).append([path, values])
             config = getattr(part, "config", None)
             if config is not None and id(config) not in self._seen:
                 self._seen[id(config)] = config
@@ -263,8 +312,27 @@ class Collector:
         self._keep("the shapes of its tensors", f"value:{digest(shapes)}")
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._keep("what is frozen", f"value:{digest(frozen)}")
+        self._hooks(model)
         resting = [name for name, part in model.named_modules() if not part.training] if model.training else []
         self._keep("what is in eval mode", f"value:{digest(resting)}")
+
+    def _attribute(self, value: Any, label: str) -> None:
+        """A function or an object of the user's own that a module has: an activation, a forward of one instance."""
+        self._reach(value.__func__ if inspect.ismethod(value) else value, label)
+
+    def _hooks(self, model: nn.Module) -> None:
+        """The user's own hooks on modules and on gradients: which there are, and their code."""
+        found = []
+        holders: list[Any] = [(path, part, MODULE_HOOKS) for path, part in model.named_modules()]
+        holders += [(path, parameter, GRADIENT_HOOKS) for path, parameter in model.named_parameters()]
+        for path, holder, names in holders:
+            for name in names:
+                for hook in (getattr(holder, name, None) or {}).values():
+                    inner = hook.func if isinstance(hook, functools.partial) else hook
+                    if _is_own(inner) or _is_own(type(inner)):
+                        found.append([path, name, qualified_name(inner)])
+                        self._attribute(hook, f"a hook of {path or 'the model'}")
+        self._keep("the hooks", f"value:{digest(found)}")
 
     def _object(self, value: Any, name: str) -> None:
         """Another object: its class, and what it has."""
@@ -273,15 +341,20 @@ class Collector:
         if own:
             self.add(kind)
         where = name or qualified_name(kind)
-        if isinstance(value, Mapping):
+        compared = getattr(value, "compared", None) if kind.__module__.startswith("autoplan.") else None
+        if compared is not None:
+            for key, part in compared().items():
+                self._reach(part, key)
+        elif isinstance(value, Mapping):
             for key, part in sampled(value.items()):
                 self._reach(part, f"{key} of {where}")
         elif isinstance(value, list | tuple):
             for part in sampled(value):
                 self._reach(part, f"items of {where}")
-        elif own or name:
+        elif own or name or kind.__module__.startswith(_WALKED):
             for key, part in sorted(getattr(value, "__dict__", {}).items()):
-                self._reach(part, f"{key} of {where}")
+                if key not in _PROGRESS:
+                    self._reach(part, f"{key} of {where}")
 
 
 def code_hash(function: Any, *, named: bool) -> str:
@@ -311,12 +384,16 @@ def _syntax_tree(function: Any) -> ast.AST | None:
     lambdas = [node for node in nodes if isinstance(node, ast.Lambda)]
     if len(lambdas) == 1:
         return lambdas[0]
-    ends = list(code.co_positions())[-1]  # of the return: the whole body
-    return next((node for node in lambdas if _span(node.body) == ends), None)
+    # The instructions of a lambda span its body; some have no columns (Python 3.11 gives its return 0 to 0).
+    places = [(line, column, last, end) for line, last, column, end in code.co_positions() if line and end]
+    if not places:
+        return None
+    spans = min(place[:2] for place in places), max(place[2:] for place in places)
+    return next((node for node in lambdas if _span(node.body) == spans), None)
 
 
-def _span(node: ast.expr) -> tuple[int | None, ...]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+def _span(node: ast.expr) -> tuple[tuple[int, int], tuple[int | None, int | None]]:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 @functools.lru_cache(maxsize=64)
@@ -338,6 +415,9 @@ def _functions_by_line(text: str) -> dict[int, list[ast.AST]]:
         elif isinstance(node, ast.Lambda):
             found.setdefault(node.lineno, []).append(node)
     return found
+
+
+_CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 def _is_own(value: Any) -> bool:

@@ -97,6 +97,13 @@ def spec_from_objects(
         changes: dict[str, Any] = {"global_batch": global_batch, "sequence_length": sequence_length, "name": name}
         workload = dataclasses.replace(workload, **{key: value for key, value in changes.items() if value is not None})
     check_size(workload)
+    if torch.get_default_dtype() != torch.float32:
+        raise WorkloadError(
+            f"torch's default dtype is {torch.get_default_dtype()} here, and trials run in processes of their own, "
+            "where it is torch.float32",
+            hint="Give dtypes where tensors are made, and put it back before the search: "
+            "torch.set_default_dtype(torch.float32). Weights and batches keep the dtype that they have.",
+        )
     digests, unhashed = digests_of(workload)
     identity = hash_identity(digests)
     return WorkloadSpec(
@@ -236,7 +243,7 @@ def workload_from_objects(
         head=CausalHead() if causal else None,
         fixed_micro_batch=fixed_micro_batch,
         seed=seed,
-        notes=tuple(hooks_note(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else (),
+        notes=() if callable(optimizer) or instance is None else tuple(hooks_note(optimizer, instance)),
     )
 
 

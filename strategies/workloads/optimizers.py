@@ -167,12 +167,21 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     return [getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2] for hook in hooks]
 
 
-def hooks_note(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A sentence where an optimizer has hooks on its step; else none."""
-    names = step_hooks(optimizer)
-    if not names:
-        return []
-    return [f"trials do not run the hooks on the optimizer's step ({', '.join(names)}); under the plan they run"]
+def hooks_note(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[str]:
+    """A sentence each where an optimizer has hooks on its step, and a model's parameters on their gradients."""
+    notes = []
+    if names := step_hooks(optimizer):
+        notes.append(
+            f"trials do not run the hooks on the optimizer's step ({', '.join(names)}); under the plan they run"
+        )
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [name for name, one in model.named_parameters() if any(getattr(one, kind, None) for kind in kinds)]
+    if hooked:
+        notes.append(
+            f"trials do not run the hooks on gradients ({', '.join(hooked[:3])}); under the plan they run, once for "
+            "each micro-batch"
+        )
+    return notes
 
 
 def unpatched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -6,8 +6,9 @@ import warnings
 import pytest
 import torch
 
-from autoplan.errors import WorkloadError
+from autoplan.errors import PlanError, WorkloadError
 from autoplan.frameworks.lightning.read import read_module
+from autoplan.strategies.analysis.training_facts import read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
@@ -162,3 +163,64 @@ def test_a_mean_over_labels_that_the_trainer_averages_by_micro_batch_is_said():
         settings = plan_of(module, same, None, 2).apply_to(module, same)
     assert "averages the means of 4 micro-batches" in said(settings)
     assert not any("averages the means" in str(one.message) for one in caught), "each has as many labels"
+
+
+class PerBatch(LikeLightning):
+    """Averages its weights after each batch."""
+
+    def on_train_batch_end(self, *given):
+        pass
+
+
+class Own:
+    """A callback of the user's own."""
+
+    def on_after_backward(self, *given):
+        pass
+
+
+def test_hooks_that_lightning_calls_for_each_batch_are_named_where_a_step_has_more_of_them():
+    module, data = module_of(), points()
+    type(module).on_train_batch_end = PerBatch.on_train_batch_end
+    trainer = trainer_of(accumulate_grad_batches=1, callbacks=[Own()], max_epochs=2)
+    words = "on_train_batch_end of Mine and on_after_backward of Own: Lightning calls it for each micro-batch, 4 times"
+    with pytest.warns(UserWarning, match=words):
+        settings = plan_of(module, data, trainer, 1).apply_to(module, data, trainer=trainer)
+    assert words in said(settings)
+    assert words not in said(plan_of(module, data, trainer, 4).apply_to(module, data, trainer=trainer))
+
+
+def test_other_clipping_and_another_schedule_of_a_trainer_are_refused():
+    module, data, trainer = module_of(), points(), trainer_of()
+    workload = read_module(module, data, trainer=trainer).workload
+    facts = read_training_facts(workload, workload.build_model())
+    found = make_plan(TrainingConfig(micro_batch=2), workload=spec_from_objects(workload), training=facts)
+    with pytest.raises(PlanError, match="clipped to a norm of 1 .* clipped to a norm of 0.5"):
+        found.apply_to(module, data, trainer=trainer_of(gradient_clip_val=1.0))
+    with pytest.raises(PlanError, match="OneCycleLR"):
+        found.apply_to(module, data, trainer=trainer_of(max_epochs=5))
+    found.apply_to(module, data, trainer=trainer)
+
+
+class SetsUp(LikeLightning):
+    """Has attributes that it gets when it is set up and in a step, and draws numbers there."""
+
+    def setup(self, stage):
+        self.scale, self.calls = 0.5, 0
+        torch.rand(())
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def test_what_a_module_sets_when_it_is_set_up_is_no_change_and_draws_nothing():
+    module, data, trainer = module_of(SetsUp), points(), trainer_of()
+    found = plan_of(module, data, trainer, 2)
+    torch.manual_seed(7)
+    wanted = torch.rand(2)
+    torch.manual_seed(7)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="changed since")
+        found.apply_to(module, data, trainer=trainer)
+    assert torch.equal(torch.rand(2), wanted)

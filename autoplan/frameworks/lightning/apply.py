@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoplan.frameworks.lightning.read import ModuleReading, read_module, steps_between
+from autoplan.frameworks.lightning.read import ModuleReading, is_overridden, read_module, steps_between
 from autoplan.planner.plan.lightning_arguments import lightning_arguments
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.prepare import check_training, refuse_other_training
@@ -26,6 +26,9 @@ from autoplan.strategies.workloads.workload import Workload
 
 COUNT_BATCHES = ("limit_train_batches", "val_check_interval")
 """Arguments of the Trainer that count training batches where they are whole numbers."""
+
+PER_BATCH = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
+"""Hooks that Lightning calls for each batch, whatever the accumulation."""
 
 LOOKED_AT = 8
 """So many micro-batches are looked at for their number of labels."""
@@ -74,19 +77,25 @@ def apply_plan(
         PlanError: the module is not that of the search.
         ExportError: the plan has what no Trainer does.
     """
-    training, config = plan.training, plan.config
+    config = plan.config
     reading = read_module(module, data, trainer=trainer, global_batch=plan.workload.global_batch, **settings)
     workload = reading.workload
     said = check_training(
-        plan, changed_ok=changed_ok, model=module, loss=workload.loss, schedule=workload.build_schedule
+        plan,
+        changed_ok=changed_ok,
+        model=workload.build_model,
+        loss=workload.loss,
+        schedule=workload.build_schedule,
+        make_batch=workload.make_batch,
     )
-    if not changed_ok:
-        refuse_other_training(plan, workload.build_optimizer(trainable(module)), module)
-    norm = None if training is None else training.max_grad_norm
+    if not changed_ok:  # without the Trainer, its clipping is not known, nor the length of its schedule
+        known = None if trainer is None else workload
+        refuse_other_training(plan, workload.build_optimizer(trainable(module)), module, workload=known)
+    norm = workload.max_grad_norm if plan.training is None else plan.training.max_grad_norm
     accumulation = config.accumulation(plan.workload.global_batch)
     arguments = lightning_arguments(config, device=plan.device, accumulation=accumulation, max_grad_norm=norm)
     counts, unscaled = rescaled_counts(reading, trainer, config)
-    frequency = _other_frequency(reading, accumulation)
+    frequency = [*_other_frequency(reading, accumulation), *_other_hooks(reading, module, trainer, accumulation)]
     mean = _mean_of_means(workload, config)
     not_done = [*(unscaled if trainer is not None else ()), *frequency]
     not_done += mean if mean and _counts_differ(workload, config) else []
@@ -150,6 +159,28 @@ def _other_frequency(reading: ModuleReading, accumulation: int) -> list[str]:
         f"the schedule's frequency={reading.frequency} counts batches: with the plan's accumulation {accumulation} "
         f"Lightning steps it after {every}, where the training has {wanted}. In configure_optimizers, give "
         f"frequency={wanted * accumulation}"
+    ]
+
+
+def _other_hooks(reading: ModuleReading, module: Any, trainer: Any, accumulation: int) -> list[str]:
+    """A sentence where hooks of the module or of callbacks run for another number of batches than before; else none.
+
+    Args:
+        reading: The module as it was read.
+        module: The user's.
+        trainer: That of the search, with its callbacks; None: not given.
+        accumulation: Of the plan.
+    """
+    if accumulation == reading.accumulation:
+        return []
+    holders = [module, *getattr(trainer, "callbacks", ())]
+    found = [f"{hook} of {type(one).__name__}" for one in holders for hook in PER_BATCH if is_overridden(one, hook)]
+    if not found:
+        return []
+    return [
+        f"{' and '.join(found)}: Lightning calls it for each micro-batch, {accumulation} times an optimizer step; the "
+        f"training has {reading.accumulation}. What is meant for a step goes into on_before_optimizer_step, or "
+        "where (batch_idx + 1) % trainer.accumulate_grad_batches == 0"
     ]
 
 

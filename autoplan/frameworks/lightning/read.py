@@ -335,7 +335,7 @@ def _refuse_module(module: Any) -> None:
             hint="Search with automatic optimization, or give the parts of one step: "
             "autoplan.search(model, optimizer, dataloader, loss).",
         )
-    own = [hook for hook in CHANGE_TRAINING if _is_overridden(module, hook)]
+    own = [hook for hook in CHANGE_TRAINING if is_overridden(module, hook)]
     if own:
         raise WorkloadError(
             f"{type(module).__name__} has {' and '.join(own)} of its own, which decide what a step does; a plan runs "
@@ -350,7 +350,7 @@ def _refuse_module(module: Any) -> None:
         )
 
 
-def _is_overridden(holder: Any, hook: str) -> bool:
+def is_overridden(holder: Any, hook: str) -> bool:
     """Whether a class of the user's own has the hook, and not one of Lightning's."""
     owner = next((kind for kind in type(holder).__mro__ if hook in vars(kind)), None)
     return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
@@ -385,7 +385,7 @@ def _loader_of(twin: Any, data: Any, facts: TrainerFacts) -> Any:
         holder = copy.copy(data)  # prepare_data() and setup() set attributes
         holder.trainer = facts
         _refuse_hooks(data)
-    elif not _is_overridden(twin, "train_dataloader"):
+    elif not is_overridden(twin, "train_dataloader"):
         raise WorkloadError(
             f"{type(twin).__name__} has no train_dataloader(), and no data was given",
             hint="autoplan.search(module, datamodule) or autoplan.search(module, dataloader).",
@@ -406,7 +406,7 @@ def _loader_of(twin: Any, data: Any, facts: TrainerFacts) -> Any:
 
 def _refuse_hooks(data: Any) -> None:
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    own = [hook for hook in hooks if _is_overridden(data, hook)]
+    own = [hook for hook in hooks if is_overridden(data, hook)]
     if own:
         raise WorkloadError(
             f"{type(data).__name__} has {' and '.join(own)} of its own, and trials have no datamodule",
@@ -418,7 +418,7 @@ def _set_up(twin: Any) -> Any:
     """The copy with its lazy layers made, as a Trainer does before it asks for data and optimizer."""
     with users_call(f"prepare_data(), setup('fit') or configure_model() of {type(twin).__name__}", AS_A_TRAINER):
         for hook, arguments in (("prepare_data", ()), ("setup", ("fit",)), ("configure_model", ())):
-            if _is_overridden(twin, hook):
+            if is_overridden(twin, hook):
                 getattr(twin, hook)(*arguments)
     return twin
 
@@ -449,7 +449,7 @@ def _with_length(facts: TrainerFacts, trainer: Any, batches: int) -> TrainerFact
 def _notes(module: Any, trainer: Any) -> list[str]:
     """What of Lightning does not run in trials."""
     notes = ["self.log does nothing in trials, and no callback runs"]
-    own = [hook for hook in NOT_RUN if _is_overridden(module, hook)]
+    own = [hook for hook in NOT_RUN if is_overridden(module, hook)]
     if own:
         notes.append(f"trials do not run {', '.join(own)} of {type(module).__name__}")
     if trainer is None:

@@ -48,14 +48,11 @@ from autoplan.strategies.techniques.kernels import GeluStrategy
 from autoplan.strategies.workloads.batch import move_batch
 from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.devices import device_of
-from autoplan.strategies.workloads.loops.schedules import same_schedule
-from autoplan.strategies.workloads.optimizers import rebuild
+from autoplan.strategies.workloads.loops.schedules import plain_optimizer, same_schedule
+from autoplan.strategies.workloads.optimizers import follow, rebuild, step_hooks
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.training_mode import own_checkpointing
 from autoplan.strategies.workloads.workload import TrainingModule, Workload
-
-NOT_DIVIDED = 0.01
-"""Below this share of the loss, none of it is divided by num_items_in_batch."""
 
 COUNTS_ALL_RANKS = "average_tokens_across_devices"
 """The argument by which num_items_in_batch is that of all ranks."""
@@ -86,13 +83,12 @@ def apply_plan(
     )
     _refuse_given_optimizer(plan, trainer)
     _refuse_world(plan, trainer)
-    step = plan.config.optimizer_step
-    optimizer = rebuild(make_optimizer(trainer), {} if step == "own" else OPTIMIZER_FLAGS[step])
+    step, source = plan.config.optimizer_step, make_optimizer(trainer)
+    optimizer = rebuild(source, {} if step == "own" else OPTIMIZER_FLAGS[step])
     if not changed_ok:
-        refuse_other_training(plan, optimizer, trainer.model)
+        refuse_other_training(plan, optimizer, trainer.model, workload=workload)
     refuse_other_batch_size(trainer, plan.config.micro_batch)
-    share = _divided_share(plan, trainer, workload)
-    divide = share is not None and share < NOT_DIVIDED
+    divide = _is_undivided(plan, trainer, workload)
     on_ranks = plan.config.dp == plan.config.world_size > 1
     times = missing_factor(trainer, workload, divide=divide) if on_ranks else 1.0
     arguments, not_carried = _arguments(plan, trainer)  # from here on, accelerate has no state for the old Trainer
@@ -100,6 +96,12 @@ def apply_plan(
     switch_on(trainer.model, plan.config, plan.device)
     made = build_anew(trainer, arguments, optimizers=_optimizers(plan, trainer, optimizer))
     made.plan_config = plan.config
+    if made.optimizer is optimizer:  # with FSDP the Trainer makes its own
+        follow(
+            source if trainer.optimizer is None else plain_optimizer(trainer.optimizer), optimizer, "trainer.train()"
+        )
+        if trainer.lr_scheduler is not None:
+            follow(trainer.lr_scheduler, made.lr_scheduler, "trainer.train()")
     if divide:
         divide_loss(made, workload.loss, times=times)
         said.append(
@@ -118,7 +120,7 @@ def apply_plan(
             f"{COUNTS_ALL_RANKS} is on: without it a step is a mean of the ranks' means, not that of one process"
         )
     said += [f"not carried by the Trainer: {text}" for text in not_carried]
-    said += _other_steps(trainer, made)
+    said += [*_other_steps(trainer, made), *_other_substeps(trainer, made)]
     if measure:
         said.append(describe_speed(plan, run_own_loop(made)))
     for text in said:
@@ -135,8 +137,9 @@ def _refuse_given_optimizer(plan: PlanRecord, trainer: Any) -> None:
         alone = copy.copy(trainer)
         alone.optimizer = None
         mine, own = make_optimizer(trainer), make_optimizer(alone)
-        if type(mine) is not type(own) or read_groups(mine, trainer.model) != read_groups(own, trainer.model):
-            given.append(f"the optimizer {type(mine).__name__}")
+        hooks = [f" with the hook {name}" for name in step_hooks(mine)]
+        if hooks or type(mine) is not type(own) or read_groups(mine, trainer.model) != read_groups(own, trainer.model):
+            given.append(f"the optimizer {type(mine).__name__}{''.join(hooks)}")
     if trainer.lr_scheduler is not None and not getattr(trainer, "_created_lr_scheduler", False):
         given.append(f"the schedule {type(trainer.lr_scheduler).__name__}")
     if given:
@@ -220,24 +223,23 @@ def _arguments(plan: PlanRecord, trainer: Any) -> tuple[Any, list[str]]:
     return arguments, left_out
 
 
-def _divided_share(plan: PlanRecord, trainer: Any, workload: Workload) -> float | None:
-    """Whether the loss divides by the number of items, where several micro-batches make that matter.
+def _is_undivided(plan: PlanRecord, trainer: Any, workload: Workload) -> bool:
+    """Whether nothing divides the loss by the number of items, where several micro-batches make that matter.
 
     Raises:
-        PlanError: a part of it does.
+        PlanError: a part of it is divided.
     """
     if plan.config.accumulation(plan.workload.global_batch) * plan.config.dp == 1:
-        return None
+        return False
     assert isinstance(workload.loss, TrainerLoss), "read_training makes it"
     with seeded(0), buffers_kept(trainer.model), as_one_process():
-        share = workload.loss.divided_share(
-            trainer.model, move_batch(workload.make_batch(2, 0), device_of(trainer.model))
-        )
-    if share is None or abs(share) < NOT_DIVIDED or abs(share - 1) < NOT_DIVIDED:
-        return share
+        batch = move_batch(workload.make_batch(2, 0), device_of(trainer.model))
+        divided = workload.loss.divided(trainer.model, batch)
+    if divided != "part":
+        return divided == "nothing"
     raise PlanError(
-        f"the loss of {type(trainer).__name__} divides only a part ({share:.0%}) by num_items_in_batch, and a step of "
-        "the plan adds the losses of several micro-batches: the other part would grow with them",
+        f"the loss of {type(trainer).__name__} divides only a part by num_items_in_batch, and a step of the plan adds "
+        "the losses of several micro-batches: the other part would grow with them",
         hint="Divide all of it by num_items_in_batch in compute_loss, or search with the micro-batch of a whole step: "
         f"fix={{'micro_batch': {plan.workload.global_batch}}}.",
     )
@@ -273,4 +275,17 @@ def _other_steps(old: Any, new: Any) -> list[str]:
     return [
         f"the new Trainer trains for {now} optimizer steps, the old one for {before}: the last step of an epoch is cut "
         "differently. max_steps in the arguments fixes it"
+    ]
+
+
+def _other_substeps(old: Any, new: Any) -> list[str]:
+    """A sentence where callbacks are called for another number of micro-batches in a step than before; else none."""
+    before, now = (int(one.args.gradient_accumulation_steps) for one in (old, new))
+    called = [type(one) for one in new.callback_handler.callbacks]
+    base = "transformers.trainer_callback"
+    names = [kind.__name__ for kind in called if not kind.on_substep_end.__module__.startswith(base)]
+    if before == now or not names:
+        return []
+    return [
+        f"on_substep_end of {', '.join(names)} is called {now - 1} times in a step; the old Trainer did {before - 1}"
     ]

@@ -16,8 +16,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import torch
@@ -28,12 +29,17 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import WorkloadError
 from autoplan.strategies.workloads.batch import Batch, batch_size
 from autoplan.strategies.workloads.devices import on_cpu
+from autoplan.strategies.workloads.digests import code_functions, is_own_class
+from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.samples import SAMPLES
+from autoplan.strategies.workloads.training_mode import own_checkpointing, without_own_checkpointing
 from autoplan.strategies.workloads.workload import LossSum
 
 DIVIDES_BY = "num_items_in_batch"
 
+NOT_DIVIDED = 1e-4
+"""A share of a loss or of its gradients below this is rounding."""
 
 OF_ONE_TRAINER = (
     "model",
@@ -98,6 +104,16 @@ NOT_TRAINED = (
 and a search is the same one whatever they say."""
 
 
+LOSS_ARGUMENTS = ("label_smoothing_factor", "neftune_noise_alpha")
+"""Arguments of every Trainer that its loss reads."""
+
+NOT_A_LOSS = ("predict_", "generation_", "dataset_")
+"""Beginnings of the names of arguments that subclasses add and no loss reads."""
+
+ATTACHED = {"args", "accelerator", "state", "model", "model_wrapped", "optimizer", "lr_scheduler", "processing_class"}
+"""Attributes of the parts that are not the Trainer's own values."""
+
+
 class TrainerLoss:
     """A Trainer's loss as a sum and a count.
 
@@ -136,10 +152,10 @@ class TrainerLoss:
         Raises:
             WorkloadError: it adds up means that nothing divides, so its gradients grow with accumulation.
         """
-        if self.micro_batches == 1 or (ratio := self.divided_share(model, batch)) is None or abs(ratio - 1) < 0.01:
+        if self.micro_batches == 1 or (divided := self.divided(model, batch)) in (None, "all"):
             return
         name, times = type(self.parts).__name__, self.micro_batches
-        what = f"does not divide by {DIVIDES_BY}" if abs(ratio) < 0.01 else f"divides only a part by {DIVIDES_BY}"
+        what = f"does not divide by {DIVIDES_BY}" if divided == "nothing" else f"divides only a part by {DIVIDES_BY}"
         raise WorkloadError(
             f"the loss of {name} with {type(model).__name__} {what}, and the Trainer takes it as divided: it adds "
             f"the losses of the {times} micro-batches of a step, so its gradients are up to {times} times those of the "
@@ -150,8 +166,11 @@ class TrainerLoss:
             "the micro-batch that fits.",
         )
 
-    def divided_share(self, model: nn.Module, batch: Batch) -> float | None:
-        """Which share of the loss is divided by the number of items: 1 all, 0 nothing. None: it is not asked to.
+    def divided(self, model: nn.Module, batch: Batch) -> Literal["all", "nothing", "part"] | None:
+        """How much of the loss is divided by the number of items; None: it is not asked to.
+
+        With 2**20 times as many items, what is divided is as good as gone, and what is left is not divided. Losses and
+        gradients are compared: a term that is 0 at the start may have a gradient.
 
         Args:
             model: In training mode, on its device.
@@ -162,12 +181,47 @@ class TrainerLoss:
         items = parts._get_num_items_in_batch([inputs], parts.accelerator.device)
         if items is None or not is_scaled(parts, items) or not int(items):
             return None
-        losses = []
-        for times in (1, 2):
+        trained = trainable(model)
+        sizes = []
+        for times in (1, 1 << 20):
             seed_generators(0)
-            with torch.no_grad():
-                losses.append(float(parts.compute_loss(model, dict(inputs), **{DIVIDES_BY: items * times})))
-        return 2 * (1 - losses[1] / losses[0]) if losses[0] else None
+            with torch.enable_grad(), without_own_checkpointing(own_checkpointing(model)):
+                loss = parts.compute_loss(model, dict(inputs), **{DIVIDES_BY: items * times})
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            norms = [float(torch.linalg.vector_norm(one.float())) for one in gradients if one is not None]
+            sizes.append((abs(float(loss.detach())), math.hypot(*norms)))
+            del loss, gradients
+        left = [few / whole for whole, few in zip(*sizes, strict=True) if whole]
+        if all(share < NOT_DIVIDED for share in left):
+            return "all"
+        return "nothing" if all(abs(share - 1) < NOT_DIVIDED for share in left) else "part"
+
+    def compared(self) -> dict[str, Any]:
+        """What the loss reads of its Trainer, by name: what another Trainer's is compared with.
+
+        That is the code of the user's own classes, the attributes that this code reads, label smoothing, and the
+        arguments that a subclass of TrainingArguments adds (DPO's beta).
+        """
+        from transformers import TrainingArguments
+
+        kind = type(self.parts).__bases__[0]
+        own = [one for one in kind.__mro__ if is_own_class(one)]
+        read = {
+            name
+            for one in own
+            for member in vars(one).values()
+            for function in code_functions(member)
+            for name in function.__code__.co_names
+        }
+        state, args = vars(self.parts), vars(self.parts.args)
+        base = {field.name for field in dataclasses.fields(TrainingArguments)}
+        found = {"the class of the Trainer": kind, "compute_loss_func": state.get("compute_loss_func")}
+        of_class = {name for one in own for name, member in vars(one).items() if not code_functions(member)}
+        names = sorted(read - ATTACHED & (state.keys() | of_class))
+        found |= {f"{name} of the Trainer": getattr(self.parts, name) for name in names}
+        found |= {f"{name} of the arguments": args[name] for name in sorted(args.keys() - base)}
+        found |= {f"{name} of the arguments": args[name] for name in LOSS_ARGUMENTS if name in args}
+        return {name: value for name, value in found.items() if value is not None and not name.startswith(NOT_A_LOSS)}
 
     def describe_dependence(self, text: str) -> str:
         """Why the micro-batch is not free, for a reader who has a Trainer and no LossSum.
@@ -192,6 +246,10 @@ class TrainerSchedule:
     def __init__(self, parts: Any, steps: int) -> None:
         self.parts = parts
         self.steps = steps
+
+    def compared(self) -> dict[str, Any]:
+        """Its length; the rates that it gives are compared as numbers."""
+        return {"steps of the schedule": self.steps}
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
         parts = copy.copy(self.parts)

@@ -25,7 +25,7 @@ from autoplan.frameworks.transformers.loss import TrainerLoss, TrainerSchedule, 
 from autoplan.frameworks.transformers.rebuild import copy_trainer
 from autoplan.strategies.workloads.loops.batches import OrderedBatches, batches_in_form, collated, fetch
 from autoplan.strategies.workloads.loops.schedules import at_the_start, same_schedule
-from autoplan.strategies.workloads.optimizers import rebuild_over, trainable
+from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
 from autoplan.strategies.workloads.randomness import generators_kept
 from autoplan.strategies.workloads.workload import Workload
 
@@ -78,7 +78,7 @@ def read_training(trainer: Any) -> Workload:
         count=loss.count if batches.rows_are_samples else None,
         seed=int(args.seed),
         taken_from=type(trainer).__name__,
-        notes=(*_what_does_not_run(trainer), *said, *notes, *_overridden(trainer)),
+        notes=(*_what_does_not_run(trainer), *hooks_note(optimizer, model), *said, *notes, *_overridden(trainer)),
     )
 
 

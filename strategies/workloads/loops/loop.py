@@ -368,7 +368,7 @@ def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, measured: l
         none = {"max_grad_norm=": "clips no gradients", "schedule=": "keeps its learning rate"}
         what = " and ".join(none[name] for name in missing)
         notes.append(f"the loop is taken to be one that {what}; else give {' and '.join(missing)}")
-    notes += hooks_note(parts.optimizer)
+    notes += hooks_note(parts.optimizer, parts.model)
     if parts.mixed_precision is not None:
         notes.append(
             f"the Accelerator's mixed_precision={parts.mixed_precision} is not taken over: precision is a knob of the "

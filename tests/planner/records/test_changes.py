@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,11 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.errors import PlanError
+from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.records.changes import refuse_changed_parts
 from autoplan.strategies.workloads.fingerprint import changed_names, fingerprints
+from autoplan.strategies.workloads.loops.loop import read_loop
 from autoplan.strategies.workloads.objects import spec_from_objects
 from tests.cases import some
+from tests.strategies.loops import Points, Regressor
 from tests.strategies.tiny import Classifier, image_batch, image_loss, sgd
 
 FILES = {
@@ -205,6 +208,193 @@ def test_a_model_that_rests_in_eval_mode_is_the_same_training() -> None:
     part = Classifier()
     part.stages.eval()
     assert changed_names(then, fingerprints(model=part)["model"]) == ["what is in eval mode"]
+
+
+def tripled(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*given: Any) -> Any:
+        return function(*given) * 3
+
+    return wrapper
+
+
+def quadrupled(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*given: Any) -> Any:
+        return function(*given) * 4
+
+    return wrapper
+
+
+class Plain(nn.Module):
+    """A small model of the user's own, whose parts are replaced on the instance."""
+
+    squash: Any = staticmethod(torch.relu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.act: Any = nn.functional.relu
+        self.then: Any = lambda x: x * 2
+        self.part: Any = functools.partial(nn.functional.gelu, approximate="tanh")
+        self._scale = 0.5
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.part(self.act(self.linear(x) * self.mask))) * self._scale
+
+
+class Tripled(Plain):
+    forward = tripled(Plain.forward)
+
+
+class Quadrupled(Plain):
+    forward = quadrupled(Plain.forward)
+
+
+Quadrupled.__qualname__, Quadrupled.__name__ = Tripled.__qualname__, Tripled.__name__
+
+
+def own_gelu(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(x)
+
+
+def printing(module: Any, given: Any, result: Any = None) -> Any:
+    return result
+
+
+def with_attribute(name: str, value: Any) -> Any:
+    model = Plain()
+    setattr(model, name, value)
+    return model
+
+
+def hooked(register: str) -> Any:
+    model = Plain()
+    getattr(model.linear, register)(printing)
+    return model
+
+
+def with_gradient_hook(kind: str) -> Any:
+    model = Plain()
+    getattr(model.linear.weight, kind)(lambda one: None)
+    return model
+
+
+def with_mask() -> Any:
+    model = Plain()
+    model.mask = torch.zeros(4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "name"),
+    [
+        (Plain, lambda: with_attribute("act", nn.functional.gelu), "act of Plain"),
+        (Plain, lambda: with_attribute("act", torch.tanh), "act of Plain"),
+        (Plain, lambda: with_attribute("act", own_gelu), "act of Plain"),
+        (Plain, lambda: with_attribute("then", lambda x: x * 3), "<lambda>"),
+        (Plain, lambda: with_attribute("part", functools.partial(nn.functional.gelu)), "part of Plain"),
+        (Plain, lambda: with_attribute("_scale", 0.25), "attributes of Plain"),
+        (
+            lambda: with_attribute("forward", lambda x: x),
+            lambda: with_attribute("forward", lambda x: x * 3),
+            "<lambda>",
+        ),
+        (Plain, lambda: with_attribute("forward", lambda x: x), "attributes of Plain"),
+        (Plain, lambda: hooked("register_forward_hook"), "the hooks"),
+        (Plain, lambda: hooked("register_forward_pre_hook"), "the hooks"),
+        (Plain, lambda: hooked("register_full_backward_hook"), "the hooks"),
+        (Plain, lambda: with_gradient_hook("register_hook"), "the hooks"),
+        (Plain, lambda: with_gradient_hook("register_post_accumulate_grad_hook"), "the hooks"),
+        (Tripled, Quadrupled, "Plain.forward"),
+    ],
+)
+def test_what_an_instance_has_of_its_own_is_seen(then: Any, now: Any, name: str) -> None:
+    spec = spec_of(then())
+    assert refuse_changed_parts(spec, changed_ok=False, model=then()) is None
+    with pytest.raises(PlanError) as error:
+        refuse_changed_parts(spec, changed_ok=False, model=now())
+    assert name in str(error.value), str(error.value)
+    assert spec_of(now()).identity != spec.identity, "another study"
+
+
+def test_unsaved_buffers_count_as_weights_do() -> None:
+    spec = spec_of(Plain())
+    assert "the buffers that no checkpoint has" in str(refuse_changed_parts(spec, changed_ok=False, model=with_mask()))
+    assert spec_of(with_mask()).identity != spec.identity
+
+
+class Switched(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(os.environ.get("SWITCHED_SCALE", "1"))
+
+
+def test_variables_and_the_default_dtype_that_change_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Switched()
+    spec = spec_of(model)
+    monkeypatch.setenv("OTHER_SCALE", "2")
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+    said = refuse_changed_parts(spec, changed_ok=False, model=model)
+    assert said == "changed since the plan was found: $ONEDNN_DEFAULT_FPMATH_MODE"
+    assert spec_of(model).identity == spec.identity
+    monkeypatch.setenv("SWITCHED_SCALE", "2")
+    with pytest.raises(PlanError, match=r"\$SWITCHED_SCALE in Switched.forward"):
+        refuse_changed_parts(spec, changed_ok=False, model=model)
+    assert spec_of(model).identity != spec.identity
+    monkeypatch.delenv("SWITCHED_SCALE")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(PlanError, match="the default dtype"):
+            refuse_changed_parts(spec, changed_ok=False, model=model)
+        with pytest.raises(WorkloadError, match="default dtype is torch.float64 here, and trials"):
+            spec_of(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "name"),
+    [
+        (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), "attributes of CrossEntropyLoss"),
+        (
+            lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
+            lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]) * 2,
+            "<lambda>",
+        ),
+    ],
+)
+def test_the_loss_of_a_loop_is_looked_into(then: Any, now: Any, name: str) -> None:
+    torch.manual_seed(0)
+    model = Regressor()
+    loader: Any = torch.utils.data.DataLoader(Points(16), batch_size=8)
+    found = [read_loop(model, torch.optim.SGD(model.parameters()), loader, loss).loss for loss in (then, now)]
+    spec = spec_from_objects(model=model, make_batch=image_batch, loss=found[0], optimizer=sgd, global_batch=4)
+    assert refuse_changed_parts(spec, changed_ok=False, model=model, loss=found[0]) is None
+    with pytest.raises(PlanError) as error:
+        refuse_changed_parts(spec, changed_ok=False, model=model, loss=found[1])
+    assert name in str(error.value), str(error.value)
+
+
+class Counting(nn.Module):
+    """Counts its calls, and keeps what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(12, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = self.linear(x)
+        return self.last
+
+
+def test_reading_a_loop_leaves_what_its_modules_count() -> None:
+    model = Counting()
+    loader: Any = torch.utils.data.DataLoader(Points(16), batch_size=8)
+    read_loop(model, torch.optim.SGD(model.parameters()), loader, nn.CrossEntropyLoss())
+    assert model.calls == 0 and not hasattr(model, "last")
 
 
 DATA = """
