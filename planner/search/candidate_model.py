@@ -51,22 +51,15 @@ class Assessment:
         posterior: Step time, and the chances to fit and to run.
         untried: Whether a candidate has no finished trial yet, and its turn has come (`wait_for_the_leader`).
         cost_s: Expected seconds of a trial.
-        best_log_time: Logarithm of the best measured step time in seconds; None: nothing was measured.
-        wanted, best_value: What the next trial should lower, in the place of the step time, and the best of it; None:
-            it is the step time.
+        wanted: What the next trial should lower: the posterior, unless something other than throughput is looked for.
+        best: The best of it that was measured, as a logarithm; None: nothing was.
     """
 
     posterior: Posterior
     untried: NDArray[np.bool_]
     cost_s: Array
-    best_log_time: float | None
-    wanted: Posterior | None = None
-    best_value: float | None = None
-
-    @property
-    def target(self) -> tuple[Posterior, float | None]:
-        """What the next trial should lower, and the best of it that was measured."""
-        return (self.posterior, self.best_log_time) if self.wanted is None else (self.wanted, self.best_value)
+    wanted: Posterior
+    best: float | None
 
 
 class CandidateModel:
@@ -145,7 +138,8 @@ class CandidateModel:
                 posterior=posterior,
                 untried=np.array([config not in tried for config in self.candidates]) & ~self.wait_for_the_leader(),
                 cost_s=cost,
-                best_log_time=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
+                wanted=posterior,
+                best=None if best is None or best.step_time_s is None else math.log(best.step_time_s.median),
             )
             self._assessment = self._as_wanted(self._assessment)
         return self._assessment
@@ -161,7 +155,7 @@ class CandidateModel:
         if self.objective.name == "throughput" or not good:
             return now
         value, best = view(self.objective, self.candidates, now.posterior, good)
-        wanted = replace(now, wanted=value, best_value=best)
+        wanted = replace(now, wanted=value, best=best)
         if self.objective.name == "cost":
             return wanted
         turns = (now, wanted) if len(self.trials) % 2 else (wanted, now)
@@ -248,7 +242,7 @@ def tried_configs(trials: Sequence[Trial]) -> set[TrainingConfig]:
 
 def prospects(now: Assessment) -> tuple[Array, NDArray[np.bool_]]:
     """The expected improvement of each candidate, and which of the untried ones can still win."""
-    posterior, best = now.target
+    posterior, best = now.wanted, now.best
     chance = posterior.fits * posterior.works
     if best is None:  # nothing measured yet: the fastest prediction that fits for sure
         return chance * np.exp(posterior.log_time.min() - posterior.log_time), now.untried

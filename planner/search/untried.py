@@ -42,7 +42,7 @@ def find_untried(
     known = model.assess()
     if model.objective.name == "memory" or not known.untried.any():
         return None
-    posterior, _ = known.target
+    posterior = known.wanted
     best = math.log(step_time_s * devices_of(model.objective, found))
     ranking = [] if drawn else model.ranking()
     tried_next: bool | None = True

@@ -87,14 +87,14 @@ def test_the_next_trial_lowers_what_is_looked_for():
         return model.assess()
 
     plain = asked(THROUGHPUT, 3)
-    assert plain.target == (plain.posterior, 0.0)
+    assert (plain.wanted, plain.best) == (plain.posterior, 0.0)
     for_memory = asked(MEMORY, 2)  # every second trial looks for memory
-    posterior, best = for_memory.target
+    posterior, best = for_memory.wanted, for_memory.best
     assert best == pytest.approx(math.log(3.0 * GIB))
     assert np.allclose(posterior.log_time, for_memory.posterior.log_memory)
     assert (posterior.works <= for_memory.posterior.works).all()
     for_speed = asked(MEMORY, 3)
-    assert for_speed.target[1] == 0.0
+    assert for_speed.best == 0.0
     assert CandidateModel(candidates, objective=MEMORY).ranking()
 
 
@@ -112,10 +112,10 @@ def test_a_turn_for_speed_in_which_nothing_can_win_goes_to_memory():
         log_memory_sd=np.full(2, 0.1),
     )
     untried = np.array([False, True])
-    known = Assessment(posterior=belief, untried=untried, cost_s=np.ones(2), best_log_time=0.0)
+    known = Assessment(posterior=belief, untried=untried, cost_s=np.ones(2), wanted=belief, best=0.0)
     assert expected_improvement(belief, 0.0)[1] > LEAST_GAIN and not prospects(known)[1].any()
     turn = model._as_wanted(known)
-    assert turn.wanted is not None and prospects(turn)[1].tolist() == [False, True]
+    assert turn.wanted is not belief and prospects(turn)[1].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
