@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -53,7 +53,7 @@ TIMED = "operations timed"
 """Stands among the variants that were asked for: the timing of operations."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchContext:
     """What the search knows of the workload and the machine: enough for the plain run, and more after each piece.
 
@@ -71,7 +71,6 @@ class SearchContext:
         held: (knob, value) of what is tried only where nothing else fits.
         profile: The model: its traced variants, and the rough ones.
         plain_trace_s: What the trace of the plain variant took, in seconds.
-        estimator: The cost model.
         candidates: Those worth a trial, in the space's order.
         left_out: Families never tried, by any limit.
         asked: The variants that a trace was asked for, by their text: one that did not come to its end stays rough.
@@ -90,10 +89,22 @@ class SearchContext:
     held: tuple[tuple[str, str], ...]
     profile: ModelProfile
     plain_trace_s: float
-    estimator: Estimator
     candidates: tuple[TrainingConfig, ...] = ()
     left_out: tuple[LeftOutFamily, ...] = ()
     asked: frozenset[str] = frozenset()
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        """The cost model; each context has its own, which learns from the trials that it is told of."""
+        from autoplan.planner.cost.traced.estimator import Estimator
+
+        return Estimator(
+            self.profile,
+            self.hardware,
+            device=self.device,
+            global_batch=self.spec.global_batch,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
 
     def variants(self, *configs: TrainingConfig) -> tuple[VariantKey, ...]:
         """The variants that the predictions of these configurations read, the plain one first."""
@@ -155,7 +166,6 @@ def begin_search(means: Means) -> SearchContext:
         held=held_back(choices, named),
         profile=profile,
         plain_trace_s=profile.seconds_spent,
-        estimator=_estimator(means, profile, hardware, target.device, facts.spec.global_batch, memory_limit),
     )
     first, kind = space.candidates.kinds(*VARIANT_KNOBS)
     traced = np.array([not context.rough(space.candidates[int(place)]) for place in first])[kind]
@@ -319,25 +329,6 @@ def _trace(
     return with_rough_variants(profile, everything)
 
 
-def _estimator(
-    means: Means,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    device: Literal["cuda", "cpu"],
-    global_batch: int,
-    memory_limit_bytes: int,
-) -> Estimator:
-    from autoplan.planner.cost.traced.estimator import Estimator
-
-    return Estimator(
-        profile,
-        hardware,
-        device=device,
-        global_batch=global_batch,
-        memory_limit_bytes=memory_limit_bytes,
-    )
-
-
 def _needless(context: SearchContext, configs: ConfigTable) -> list[LeftOutFamily] | None:
     """The last resorts that no trial needs, since some of these configurations are sure to fit; None: none of them."""
     if not context.held:
@@ -362,15 +353,12 @@ def _predicted(context: SearchContext) -> SearchContext:
     options, device = context.means.options, context.device
     space = without_failed_variants(context.space, context.profile.failed_variants)
     context.means.observer.on_phase("space", f"predicting {len(space.candidates)} legal configurations")
-    estimator = _estimator(
-        context.means, context.profile, context.hardware, device, context.spec.global_batch, context.memory_limit_bytes
-    )
-    context = replace(context, space=space, estimator=estimator)
+    context = replace(context, space=space)
     needless = _needless(context, space.candidates)
     candidates = space.candidates if needless is None else space.candidates.take(~_resorts(context, space.candidates))
     kept, dropped = keep_what_may_win(
         candidates,
-        estimator.outlook(candidates),
+        context.estimator.outlook(candidates),
         context.memory_limit_bytes,
         device,
         spares_memory=options.objective != "memory",
