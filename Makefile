@@ -82,8 +82,8 @@ test-zoo: $(VENV)/.installed-zoo
 # The environment is .venv-exports/packages. Without BUDGET each training is looked at alone: some minutes in all.
 .PHONY: test-packages
 test-packages: $(VENV)/.installed-test
-	$(TEST_ENV) $$($(BIN)/python -m tests.exports.environments packages) -m tests.packages.run $(TRAININGS) \
-	  $(if $(BUDGET),--budget $(BUDGET))
+	$(TEST_ENV) PYTHONPATH=$(CURDIR) $$($(BIN)/python -m tests.exports.environments packages) -m tests.packages.run \
+	  $(TRAININGS) $(if $(BUDGET),--budget $(BUDGET))
 
 quick: lint $(TYPES)
 	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not timing and not environment"
