@@ -261,10 +261,10 @@ class TrainingConfig(Record):
             without="the moments stay in the dtype of the parameters, which takes more memory than measured",
             risks={
                 "bf16": "Adam's moments keep 8 bits of mantissa, rounded by chance: the second moment changes by a "
-                "thousandth a step, less than its last bit. It is right on average and noisy; three steps cannot show "
+                "thousandth a step, less than its last bit. It is right on average and noisy; a few steps cannot show "
                 "what that does to a long training",
                 "8bit": "Adam's moments keep 8 bits, with a scale for each 256: small ones beside a large one lose "
-                "most of their bits, which three steps, with moments that have just begun, cannot show",
+                "most of their bits, which a few steps, with moments that have just begun, cannot show",
             },
         ),
     ] = Field(

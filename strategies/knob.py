@@ -63,7 +63,7 @@ class Knob:
             tries the other values only where the plain one may not fit.
         memory_only_on: The one device type on which that is so; None: all.
         risks: By value that loses bits at each step (parameters, optimizer states, products in fewer bits), what a
-            plan says of it: what the three steps of a parity check cannot show. A search has these values only with
+            plan says of it: what the few steps of a parity check cannot show. A search has these values only with
             `--numerics lossy`.
         made_by_torchao: The values that torchao makes.
         must_gain: A search tries its other values only where they are predicted to be faster than the plain one.

@@ -23,7 +23,15 @@ import numpy as np
 from autoplan.errors import DidNotRunError
 from autoplan.files import replace_file
 from autoplan.planner.parity.differences import Samples, excess
-from autoplan.planner.parity.judge import SAME_MASKS, Judgement, buffers_to_compare, judge, names_of, not_finite
+from autoplan.planner.parity.judge import (
+    SAME_MASKS,
+    Judgement,
+    buffers_to_compare,
+    judge,
+    names_of,
+    not_finite,
+    same_masks_on_ranks,
+)
 from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
     ParityMeasurement,
@@ -40,7 +48,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 MEASUREMENTS = "measurements.json"
 LIMITS = "What no check of a few steps can see is listed in docs/parity.md"
 
-FORMAT = 4
+FORMAT = 5
 """Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5
@@ -143,6 +151,8 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
     problems = [*_reference_problems(measurement, config), *worst.problems]
+    if same_masks := same_masks_on_ranks([one.measurement for one in candidates]):
+        problems.append(same_masks)
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement
     left_out = not_checked(measurement, ours)
@@ -198,7 +208,7 @@ def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) 
             "fix it with --fix micro_batch=N"
         )
     if all(measurement.changes.get(name, 0.0) == 0.0 for name in measurement.parameters):
-        problems.append("no parameter changed within three plain steps, so nothing could be compared")
+        problems.append("no parameter changed within the plain steps, so nothing could be compared")
     return problems
 
 
@@ -235,7 +245,10 @@ def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> st
         phrases.append(f"one forward and backward at {ours.own_length.sequence_length} tokens")
     if ours.chunk_rows is not None:
         phrases.append(f"the fused loss in chunks of {ours.chunk_rows} rows")
-    if ours.dropout:
+    if ours.twin is not None:
+        own = " and at its own length" if ours.twin.own_length is not None else ""
+        phrases.append(f"the same knobs in fp32, eager, beside the same reference in the first step{own}")
+    if ours.dropout or (ours.twin is not None and ours.twin.dropout):
         same = any(check.name == SAME_MASKS for check in checks)
         phrases.append("dropout on: " + ("the same masks and gradients" if same else "as much noise as the reference"))
     return "; ".join(phrases)

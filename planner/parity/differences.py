@@ -41,11 +41,13 @@ class Samples(NamedTuple):
 
 
 class Gradients:
-    """The gradients of one part of both runs."""
+    """The gradients of one part of both runs; the candidate's has a prefix where its knobs ran in fp32."""
 
-    def __init__(self, reference: Samples, candidate: Samples, part: str, tolerance: Tolerance) -> None:
+    def __init__(
+        self, reference: Samples, candidate: Samples, part: str, tolerance: Tolerance, prefix: str = ""
+    ) -> None:
         self.reference = reference.part(part)
-        self.candidate = candidate.part(part)
+        self.candidate = candidate.part(prefix + part)
         self.names = [name for name in self.reference if name in self.candidate]
         self.tolerance = tolerance
         sizes = reference.measurement.parameters
@@ -93,7 +95,7 @@ class Gradients:
         chosen = self.names if names is None else names
         apart = sum(self.weights[name] * square(self.candidate[name] - self.reference[name]) for name in chosen)
         whole = sum(self.weights[name] * square(self.reference[name]) for name in chosen)
-        return finite(math.sqrt(apart / whole)) if whole > 0 else 0.0
+        return finite(math.sqrt(apart / whole)) if whole != 0 else (CAP if apart else 0.0)
 
     def scale_and_residual(self, names: Sequence[str] | None = None) -> tuple[float, float]:
         """|scale - 1|, and the part of the distance that is not along the reference's gradient."""

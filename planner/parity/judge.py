@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,12 @@ from autoplan.planner.parity.records import (
     DROPOUT,
     OWN_LENGTH,
     START,
+    TWIN,
+    DropoutMeasure,
     GroupMeasure,
     ParityMeasurement,
     StepMeasure,
+    TwinMeasure,
     step_part,
 )
 from autoplan.planner.parity.tolerances import (
@@ -37,14 +41,18 @@ from autoplan.planner.parity.tolerances import (
     MOMENTS_KEPT,
     PRODUCTS,
     SAME_GRADIENT,
+    SAME_MASK,
     SAME_STREAM,
+    TOLERANCES,
     Tolerance,
 )
 from autoplan.planner.parity.tolerances import START as START_TOLERANCE
 from autoplan.planner.records.trials import ParityCheck
 
 SAME_MASKS = "gradients, dropout on"  # compared where both runs drew the same masks
+IN_FP32 = ", in fp32"  # of the same knobs
 _TINY = 1e-30
+_NEAR_STEPS = 3  # in which the parameters of both runs still differ by little more than rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,27 +85,30 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
     rates = enumerate(zip(plain.learning_rates, ours.learning_rates, strict=False))
     rates_apart = {f"group {number}": relative(one, other) for number, (one, other) in rates}
     first = Gradients(reference, candidate, step_part(0), tolerance)
+    all_steps = len(ours.steps) == len(plain.steps)
     checks = [
         largest("start", START_TOLERANCE, distances_of(reference.part(START), candidate.part(START))),
         *first.checks("step 1", plain.steps[0].gradient_norms, ours.steps[0].gradient_norms),
-        largest("gradient scale, later steps", tolerance.later, _later_steps(reference, candidate, tolerance)),
-        # of the first step: later ones are taken with parameters that differ a little
         make_check("loss", relative(plain.steps[0].loss, ours.steps[0].loss, 1e-12), tolerance.loss, "step 1"),
+        *_later_steps(reference, candidate, tolerance),
         *_clipping(ours, tolerance),
         largest("parameter groups", 1e-6, _groups(plain.steps, ours.steps)),
-        largest("learning rate after the last step", 1e-6, rates_apart),
+        *([largest("learning rate after the last step", 1e-6, rates_apart)] if all_steps else []),
         _optimizer(plain, ours, tolerance),
         *_rounding(ours, states),
         *([largest("products in fp8", PRODUCTS, ours.products)] if ours.products else []),
         largest("frozen parameters", 0.0, _frozen(plain, ours)),
     ]
     buffers = buffers_to_compare(plain, ours)
-    if buffers:
+    if buffers and len(ours.steps) >= plain.trained:
         checks.append(largest("buffers", tolerance.norm, relatives(buffers, ours.buffers, tolerance)))
     if plain.own_length is not None and ours.own_length is not None:
         own = Gradients(reference, candidate, OWN_LENGTH, tolerance)
         checks += own.checks("own length", plain.own_length.gradient_norms, ours.own_length.gradient_norms)
-    checks += _dropout(reference, candidate, tolerance)
+    if plain.dropout is not None and ours.dropout is not None:
+        checks += _dropout(reference, candidate, plain.dropout, ours.dropout, tolerance)
+    if ours.twin is not None:
+        checks += _twin(reference, candidate, ours.twin)
     return Judgement(checks=tuple(checks), problems=tuple(_problems(reference, candidate)))
 
 
@@ -119,9 +130,16 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
     one, other = set(reference.part(START)), set(candidate.part(START))
     if one != other:
         problems.append(f"parameters are not the same: {names_of(one ^ other)} trains in one of the two only")
-    one, other = set(reference.part(step_part(0))), set(candidate.part(step_part(0)))
-    if one != other:
-        problems.append(f"gradients are not of the same parameters: {names_of(one ^ other)} is in one of the two only")
+    for number, (theirs, own) in enumerate(zip(plain.steps, ours.steps, strict=False), start=1):
+        one, other = set(theirs.gradient_norms), set(own.gradient_norms)
+        if theirs.samples and one != other:
+            where = f"in step {number}: {names_of(one ^ other)} is in one of the two only"
+            problems.append(f"gradients are not of the same parameters {where}")
+            break
+    if ours.hides_nan:
+        problems.append(f"a loss that is NaN leaves {ours.hides_nan} finite: the plain loop hides it nowhere")
+    for measured in (ours.dropout, None if ours.twin is None else ours.twin.dropout):
+        problems += _dropout_problems(plain.dropout, measured)
     for number, step in enumerate(ours.steps, start=1):
         if not math.isfinite(step.loss):
             problems.append(f"the loss of step {number} is {step.loss}")
@@ -132,10 +150,10 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
         broken = not_finite(of_ours) - not_finite(of_plain)
         if broken:
             problems.append(f"{what} are not finite after the last step: {names_of(broken)}")
-    if plain.schedule_steps != ours.schedule_steps:
+    if plain.schedule_steps != ours.schedule_steps and len(ours.steps) == len(plain.steps):
         problems.append(f"the schedule was stepped {ours.schedule_steps} times, not {plain.schedule_steps}")
     for number, (theirs, own) in enumerate(zip(plain.steps, ours.steps, strict=False), start=1):
-        if theirs.cleared and not own.cleared:
+        if theirs.samples and theirs.cleared and not own.cleared:
             problems.append(f"gradients are left in the parameters after step {number}")
         one, other = _held(theirs.groups), _held(own.groups)
         if one != other and own.optimizer_steps:
@@ -161,11 +179,23 @@ def names_of(names: set[str]) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -> dict[str, float]:
-    """How far the scale of the whole gradient of later steps is off: what is not cleared, or remembered wrongly."""
-    steps = range(1, min(len(reference.measurement.steps), len(candidate.measurement.steps)))
-    gradients = {number: Gradients(reference, candidate, step_part(number), tolerance) for number in steps}
-    return {f"scale, step {number + 1}": abs(found.scale() - 1) for number, found in gradients.items()}
+def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -> list[ParityCheck]:
+    """The whole gradient and the loss of later steps, which are taken with parameters that differ a little."""
+    plain, ours = reference.measurement, candidate.measurement
+    scales: dict[str, float] = {}
+    distances: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for number in range(1, min(plain.trained, len(ours.steps))):
+        where = f"step {number + 1}"
+        found = Gradients(reference, candidate, step_part(number), tolerance)
+        (scales if number < _NEAR_STEPS else distances)[f"scale, {where}"] = abs(found.scale() - 1)
+        distances[where] = found.distance()
+        losses[where] = relative(plain.steps[number].loss, ours.steps[number].loss, 1e-12)
+    return [
+        largest("gradient scale, later steps", tolerance.later, scales),
+        largest("whole gradient, later steps", tolerance.later_whole, distances),
+        largest("loss, later steps", tolerance.later_loss, losses),
+    ]
 
 
 # Steps.
@@ -225,6 +255,8 @@ def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tol
         return make_check(name, 1.0, tolerance.optimizer, "all parameters")
     if ours.replay is not None and ours.replay.method != "norms":
         return largest(name, tolerance.optimizer, ours.replay.differences)
+    if len(ours.steps) < plain.trained:
+        return make_check("change of the parameters", 0.0, CHANGE_NORM, "not compared")
     trained = {key: value for key, value in plain.changes.items() if key in plain.parameters}
     allowed = max(tolerance.norm, CHANGE_NORM)
     return largest("change of the parameters", allowed, relatives(trained, ours.changes, tolerance))
@@ -255,50 +287,113 @@ def _frozen(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, floa
 # Dropout.
 
 
-def _dropout(reference: Samples, candidate: Samples, tolerance: Tolerance) -> list[ParityCheck]:
+def _dropout(
+    reference: Samples,
+    candidate: Samples,
+    plain: DropoutMeasure,
+    ours: DropoutMeasure,
+    tolerance: Tolerance,
+    prefix: str = "",
+) -> list[ParityCheck]:
     """Rates in use, the same seed twice, and the noise that dropout puts into the gradient.
 
     Where losses or gradients show that both runs drew the same masks, the gradients themselves are compared.
     """
-    plain, ours = reference.measurement, candidate.measurement
-    if not plain.dropout or not ours.dropout:
-        return []
-    rates = {
-        name: abs(rate - ours.dropout_rates[name])
-        for name, rate in plain.dropout_rates.items()
-        if name in ours.dropout_rates
-    }
-    again = relative(
-        ours.dropout[0].loss, math.nan if ours.dropout_repeated_loss is None else ours.dropout_repeated_loss
-    )
+    rates = {name: abs(rate - ours.rates[name]) for name, rate in plain.rates.items() if name in ours.rates}
+    again = relative(ours.passes[0].loss, math.nan if ours.repeated_loss is None else ours.repeated_loss)
+    where = IN_FP32 if prefix and candidate.measurement.dropout is not None else ""
     checks = [
-        largest("dropout rates", 1e-6, rates),
-        make_check("dropout, the same seed twice", again, tolerance.loss, "the loss"),
+        largest(f"dropout rates{where}", 1e-6, rates),
+        make_check(f"dropout, the same seed twice{where}", again, tolerance.loss, "the loss"),
     ]
-    noise = _noise(reference, len(plain.dropout))
-    parts = [f"{DROPOUT}{number}" for number in range(len(plain.dropout))]
-    distances = {part: Gradients(reference, candidate, part, tolerance).distance() for part in parts}
+    parts = [f"{DROPOUT}{number}" for number in range(len(plain.passes))]
+    noise, noise_of_ours = _noise(reference, parts), _noise(candidate, [prefix + part for part in parts])
+    distances = {part: Gradients(reference, candidate, part, tolerance, prefix).distance() for part in parts}
     near = max(distances.values()) < SAME_GRADIENT * math.sqrt(2 * noise)
     if near or _same_losses(plain, ours):
-        checks.append(largest(SAME_MASKS, tolerance.vector, distances))
+        checks.append(largest(SAME_MASKS + where, tolerance.vector, distances))
         return checks
-    ratio = _noise(candidate, len(ours.dropout)) / max(noise, _TINY)
+    ratio = noise_of_ours / max(noise, _TINY)
     apart = max(ratio, 1.0 / ratio) if ratio > 0 else CAP
-    checks.append(make_check("noise of dropout in the gradient", apart - 1, DROPOUT_NOISE - 1, "all parameters"))
+    name = f"noise of dropout in the gradient{where}"
+    checks.append(make_check(name, apart - 1, DROPOUT_NOISE - 1, "all parameters"))
     return checks
 
 
-def _same_losses(plain: ParityMeasurement, ours: ParityMeasurement) -> bool:
+def _dropout_problems(plain: DropoutMeasure | None, ours: DropoutMeasure | None) -> list[str]:
+    """Masks that are drawn again, and kinds of dropout that do nothing, where the plain loop shows neither."""
+    problems: list[str] = []
+    if plain is None or ours is None:
+        return problems
+    if plain.unseeded and ours.unseeded and _are_apart([loss for step in plain.unseeded for loss in step]):
+        if all(len(step) > 1 and _are_equal(step) for step in ours.unseeded):
+            problems.append("dropout draws the same masks in every micro-batch of a step")
+        if all(_are_equal(losses) for losses in zip(*ours.unseeded, strict=True)):
+            problems.append("dropout draws the same masks in every step")
+    for kind, losses in ours.sources.items():
+        if _are_apart(plain.sources.get(kind, ())) and _are_equal(losses):
+            problems.append(f"dropout that is on in the plain run does nothing: {kind or 'of no dropout module'}")
+    return problems
+
+
+def same_masks_on_ranks(candidates: Sequence[ParityMeasurement]) -> str | None:
+    """A sentence, where two data-parallel ranks draw the same masks from the start."""
+    seen: dict[tuple[float, ...], int] = {}
+    for ours in candidates:
+        measured = ours.dropout or (ours.twin.dropout if ours.twin is not None else None)
+        if measured is None or not measured.unseeded:
+            continue
+        losses = tuple(loss for step in measured.unseeded for loss in step)
+        for found, rank in seen.items():
+            if rank != ours.data_rank and all(map(_are_equal, zip(found, losses, strict=True))):
+                return f"dropout draws the same masks on data-parallel ranks {rank} and {ours.data_rank}"
+        seen.setdefault(losses, ours.data_rank)
+    return None
+
+
+def _are_equal(losses: Sequence[float]) -> bool:
+    return max(losses) - min(losses) <= SAME_MASK * abs(losses[0])
+
+
+def _are_apart(losses: Sequence[float]) -> bool:
+    """Whether every two of them differ."""
+    ordered = sorted(losses)
+    gaps = [after - before for before, after in itertools.pairwise(ordered)]
+    return bool(gaps) and min(gaps) > 10 * SAME_MASK * abs(losses[0])
+
+
+# The same knobs in fp32.
+
+
+def _twin(reference: Samples, candidate: Samples, ours: TwinMeasure) -> list[ParityCheck]:
+    """Gradients and losses of the candidate's knobs in fp32, by the tolerances of fp32."""
+    plain, tolerance = reference.measurement, TOLERANCES["fp32"]
+    first = Gradients(reference, candidate, step_part(0), tolerance, TWIN)
+    loss = relative(plain.steps[0].loss, ours.step.loss, 1e-12)
+    checks = [
+        *first.checks("step 1" + IN_FP32, plain.steps[0].gradient_norms, ours.step.gradient_norms),
+        make_check("loss" + IN_FP32, loss, tolerance.loss, "step 1"),
+    ]
+    if plain.own_length is not None and ours.own_length is not None:
+        own = Gradients(reference, candidate, OWN_LENGTH, tolerance, TWIN)
+        norms = plain.own_length.gradient_norms, ours.own_length.gradient_norms
+        checks += own.checks("own length" + IN_FP32, *norms)
+    if plain.dropout is not None and ours.dropout is not None:
+        checks += _dropout(reference, candidate, plain.dropout, ours.dropout, tolerance, TWIN)
+    return checks
+
+
+def _same_losses(plain: DropoutMeasure, ours: DropoutMeasure) -> bool:
     """Whether the losses of all seeds are those of the reference, as far as their spread over seeds can tell."""
-    theirs = [measured.loss for measured in plain.dropout]
-    own = [measured.loss for measured in ours.dropout]
+    theirs = [measured.loss for measured in plain.passes]
+    own = [measured.loss for measured in ours.passes]
     spread = max(theirs) - min(theirs)
     return len(own) == len(theirs) and all(abs(a - b) <= SAME_STREAM * spread for a, b in zip(theirs, own, strict=True))
 
 
-def _noise(samples: Samples, passes: int) -> float:
+def _noise(samples: Samples, names: Sequence[str]) -> float:
     """The variance of the gradient over seeds, as a share of the squared mean gradient."""
-    parts = [samples.part(f"{DROPOUT}{number}") for number in range(passes)]
+    parts = [samples.part(name) for name in names]
     sizes = samples.measurement.parameters
     apart = whole = 0.0
     shapes = {name: sample for part in parts for name, sample in part.items()}
@@ -307,4 +402,4 @@ def _noise(samples: Samples, passes: int) -> float:
         weight = sizes[name].elements / max(1, values.shape[1]) if name in sizes else 1.0
         apart += weight * float(values.var(axis=0, ddof=1).sum())
         whole += weight * float(np.square(values.mean(axis=0)).sum())
-    return apart / whole if whole > 0 else 0.0
+    return finite(apart / whole) if whole != 0 else 0.0

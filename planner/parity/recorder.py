@@ -6,6 +6,7 @@ with a factor. On several ranks every rank gathers whole tensors, so that each j
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from autoplan.files import open_private
 from autoplan.planner.parity.records import (
     START,
+    WHOLE_STEPS,
     GroupMeasure,
     ParameterMeasure,
     StepMeasure,
@@ -29,6 +31,7 @@ from autoplan.strategies.techniques.rounded_steps import MOMENTS, StepRounding, 
 from autoplan.text import writable
 
 SAMPLED_ELEMENTS = 1 << 14  # of each parameter, evenly spread
+_THINNED = 16  # one of so many sampled elements of a gradient is kept of the steps after the whole ones
 _NORM_PIECE = 1 << 16
 _STEP_FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")  # how a step runs, not what it computes
 
@@ -119,18 +122,25 @@ class Recorder:
         names = self._names = {id(parameter): name for name, parameter in named_parameters(model)}
         self._groups = self._merged_groups([_group(group, names) for group in optimizer.param_groups])
 
+    def note_groups(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Records the groups of a step that is not taken."""
+        self.before_optimizer(model, optimizer)
+        groups = self._groups
+        self.forget_step()
+        self.steps.append(StepMeasure(loss=0.0, gradient_norms={}, gradient_norm=0.0, groups=groups))
+
     def forget_step(self) -> None:
         """Drops what was recorded of a step that was not taken (fp16)."""
         self._norms, self._clipped, self._groups, self._optimizer_steps = {}, {}, (), 0
         self._unrounded = {}
 
-    def after_step(self, model: nn.Module, *, loss: float, clipping_norm: float | None) -> None:
-        """Records the parameters after a step and closes its record."""
+    def after_step(self, model: nn.Module, *, samples: int, loss: float, clipping_norm: float | None) -> None:
+        """Records the parameters after a step of so many samples, and closes its record."""
         part = step_part(len(self.steps))
         shares = {}
         for name, gradient in self._clipped.items():
             before = norm_of(self._elements[f"{part}/{name}"])
-            if before > 0:
+            if before != 0:  # NaN too
                 shares[name] = norm_of(gradient) / before
         self.clipped.append(self._clipped)
         kept = self._sampled_parameters(model)
@@ -147,30 +157,38 @@ class Recorder:
                 clipped_share=shares,
                 gradient_factor=self._factor,
                 groups=self._groups,
+                samples=samples,
                 optimizer_steps=self._optimizer_steps,
                 cleared=not any(holds_gradient(parameter) for parameter in model.parameters()),
             )
         )
+        if len(self.steps) > WHOLE_STEPS:  # of these the whole gradient alone is compared
+            thinned = {name: self._elements[f"{part}/{name}"][::_THINNED].clone() for name in self._norms}
+            self._elements |= {f"{part}/{name}": sample for name, sample in thinned.items()}
         self.forget_step()
 
     # A forward and backward beside the steps.
 
     def gradients(self, part: str, model: nn.Module) -> dict[str, float]:
-        """Keeps the sampled gradients of a part, in the place of earlier ones; gives the norms of the whole ones."""
+        """Keeps the sampled gradients of a part, in the place of earlier ones; gives the norms of the whole ones.
+
+        The norms alone where the part has no name.
+        """
         for name in [name for name in self._elements if name.startswith(part + "/")]:
             del self._elements[name]
         gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
         norms = {}
         for name, gradient in self._full(gradients).items():
             norms[name] = norm_of(gradient)
-            self._elements[f"{part}/{name}"] = sample_elements(gradient)
+            if part:
+                self._elements[f"{part}/{name}"] = sample_elements(gradient)
         return norms
 
     # The end.
 
-    def changes(self) -> dict[str, float]:
-        """By parameter, frozen ones too, the norm of its change over all steps, on the sampled elements."""
-        last = self.stepped[-1]
+    def changes(self, steps: int) -> dict[str, float]:
+        """By parameter, frozen ones too, the norm of its change over so many steps, on the sampled elements."""
+        last = self.stepped[steps - 1]
         return {name: norm_of(last[name].float() - start.float()) for name, start in self.start.items()}
 
     def buffer_changes(self, model: nn.Module) -> dict[str, float]:
@@ -318,10 +336,18 @@ def norm_of(tensor: torch.Tensor) -> float:
 
 
 def sample_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy on the CPU of at most SAMPLED_ELEMENTS elements, evenly spread.
+    """A flat copy on the CPU of at most SAMPLED_ELEMENTS elements: one of each of as many equal pieces of the tensor.
 
-    The stride is odd, to meet all columns. A tensor that has no more elements is copied whole.
+    A tensor that has no more elements is copied whole.
     """
     flat = tensor.detach().reshape(-1)
-    stride = 1 if flat.numel() <= SAMPLED_ELEMENTS else (flat.numel() // SAMPLED_ELEMENTS) | 1
-    return flat[::stride][:SAMPLED_ELEMENTS].clone(memory_format=torch.contiguous_format).cpu()
+    if flat.numel() > SAMPLED_ELEMENTS:
+        return flat[_places(flat.numel(), SAMPLED_ELEMENTS).to(flat.device)].cpu()
+    return flat.clone(memory_format=torch.contiguous_format).cpu()
+
+
+@functools.cache
+def _places(elements: int, sampled: int) -> torch.Tensor:
+    """One place in each of equal pieces. Within a piece it goes on by the golden ratio, so that all columns are met."""
+    numbers = torch.arange(sampled, dtype=torch.float64)
+    return ((numbers + (numbers * 0.6180339887) % 1) * (elements / sampled)).long().clamp(max=elements - 1)

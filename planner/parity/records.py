@@ -7,24 +7,38 @@ import math
 from pydantic import ConfigDict, Field
 
 from autoplan.record import Record
-from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.config import PLAIN, TrainingConfig
+from autoplan.strategies.techniques.rules import SIXTEEN_BITS_ONLY
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 CHECK_SEQUENCE_LENGTH = 128
 SMALL_MODEL_PARAMETERS = 20_000_000
-LARGE_MODEL_SEQUENCE_LENGTH = 32
-"""Of the steps of a model that is larger than that: three steps at 128 tokens would cost more than all the rest. Its
-own length is checked in one forward and backward."""
+LARGE_MODEL_SEQUENCE_LENGTH = 16
+"""Of the steps of a model that is larger than that: steps at 128 tokens would cost more than all the rest. Its own
+length is checked in one forward and backward."""
 
 CHECK_MICRO_BATCH = 2
-CHECK_STEPS = 3
-CHECK_ACCUMULATION = 3
-DROPOUT_SEQUENCE_LENGTH = 32
+CHECK_STEPS = 12
+LARGE_MODEL_STEPS, WHOLE_STEPS = 10, 2
+"""Where a model is large or slow, or the shapes are those of training: all steps, and those that the reference takes
+too. Later ones of the candidate have one micro-batch; they show the optimizer, beside its replay, and the schedule."""
+
+MOST_STEPS_S = 6.0
+"""Seconds of all steps of the reference, over which a model counts as slow."""
+
+CHECK_ACCUMULATION = 5
+RESUMED_AFTER = 2
+"""Steps, after which the candidate's state is saved, and loaded into a run that is as it was made."""
+
+DROPOUT_SEQUENCE_LENGTH = 16
 DROPOUT_SEEDS = 2
+SOURCE_SEEDS = 2
 LEAST_CHUNKS = 3
 
 # The parts of a check, by the prefix of the names under which the sampled elements are kept.
 START, OWN_LENGTH, DROPOUT = "start", "own_length", "dropout"
+TWIN = "fp32 "
+"""Before the name of a part: the same of the candidate's knobs in fp32."""
 
 
 def step_part(number: int) -> str:
@@ -33,10 +47,7 @@ def step_part(number: int) -> str:
 
 
 def check_accumulation(config: TrainingConfig) -> int:
-    """Micro-steps per step of the check: three, or the next multiple of a pipeline pass; one where no more is allowed.
-
-    With two, a run that drops every micro-batch after the second is not seen.
-    """
+    """Micro-steps per step of the check: five, or the next multiple of a pipeline pass; one where it has to be."""
     if config.ddp_static_graph:
         return 1
     if config.pp == 1:
@@ -45,10 +56,29 @@ def check_accumulation(config: TrainingConfig) -> int:
 
 
 def dropout_accumulation(config: TrainingConfig) -> int:
-    """Micro-steps of the passes with dropout on: as few as the config can be built with."""
-    if config.pp > 1:
-        return config.pp_microbatches
-    return 2 if config.gradient_sync == "every" else 1
+    """Micro-steps of a step with dropout on: two, whose masks have to differ, or those of a pipeline pass."""
+    if config.ddp_static_graph:
+        return 1
+    return config.pp_microbatches if config.pp > 1 else 2
+
+
+def samples_at_once(config: TrainingConfig) -> int:
+    """Samples of the smallest part of a step: one micro-batch of each data-parallel rank, or one pipeline pass."""
+    return config.micro_batch * config.dp * (config.pp_microbatches if config.pp > 1 else 1)
+
+
+def twin_of(config: TrainingConfig) -> TrainingConfig | None:
+    """The same knobs in fp32, not compiled; None: there is nothing that this would see.
+
+    Products in fp8 are compared with a reference that rounds them too.
+    """
+    if config.fp8 != "off" or (config.precision == "fp32" and config.compile == "off"):
+        return None
+    left = ("precision", "compile", "compile_mode", "parameters", "optimizer_state")
+    changes = {knob: getattr(PLAIN, knob) for knob in left}
+    if config.attention in SIXTEEN_BITS_ONLY:
+        changes["attention"] = "sdpa"
+    return config.model_copy(update=changes)
 
 
 class Measure(Record):
@@ -92,17 +122,40 @@ class StepMeasure(Measure):
         default=1.0, description="gradients were multiplied by it before clipping, so that clipping binds"
     )
     groups: tuple[GroupMeasure, ...]
+    samples: int = Field(default=0, description="0: of a reference, the step was not taken")
     optimizer_steps: int = Field(default=1, description="how often the optimizer was stepped")
     cleared: bool = Field(default=True, description="no gradient was left after the step")
 
 
 class PassMeasure(Measure):
-    """What one forward and backward beside the steps saw."""
+    """What one forward and backward beside the optimizer's steps saw."""
 
     loss: float
     gradient_norms: dict[str, float]
     samples: int = 0
     sequence_length: int | None = None
+
+
+class DropoutMeasure(Measure):
+    """What passes with dropout on saw."""
+
+    passes: tuple[PassMeasure, ...] = Field(description="one for each seed")
+    repeated_loss: float | None = Field(default=None, description="the first seed's loss once more")
+    rates: dict[str, float] = Field(description="by dropout module: its rate, 0 where it is in evaluation mode")
+    unseeded: tuple[tuple[float, ...], ...] = Field(
+        default=(), description="losses of one micro-batch again and again, nothing seeded: by step, of each of its own"
+    )
+    sources: dict[str, tuple[float, ...]] = Field(
+        default_factory=dict, description="by kind of dropout, alone: the losses of some seeds; '': no module's"
+    )
+
+
+class TwinMeasure(Measure):
+    """What the candidate's knobs in fp32 saw, beside the same reference."""
+
+    step: PassMeasure = Field(description="the first step, up to where the optimizer would step")
+    own_length: PassMeasure | None = None
+    dropout: DropoutMeasure | None = None
 
 
 class ReplayMeasure(Measure):
@@ -152,11 +205,11 @@ class ParityMeasurement(Measure):
         description="of a candidate, by layer in fp8: how far its products are from the recipe",
     )
     own_length: PassMeasure | None = None
-    dropout: tuple[PassMeasure, ...] = Field(default=(), description="with dropout on, one for each seed")
-    dropout_repeated_loss: float | None = Field(default=None, description="the first seed's loss once more")
-    dropout_rates: dict[str, float] = Field(
-        default_factory=dict, description="by dropout module: its rate, 0 where it is in evaluation mode"
+    dropout: DropoutMeasure | None = Field(
+        default=None, description="None: seeds make no difference to the loss; of a candidate also: its twin has it"
     )
+    twin: TwinMeasure | None = None
+    hides_nan: str = Field(default="", description="of a candidate, where a loss that is NaN left everything finite")
     chunk_rows: int | None = Field(default=None, description="rows of logits at once in the fused loss of the check")
     not_checked: tuple[str, ...] = Field(default=(), description="what was left out, and why, in sentences")
     global_batch: int
@@ -173,6 +226,11 @@ class ParityMeasurement(Measure):
         default=None,
         description="the same loss with any seed, dropout off; False: each micro-batch is seeded in the check",
     )
+
+    @property
+    def trained(self) -> int:
+        """Steps that were taken."""
+        return sum(step.samples > 0 for step in self.steps)
 
     @property
     def dtypes(self) -> set[str]:

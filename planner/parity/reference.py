@@ -32,13 +32,21 @@ from autoplan.planner.parity.records import (
     DROPOUT,
     DROPOUT_SEEDS,
     DROPOUT_SEQUENCE_LENGTH,
+    LARGE_MODEL_STEPS,
+    MOST_STEPS_S,
     OWN_LENGTH,
+    SMALL_MODEL_PARAMETERS,
+    SOURCE_SEEDS,
+    WHOLE_STEPS,
+    DropoutMeasure,
     ParityMeasurement,
     PassMeasure,
     check_accumulation,
     dropout_accumulation,
+    samples_at_once,
 )
 from autoplan.planner.parity.rounded_products import RoundedProducts
+from autoplan.planner.parity.tolerances import SAME_MASK
 from autoplan.strategies.analysis.additivity import check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout, find_structure
 from autoplan.strategies.config import TrainingConfig
@@ -54,6 +62,8 @@ from autoplan.strategies.workloads.training_mode import enter_training_mode
 from autoplan.strategies.workloads.workload import Workload
 
 _CLIPPED_TO = 0.25  # of their norm, where gradients are scaled up so that clipping has something to do
+_MOST_KINDS = 8  # of dropout that are tried one by one
+_DIVERGED = 4.0  # a loss that is so many times the first one: what follows is sensitive to every rounding
 _SAFETY = 1.5  # a part is begun where this many times its expected time is left
 
 
@@ -71,7 +81,10 @@ class TimeLimit:
 
     def allows(self, expected_s: float) -> bool:
         """Whether a part that takes so many seconds should be begun; on several ranks, whether all of them say so."""
-        allowed = self._end is None or time.monotonic() + _SAFETY * expected_s < self._end
+        return self.agree(self._end is None or time.monotonic() + _SAFETY * expected_s < self._end)
+
+    def agree(self, allowed: bool) -> bool:
+        """Whether all ranks allow something."""
         if self._mesh is None:
             return allowed
         votes = torch.tensor(float(allowed), device=self._mesh.device_type)
@@ -122,7 +135,7 @@ def run_reference(check: Check) -> ParityMeasurement:
     length, dropout_length = reference.lengths_that_run(check_length(workload, size, own_shapes=check.own_shapes))
 
     check.phase("dropout")
-    dropout, rates = reference.dropout_passes(dropout_length)
+    dropout = reference.dropout_passes(dropout_length)
     disable_dropout(model)
     recorder.restore()
 
@@ -138,18 +151,18 @@ def run_reference(check: Check) -> ParityMeasurement:
     began = time.monotonic()
     if config.dp > 1 and config.batch_norm == "own" and workload.fixed_micro_batch is not None:
         reference.rank_buffers = RankBuffers(model, config.dp, accumulation)
-    schedule, optimizer = reference.steps(small)
-    step_s = (time.monotonic() - began) / CHECK_STEPS
+    large = check.own_shapes or size > SMALL_MODEL_PARAMETERS
+    schedule, optimizer = reference.steps(small, large=large)
+    sample_s = (time.monotonic() - began) / sum(step.samples for step in recorder.steps)
     measurement = ParityMeasurement(
         steps=tuple(recorder.steps),
         parameters=recorder.parameters(model),
-        changes=recorder.changes(),
+        changes=recorder.changes(len(recorder.stepped)),
         buffers=recorder.buffer_changes(model),
         rank_buffers=reference.rank_buffer_changes(),
         schedule_steps=getattr(schedule, "last_epoch", None),
         learning_rates=learning_rates(optimizer),
         dropout=dropout,
-        dropout_rates=rates,
         global_batch=small.global_batch,
         micro_batch=config.micro_batch,
         fixed_micro_batch=workload.fixed_micro_batch,
@@ -164,9 +177,10 @@ def run_reference(check: Check) -> ParityMeasurement:
     )
     recorder.restore()
     reference.rank_buffers = None
+    del schedule, optimizer  # whose state leaves its room to the own length
     check.phase("own length")
-    own, left_out = reference.own_length(length, step_s / small.global_batch)
-    return measurement.model_copy(update={"own_length": own, "not_checked": left_out})
+    own, left_out = reference.own_length(length, sample_s)
+    return measurement.model_copy(update={"own_length": own, "not_checked": (*reference.left_out, *left_out)})
 
 
 class RankBuffers:
@@ -225,6 +239,7 @@ class _Reference:
         self.normalised_ranks = config.dp if config.batch_norm == "sync" else 1
         self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
         self.rounded: list[nn.Parameter] = []  # those that the candidate keeps in bf16
+        self.left_out: tuple[str, ...] = ()  # of the steps
         self.products: RoundedProducts | None = None  # those that the candidate makes in fp8
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
         if config.parameters != "own":
@@ -299,24 +314,45 @@ class _Reference:
             return ()
         return tuple(self.recorder.buffer_changes(self.model) for _ in self.rank_buffers.each())
 
-    def steps(self, small: Workload) -> tuple[Any, torch.optim.Optimizer]:
+    def steps(self, small: Workload, *, large: bool) -> tuple[Any, torch.optim.Optimizer]:
         """The optimizer steps of the check. Gives the schedule and the optimizer as they are afterwards.
 
-        Where the norm that the user clips to is above the gradients of the first steps, those of the last step are
+        Where the norm that the user clips to is above the gradients of the first steps, those of step WHOLE_STEPS are
         scaled up.
+
+        Args:
+            small: The workload of the check.
+            large: Take the first steps alone, and go on with the schedule; so too where all of them would take more
+                than MOST_STEPS_S.
         """
+        began, steps = time.thread_time(), CHECK_STEPS
         optimizer = small.build_optimizer(self.parameters)
         if self.config.offload == "optimizer":
             keep_states_on_host(optimizer)
         schedule = small.build_schedule(optimizer) if small.build_schedule is not None else None
         limit, bound = small.max_grad_norm, False
         exact = [parameter.detach().clone() for parameter in self.rounded]
+        first_loss = 0.0
         for index in range(CHECK_STEPS):
+            if index == WHOLE_STEPS:
+                large = large or (time.thread_time() - began) * CHECK_STEPS / WHOLE_STEPS > MOST_STEPS_S
+                steps = LARGE_MODEL_STEPS if large else CHECK_STEPS
+            if index >= steps:
+                break
+            if large and index >= WHOLE_STEPS:
+                self.recorder.note_groups(self.model, optimizer)
+                if schedule is not None:
+                    schedule.step()
+                continue
             batch = small.make_batch(small.global_batch, index)
             whole = self.noisy_micro_batch or small.fixed_micro_batch or self.most_samples or small.global_batch
             loss = self.backward(batch, whole, noise_seed(small, index))
+            first_loss = first_loss or abs(loss)
+            if index >= WHOLE_STEPS and not abs(loss) <= _DIVERGED * first_loss:
+                self.left_out = (f"steps {index + 1} to {steps}: the plain run diverges on so few samples",)
+                break
             factor, norm = 1.0, None
-            if limit is not None and index == CHECK_STEPS - 1 and not bound:
+            if limit is not None and index == WHOLE_STEPS - 1 and not bound:
                 norm_now = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
                 factor = 1.0 if norm_now == 0.0 or norm_now > limit else limit / (_CLIPPED_TO * norm_now)
             self.recorder.before_clipping(self.model, factor)
@@ -330,7 +366,7 @@ class _Reference:
             if schedule is not None:
                 schedule.step()
             optimizer.zero_grad(set_to_none=True)
-            self.recorder.after_step(self.model, loss=loss, clipping_norm=norm)
+            self.recorder.after_step(self.model, samples=small.global_batch, loss=loss, clipping_norm=norm)
             exact = self.round_parameters(self.rounded)
         return schedule, optimizer
 
@@ -387,20 +423,28 @@ class _Reference:
         with buffers_kept(self.model):  # with a graph: a loss may differentiate the model by its input
             return float(self.workload.loss(self.model, move_batch(batch, self.device)).total.detach())
 
-    def dropout_passes(self, length: int) -> tuple[tuple[PassMeasure, ...], dict[str, float]]:
-        """A forward and backward for each of a few seeds with dropout on; nothing where seeds make no difference."""
-        rates, config = dropout_rates(self.model), self.config
-        samples = config.micro_batch * config.dp * dropout_accumulation(config)
+    def dropout_passes(self, length: int) -> DropoutMeasure | None:
+        """A forward and backward for each of a few seeds with dropout on; nothing where the loss is not random."""
+        config = self.config
+        samples = samples_at_once(config)
         batch = shorten(self.workload.make_batch(samples, 0), length)
-        if not self._is_random(batch, config.micro_batch):
-            return (), rates
+        micro = next(iter(split_batch(batch, config.micro_batch)))
+        unseeded = tuple(tuple(self._loss(micro) for _ in range(dropout_accumulation(config))) for _ in range(2))
+        losses = [loss for step in unseeded for loss in step]
+        if max(losses) - min(losses) <= SAME_MASK * abs(losses[0]):
+            return None
         passes = []
         for seed in range(DROPOUT_SEEDS):
             seed_generators(self.workload.seed + 1 + seed)
             with buffers_kept(self.model):
                 loss = self.backward(batch, config.micro_batch)
             passes.append(self._measured(f"{DROPOUT}{seed}", loss, samples, length))
-        return tuple(passes), rates
+        return DropoutMeasure(
+            passes=tuple(passes),
+            rates=dropout_rates(self.model),
+            unseeded=unseeded,
+            sources=dropout_sources(self.model, lambda: self._loss(micro), self.workload.seed),
+        )
 
     def _measured(self, part: str, loss: float, samples: int, length: int) -> PassMeasure:
         """Records the gradients of a pass, and drops them."""
@@ -408,15 +452,6 @@ class _Reference:
         for parameter in self.parameters:
             parameter.grad = None
         return PassMeasure(loss=loss, gradient_norms=norms, samples=samples, sequence_length=length)
-
-    def _is_random(self, batch: Batch, micro_batch: int) -> bool:
-        """Whether two seeds give two losses."""
-        micro = next(iter(split_batch(batch, micro_batch)))
-        losses = []
-        for seed in range(2):
-            seed_generators(self.workload.seed + 1 + seed)
-            losses.append(self._loss(micro))
-        return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
@@ -436,3 +471,38 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.dropout._DropoutNd)
     }
+
+
+def dropout_sources(model: nn.Module, loss: Callable[[], float], seed: int) -> dict[str, tuple[float, ...]]:
+    """The losses of a few seeds where one kind of dropout alone is on, by kind.
+
+    Modules of the same name in each block are one kind. '' is what no dropout module draws: its rate is a number that
+    the model passes to a function. Rates are put back.
+
+    Args:
+        model: Its dropout is on.
+        loss: Of the same samples each time.
+        seed: Of the first loss.
+    """
+    modules = {
+        clean_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd)
+    }
+    rates = {name: module.p for name, module in modules.items()}
+    found = {}
+    for kind in ["", *dict.fromkeys(map(_kind, modules))][:_MOST_KINDS]:
+        for name, module in modules.items():
+            module.p = rates[name] if _kind(name) == kind else 0.0
+        losses = []
+        for number in range(SOURCE_SEEDS):
+            seed_generators(seed + number)
+            losses.append(loss())
+        found[kind] = tuple(losses)
+    for name, module in modules.items():
+        module.p = rates[name]
+    return found
+
+
+def _kind(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -22,8 +22,10 @@ class Tolerance(Record):
         module_floor: The same share of the gradient of its module (a key's bias, beside its weight).
         scale: Of <g, g_ref> / <g_ref, g_ref> from 1, over the whole gradient and over each large parameter.
         parameter_scale: The same for one large parameter alone.
-        later: The scale and the distance of the whole gradient from the second step on, when parameters differ.
+        later: The scale of the whole gradient in the second and the third step, when parameters differ.
+        later_whole: Its distance from the second step on, and its scale from the fourth.
         loss: Of the loss.
+        later_loss: Of the loss from the second step on.
         clipping: Of the norm before clipping and the share that clipping leaves.
         optimizer: Distance of a parameter from the replayed optimizer's, over its change.
     """
@@ -32,7 +34,9 @@ class Tolerance(Record):
     vector: float
     whole: float
     later: float
+    later_whole: float
     loss: float
+    later_loss: float
     floor: float = 1e-3
     module_floor: float = 1e-1
     scale: float = 5e-3
@@ -41,7 +45,8 @@ class Tolerance(Record):
     optimizer: float = 2e-5
 
 
-_FLOAT16 = Tolerance(norm=1e-1, vector=2e-1, whole=5e-2, later=2e-2, loss=5e-3)  # tf32 has as many bits of a number
+# tf32 has as many bits of a number
+_FLOAT16 = Tolerance(norm=1e-1, vector=2e-1, whole=5e-2, later=2e-2, later_whole=2e-1, loss=5e-3, later_loss=5e-2)
 
 TOLERANCES: dict[str, Tolerance] = {
     "fp32": Tolerance(
@@ -49,7 +54,9 @@ TOLERANCES: dict[str, Tolerance] = {
         vector=2e-3,
         whole=1e-4,
         later=1e-3,
+        later_whole=5e-2,
         loss=1e-4,
+        later_loss=1e-2,
         floor=1e-5,
         module_floor=1e-2,
         scale=5e-4,
@@ -57,8 +64,8 @@ TOLERANCES: dict[str, Tolerance] = {
     ),
     "tf32": _FLOAT16,
     "fp16": _FLOAT16,
-    "bf16": Tolerance(norm=2e-1, vector=3.5e-1, whole=1.5e-1, later=3e-2, loss=1e-2),
-    "fp8": Tolerance(norm=3e-1, vector=6e-1, whole=2.5e-1, later=5e-2, loss=1e-2),
+    "bf16": Tolerance(norm=2e-1, vector=3.5e-1, whole=1.5e-1, later=3e-2, later_whole=3e-1, loss=1e-2, later_loss=5e-2),
+    "fp8": Tolerance(norm=3e-1, vector=6e-1, whole=2.5e-1, later=5e-2, later_whole=5e-1, loss=1e-2, later_loss=5e-2),
 }
 
 SCALE_OF_RESIDUAL, PARAMETER_SCALE_OF_RESIDUAL = 0.6, 1.5
@@ -101,6 +108,10 @@ a few seeds on a few samples do not say more. Dropout that is off has none."""
 SAME_STREAM = 0.01
 """Losses that are nearer to the reference's than this share of their spread over seeds come from the same masks."""
 
+SAME_MASK = 1e-6
+"""Losses of the same samples that differ by no more than this share come from the same masks. Those of other masks
+differ by more than ten times that, or nothing is said."""
+
 SAME_GRADIENT = 0.5
 """Gradients that are nearer to the reference's than this share of what two seeds are apart do so too."""
 
@@ -131,6 +142,10 @@ def tolerance_of(
     widest = max((TOLERANCES[name] for name in formats), key=lambda tolerance: tolerance.vector)
     if parameters != "own":
         widest = widest.model_copy(update={"clipping": ROUNDED_CLIPPING})
+    if states != "own":  # each step is off by what its moments were rounded by
+        bf16 = TOLERANCES["bf16"]
+        later = {"later_whole": max(widest.later_whole, bf16.later_whole)}
+        widest = widest.model_copy(update=later | {"later_loss": max(widest.later_loss, bf16.later_loss)})
     if states == "8bit":
         widest = widest.model_copy(update={"later": max(widest.later, LATER_8BIT)})
     if not stored:

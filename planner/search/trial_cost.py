@@ -19,8 +19,12 @@ from autoplan.planner.parity.records import (
     DROPOUT_SEEDS,
     DROPOUT_SEQUENCE_LENGTH,
     LARGE_MODEL_SEQUENCE_LENGTH,
+    LARGE_MODEL_STEPS,
+    MOST_STEPS_S,
     SMALL_MODEL_PARAMETERS,
+    WHOLE_STEPS,
     check_accumulation,
+    twin_of,
 )
 from autoplan.planner.records.trials import Outcome, Trial
 from autoplan.planner.trials.request import look_s
@@ -224,9 +228,12 @@ SMALL_BATCH_FACTOR = 1.5
 GPT-2 of 124M on two cores is expected to take 50 s, where 44 CPU-seconds were measured. (On a GPU the factor is larger,
 but there all of it takes a second.)"""
 
-OPTIMIZER_STEPS = 4.0 * CHECK_STEPS
-"""The check copies and compares parameters and gradients at each step of both runs, and replays the optimizer on the
-candidate's gradients: each about as long as an optimizer step in a foreach form."""
+OPTIMIZER_STEP = 2.0
+"""The check copies and compares parameters and gradients at each step of a run, and replays the optimizer on the
+candidate's gradients: about as long as so many optimizer steps in a foreach form."""
+
+DROPOUT_PASSES = 2 * DROPOUT_SEEDS + 1 + 12
+"""Micro-batches with dropout on: a pass for each seed, the first again, and those whose losses alone count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,28 +273,48 @@ def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig)
 
 
 def _running_with_own_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
-    samples = 2.0 * CHECK_STEPS * check_accumulation(config) * config.micro_batch * config.dp
-    return SMALL_BATCH_FACTOR * samples * cost.sample_s + OPTIMIZER_STEPS * cost.optimizer_s
+    samples = _step_samples(config, config.micro_batch, large=True)
+    return SMALL_BATCH_FACTOR * samples * cost.sample_s + _optimizer_s(cost, large=True)
 
 
 def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
     micro_batch = config.micro_batch if cost.fixed_micro_batch else min(config.micro_batch, CHECK_MICRO_BATCH)
-    step_samples = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp
-    dropout_samples = (2 * DROPOUT_SEEDS + 1) * micro_batch * config.dp
+    share = 1.0 if cost.sequence_length is None else min(1.0, _longest(cost) / cost.sequence_length)
+    sample_s = SMALL_BATCH_FACTOR * share * cost.sample_s
+    steps_s = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp * sample_s
+    large = _is_large(cost) or steps_s > MOST_STEPS_S
+    step_samples = _step_samples(config, micro_batch, large=large)
+    dropout_samples = DROPOUT_PASSES * micro_batch * config.dp
     if cost.sequence_length is None:
-        samples = 2.0 * step_samples + dropout_samples
+        samples = step_samples + dropout_samples
     else:
         length = min(_longest(cost), cost.sequence_length)
-        samples = 2.0 * step_samples * length / cost.sequence_length
+        samples = step_samples * length / cost.sequence_length
         samples += dropout_samples * min(DROPOUT_SEQUENCE_LENGTH, length) / cost.sequence_length
         if length < cost.sequence_length:
             samples += 2.0 * config.dp
-    return SMALL_BATCH_FACTOR * samples * cost.sample_s + OPTIMIZER_STEPS * cost.optimizer_s
+    return SMALL_BATCH_FACTOR * samples * cost.sample_s + _optimizer_s(cost, large=large)
+
+
+def _step_samples(config: TrainingConfig, micro_batch: int, *, large: bool) -> float:
+    """Samples of the steps of both runs, and of the first step once more in fp32."""
+    whole = check_accumulation(config) * micro_batch * config.dp
+    few = (LARGE_MODEL_STEPS - WHOLE_STEPS) * micro_batch * config.dp if large else 0
+    return 2.0 * (WHOLE_STEPS if large else CHECK_STEPS) * whole + few + (whole if twin_of(config) is not None else 0)
+
+
+def _optimizer_s(cost: ModelCost, *, large: bool) -> float:
+    steps = WHOLE_STEPS + LARGE_MODEL_STEPS if large else 2 * CHECK_STEPS
+    return OPTIMIZER_STEP * steps * cost.optimizer_s
+
+
+def _is_large(cost: ModelCost) -> bool:
+    return cost.parameters > SMALL_MODEL_PARAMETERS
 
 
 def _longest(cost: ModelCost) -> int:
     """The length of the check's own sequences."""
-    return CHECK_SEQUENCE_LENGTH if cost.parameters <= SMALL_MODEL_PARAMETERS else LARGE_MODEL_SEQUENCE_LENGTH
+    return LARGE_MODEL_SEQUENCE_LENGTH if _is_large(cost) else CHECK_SEQUENCE_LENGTH
 
 
 def parity_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:

@@ -35,7 +35,7 @@ from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import with_exchange_knobs
 from autoplan.strategies.techniques.rules import RULES, incompatible
 
-LOSSY_REASON = "it loses bits at each step, which three steps cannot judge; tried by your word alone: --numerics lossy"
+LOSSY_REASON = "it loses bits at each step, which a few steps cannot judge; tried by your word alone: --numerics lossy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

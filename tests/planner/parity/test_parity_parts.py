@@ -198,6 +198,8 @@ def test_steps_that_loss_scaling_skips_leave_running_statistics_alone(monkeypatc
     skipped = []
 
     def scale_high(run):
+        if run.scaler is None:  # the same knobs in fp32
+            return
         run.scaler._init_scale = 2.0**30
         honest = run.optimizer_step
 
@@ -211,7 +213,7 @@ def test_steps_that_loss_scaling_skips_leave_running_statistics_alone(monkeypatc
     planted.plant(monkeypatch, scale_high)
     workload = classifier(norm=True, fixed_micro_batch=4)
     parity = check_parity(workload, TrainingConfig(micro_batch=4, precision="fp16"))
-    assert skipped[0] and not skipped[-1]
+    assert skipped[0] and not all(skipped)
     assert "buffers" in {check.name for check in parity.checks}
     assert parity.passed, parity.failures
 
@@ -228,6 +230,7 @@ def test_what_there_was_no_time_for_is_named():
     parity = compare(plain, [Samples(late, check.recorder.samples())], PLAIN)
     assert parity.passed, parity.failures
     assert parity.not_checked == (
+        "steps 3 to 12: there was no time",
         "a forward and backward at its own 192 tokens: there was no time",
         "dropout: there was no time",
     )

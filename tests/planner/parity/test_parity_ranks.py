@@ -1,5 +1,6 @@
 """run_parity: reference and candidate in ranks of their own, one and more; and checks that do not finish."""
 
+import dataclasses
 import json
 
 import pytest
@@ -45,7 +46,7 @@ def test_one_rank_and_the_reference_is_kept(check, tmp_path):
     verdict = check(loss="fused", checkpointing="full")
     assert verdict.passed, verdict.model_dump_json()
     assert verdict.worst_gradient_difference < 1e-4
-    assert verdict.global_batch == 6 and verdict.sequence_length == 64
+    assert verdict.global_batch == 10 and verdict.sequence_length == 64
     assert "micro-batches of 2" in verdict.note
     kept = list((tmp_path / "kept").glob("reference-*/measurements.json"))
     stamp = kept[0].stat().st_mtime_ns
@@ -115,7 +116,7 @@ def test_own_length_and_its_reference(zygote, tmp_path):
         deadline_s=120.0,
     )
     assert verdict.passed, verdict.failures
-    assert "6 samples of 128 tokens" in verdict.note and "one forward and backward at 192 tokens" in verdict.note
+    assert "10 samples of 128 tokens" in verdict.note and "one forward and backward at 192 tokens" in verdict.note
     assert {"whole gradient, own length", "gradient scale, own length"} <= {check.name for check in verdict.checks}
     assert verdict.not_checked == ()
 
@@ -153,3 +154,30 @@ def test_each_rank_has_the_statistics_of_its_own_micro_batches():
             alone(batch)
         torch.testing.assert_close(model.running_mean, alone.running_mean)
         assert int(model.num_batches_tracked) == 3
+
+
+class WithDropout(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.whole = classifier().build_model()
+        self.dropout = torch.nn.Dropout(0.2)
+
+    def forward(self, images):
+        return self.whole(self.dropout(images))
+
+
+def seeding_schedule(optimizer):
+    """Called after prepare() has given each rank a seed of its own, and takes it away again."""
+    torch.manual_seed(0)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [None, seeding_schedule])
+def test_ranks_draw_masks_of_their_own(zygote, tmp_path, schedule):
+    workload = dataclasses.replace(classifier(global_batch=12), build_model=WithDropout, build_schedule=schedule)
+    spec = spec_from_objects(workload)
+    config = TrainingConfig(micro_batch=2, dp_replicate=2)
+    verdict = run_parity(zygote, spec, config, device="cpu", directory=tmp_path, deadline_s=120.0)
+    alike = "dropout draws the same masks on data-parallel ranks 0 and 1"
+    assert verdict.failures == (() if schedule is None else (alike,))

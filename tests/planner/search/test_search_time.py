@@ -191,13 +191,14 @@ def test_the_check_knows_what_the_leader_compiles():
     eager_now_s = parity_s(cost, COST, PLAIN)
     assert eager_now_s == pytest.approx(eager_s, abs=2.0), "less what starting a process was seen to take"
     compiled_s = parity_s(cost, COST, COMPILED)
-    assert compiled_s == pytest.approx(eager_now_s + 60.0), "no verdict does without one compilation"
+    assert compiled_s > eager_now_s + 60.0, "no verdict does without one compilation"
+    assert compiled_s == pytest.approx(eager_now_s + 60.0, rel=0.1), "and the first step once more in fp32"
 
 
 def test_the_check_grows_with_the_model():
     cost = trial_cost()
     small = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
-    assert parity_s(cost, small, PLAIN) < 5.0
+    assert parity_s(cost, small, PLAIN) < 8.0
     slow = ModelCost(sequence_length=1024, parameters=124e6, sample_s=20.0, optimizer_s=1.0)
     assert parity_s(cost, slow, PLAIN) > 80.0
     # a GPT-2 of 124M on two cores: 44 CPU-seconds were measured, where a sample takes 8 to 10
