@@ -1,6 +1,6 @@
 """What the machine can do: readings with units and provenance. Knows nothing of models or plans.
 
-run.py          all probes in order, within a budget, with a cache: `run_probes`, `read_host_profile`, `probe_shapes`
+run.py          all probes in order, within a budget, with a cache: `run_probes`, `read_host_profile`
 profile.py      the records: HardwareProfile, Device, Host, Link, OperationReading, CollectiveReading
 host.py         CPU, memory, versions: read, not measured
 cgroup.py       the limits of a container or a batch system

@@ -27,7 +27,7 @@ from autoplan.probes.merge import (
     spread_notes,
     widened,
 )
-from autoplan.probes.profile import Device, HardwareProfile, Host, OperationReading
+from autoplan.probes.profile import Device, HardwareProfile, Host
 from autoplan.probes.worker import Measured, ProbeRequest
 
 if TYPE_CHECKING:
@@ -201,38 +201,6 @@ def with_collectives(
     return _with_notes(profile.model_copy(update={"collectives": readings or profile.collectives}), list(notes))
 
 
-def probe_shapes(
-    shapes: Sequence[tuple[int, int, int]],
-    dtype: str,
-    *,
-    kind: Literal["matmul", "linear_train"] = "matmul",
-    device: str | None = None,
-    zygote: Zygote | None = None,
-    budget_s: float = 10.0,
-) -> tuple[OperationReading, ...]:
-    """Measure matrix products of given (m, n, k), `x[m, k]` times the transpose of `w[n, k]`.
-
-    Args:
-        shapes: What to measure; repeated ones are measured once. What the budget leaves no time for is missing
-            from the answer.
-        dtype: float32, tf32, bfloat16 or float16.
-        kind: "matmul" (forward, operands in the dtype) or "linear_train" (forward and backward, autocast).
-        device: "cuda" or "cpu"; None takes the GPU if there is one.
-        zygote: Starts the rank; None: one is made for this call and closed.
-        budget_s: Seconds for all shapes together.
-
-    Raises:
-        DeviceError: Nothing could be measured.
-    """
-    profile = read_host_profile()
-    chosen = profile.device(pick_device(profile, device))
-    alone = profile.model_copy(update={"devices": (chosen,)})
-    given = {"shapes": tuple(dict.fromkeys(shapes)), "shapes_kind": kind, "shapes_dtype": dtype}
-    with _own_or_given(zygote) as running:
-        (measured,), _ = _measure(running, alone, chosen.type, budget_s, None, **given)
-    return measured.operations
-
-
 def pick_device(profile: HardwareProfile, wanted: str | None) -> Literal["cuda", "cpu"]:
     """The kind of device to use: the one asked for, else "cuda" where there is a GPU.
 
@@ -268,9 +236,10 @@ def _measure(
     kind: str,
     measure_s: float,
     on_progress: Callable[[str], None] | None,
-    **wanted: Any,
+    *,
+    brief: bool,
 ) -> tuple[list[Measured], list[str]]:
-    """What a rank measured, and what is missing; `wanted` are the fields of `ProbeRequest` that say what."""
+    """What a rank measured, and what is missing; `brief`: the first rates alone."""
     from autoplan.processes import Task, run_again
 
     targets = one_of_each_model([d for d in profile.devices if d.type == kind])
@@ -282,7 +251,7 @@ def _measure(
             threads=choose_threads(profile.host),
             memory_limit_bytes=_tensor_limit_bytes(device),
             cache_bytes=_cache_bytes(device),
-            **wanted,
+            brief=brief,
         )
         for device in targets
     ]

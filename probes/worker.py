@@ -32,9 +32,6 @@ class ProbeRequest(Record):
     memory_limit_bytes: float | None = Field(default=None, description="None: half of what is free on the GPU")
     cache_bytes: int | None = None
     brief: bool = Field(default=False, description="the first rates alone, in a second or two")
-    shapes: tuple[tuple[int, int, int], ...] = Field(default=(), description="these matrix products alone: (m, n, k)")
-    shapes_kind: Literal["matmul", "linear_train"] = "matmul"
-    shapes_dtype: str = "float32"
 
 
 class Measured(Record):
@@ -156,9 +153,7 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
     operations: list[OperationReading] = []
     notes: list[str] = []
     rates = Rates()
-    if request.shapes:
-        series, cap_s = _given_series(device, request), max(0.3, request.budget_s / len(request.shapes))
-    elif request.brief:
+    if request.brief:
         series, cap_s = _brief_series(device), BRIEF_CAP_S
     else:
         series, cap_s = _all_series(device, request, operations), 0.4 if device.type == "cpu" else 0.25
@@ -167,8 +162,8 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
         spent = time.perf_counter() - started
         # time that a series did not use goes to the later ones; a series that overran leaves them a quarter
         seconds = max(max(0.0, request.budget_s - spent) / left, 0.25 * request.budget_s) * share
-        if request.brief or request.shapes:  # the start of this process does not count
-            seconds = BRIEF_LIMIT_S if request.brief else request.budget_s
+        if request.brief:  # the start of this process does not count
+            seconds = BRIEF_LIMIT_S
         left -= share
         readings, left_out = measure_operations(
             make(),
@@ -199,14 +194,6 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
 
 Series = list[tuple[float, Callable[[], list[Any]]]]
 """(share of the time, the operations), in the order in which they are measured."""
-
-
-def _given_series(device: Any, request: ProbeRequest) -> Series:
-    """The products that somebody asked for, and nothing else."""
-    from autoplan.probes.operations import linear_train_operations, matmul_operations
-
-    make = matmul_operations if request.shapes_kind == "matmul" else linear_train_operations
-    return [(1.0, lambda: list(make(device, (request.shapes_dtype,), request.shapes)))]
 
 
 def _brief_series(device: Any) -> Series:

@@ -28,7 +28,7 @@ from autoplan.planner.search.options import (
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.session import BudgetOver, Session, make_model
-from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search
+from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search, trace_more
 from autoplan.planner.search.state import plain_needs_s, read_state
 from autoplan.planner.search.target import Target, find_target
 from autoplan.planner.search.work import do
@@ -175,6 +175,8 @@ def _search(run: SearchRun) -> SearchResult:
             on_attempt=run.add_attempt,
         )
         context = begin_search(means)
+        if not context.candidates:
+            context = trace_more(context)  # rough predictions alone rule nothing out
         setup_s = store.spent_s - began_s
         store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
         run.context = context

@@ -23,7 +23,6 @@ from autoplan.probes.run import (
     for_all_alike,
     one_of_each_model,
     pick_device,
-    probe_shapes,
     read_host_profile,
     run_probes,
 )
@@ -171,14 +170,6 @@ def test_threads_follow_the_physical_cores() -> None:
     assert choose_threads(host.model_copy(update={"cores_usable": 16, "cores_physical": 8})) == 8
     assert choose_threads(host.model_copy(update={"cores_usable": 2, "cores_physical": 8})) == 2
     assert choose_threads(host.model_copy(update={"cores_usable": 3, "cores_physical": None})) == 3
-
-
-def test_given_shapes_are_measured_once_each(zygote: Zygote) -> None:
-    shapes = [(32, 64, 48), (8, 16, 24), (32, 64, 48)]
-    for kind in ("matmul", "linear_train"):
-        readings = probe_shapes(shapes, "float32", kind=kind, device="cpu", zygote=zygote, budget_s=1.0)  # type: ignore[arg-type]
-        assert {r.shape for r in readings} == {(32, 64, 48), (8, 16, 24)}
-        assert all(r.kind == kind and r.rate.value for r in readings)
 
 
 @pytest.fixture
