@@ -9,7 +9,7 @@ from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import Measurement
 from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Parity, Trial
 from autoplan.planner.search.options import Candidate
-from autoplan.report.pieces import ledger_end_s, minutes, time_words
+from autoplan.report.pieces import ledger_end_s, minutes, run_words, time_words
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -102,10 +102,8 @@ def no_gain_words(plan: Plan) -> str:
 
 def reference_words(plan: Plan, plain: str = "the plain baseline") -> str:
     """What the plan is compared with: the plain run, or what stands for it where it does not fit."""
-    knobs = {knob: value for knob, value in plan.baseline.config.knobs_off_default().items() if knob != "micro_batch"}
-    if not knobs:
-        return plain
-    return f"the run with {' '.join(f'{k}={v}' for k, v in knobs.items())} (the plain run does not fit)"
+    words = run_words(plan.baseline.config, plain)
+    return words if words == plain else f"{words} (the plain run does not fit)"
 
 
 def may_go_on(plan: Plan) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autoplan.planner.records.trials import Trial, WorkLine
+from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -42,9 +43,16 @@ def best_words(best: Trial | None, plain: Trial | None, unit: str) -> str:
     text = f"best so far {format_number(best.tokens_per_s.median)} {unit}/s"
     if plain is None or plain.tokens_per_s is None:
         return text
+    whose = run_words(plain.config, "the plain run")
     if plain.config == best.config:
-        return f"{text}, the plain run"
-    return f"{text}, {best.tokens_per_s.median / plain.tokens_per_s.median:.2f} times the plain run"
+        return f"{text}, {whose}"
+    return f"{text}, {best.tokens_per_s.median / plain.tokens_per_s.median:.2f} times {whose}"
+
+
+def run_words(config: TrainingConfig, plain: str) -> str:
+    """`the run with checkpointing=full`, which stands for the plain run where that does not fit; `plain`: that run."""
+    knobs = [f"{knob}={value}" for knob, value in config.knobs_off_default().items() if knob != "micro_batch"]
+    return f"the run with {' '.join(knobs)}" if knobs else plain
 
 
 PIECES = {

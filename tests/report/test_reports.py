@@ -18,7 +18,7 @@ from rich.console import Console
 from autoplan.errors import UsageError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan import Choice, HandSetting, broken_rules
-from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome
+from autoplan.planner.records.trials import Claim, Interval, LeftOutFamily, Outcome, Trial
 from autoplan.planner.search.next_work import Work
 from autoplan.planner.search.options import BudgetState
 from autoplan.report import facts, pieces, terminal
@@ -182,6 +182,28 @@ def test_a_log_has_one_line_for_each_piece_of_work_and_one_for_each_trial() -> N
         f"9:00 left, best so far 410 tokens/s, 3.20 times the plain run; next: the claim of {fast} (about 47.0 s), "
         "because it rests on its own runs",
     ]
+
+
+def test_the_best_so_far_names_what_stands_for_the_plain_run() -> None:
+    def ran(speed: float, **knobs: object) -> Trial:
+        config = TrainingConfig.model_validate({"micro_batch": 1} | knobs)
+        interval = Interval(median=speed, low=speed, high=speed, samples=3)
+        return Trial(
+            number=0,
+            purpose="search",
+            config=config,
+            outcome=Outcome.OK,
+            phase="done",
+            tokens_per_s=interval,
+            seconds_spent=1.0,
+        )
+
+    rung = ran(100.0, checkpointing="full")
+    assert pieces.best_words(ran(150.0, loss="fused"), rung, "tokens") == (
+        "best so far 150 tokens/s, 1.50 times the run with checkpointing=full"
+    )
+    assert pieces.best_words(rung, rung, "tokens") == "best so far 100 tokens/s, the run with checkpointing=full"
+    assert pieces.best_words(ran(200.0, loss="fused"), ran(100.0), "tokens").endswith("2.00 times the plain run")
 
 
 def on_screen(live: LiveProgress) -> str:
