@@ -237,7 +237,7 @@ def _measure(
     measure_s: float,
     on_progress: Callable[[str], None] | None,
     *,
-    brief: bool,
+    brief: bool = False,
 ) -> tuple[list[Measured], list[str]]:
     """What a rank measured, and what is missing; `brief`: the first rates alone."""
     from autoplan.processes import Task, run_again
