@@ -416,14 +416,14 @@ class _WatchedRun:
         }
 
     def has_room_to_load(self) -> bool:
-        """Whether a GPU has room for what loading keeps twice: the parameters and the optimizer's state."""
+        """Whether a GPU has room for what loading keeps more than once: parameters and the optimizer's state."""
         if self.run.device.type != "cuda":
             return True
         states = (value for state in self.run.optimizer.state.values() for value in state.values())
         tensors = [local_tensor(value) for value in (*self.run.parameters, *states) if isinstance(value, torch.Tensor)]
         kept_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         unused = torch.cuda.memory_reserved(self.run.device) - torch.cuda.memory_allocated(self.run.device)
-        return 2 * kept_bytes < torch.cuda.mem_get_info(self.run.device)[0] + unused
+        return 3 * kept_bytes < torch.cuda.mem_get_info(self.run.device)[0] + unused
 
     @torch.no_grad()
     def resume(self, fresh: dict[str, Any]) -> str:
@@ -437,7 +437,8 @@ class _WatchedRun:
             state = run.state_dict()
         except Exception as error:  # an optimizer that torch's functions for checkpoints do not know
             return f"the state cannot be saved: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        state["model"] = {name: _cloned(value) for name, value in state["model"].items()}
+        for part in ("model", "optimizer"):  # a run may keep its states in buffers of its own, which it uses again
+            state[part] = {name: _cloned(value) for name, value in state[part].items()}
         saved = [value for value in run.model.state_dict().values() if isinstance(value, torch.Tensor)]
         kept = [(tensor, tensor.detach().clone()) for tensor in map(local_tensor, saved)]
         moments, others = dict(run.optimizer.state), self.kept_state()
