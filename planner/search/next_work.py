@@ -89,9 +89,9 @@ class Option:
         return float(score(np.float64(self.gain), np.float64(self.cost_s)))
 
     def describe(self) -> str:
-        """`look micro_batch=2 (gain 4.1 %, 23 s)`."""
+        """`look micro_batch=2 (gain 4.1%, 23 s)`."""
         whose = "" if self.config is None else f" {self.config.describe()}"
-        return f"{self.kind}{whose} (gain {self.gain:.1%}, {self.cost_s:.3g} s)"
+        return f"{self.kind}{whose} (gain {math.expm1(self.gain):.1%}, {self.cost_s:.3g} s)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

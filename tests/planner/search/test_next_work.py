@@ -232,7 +232,7 @@ def test_a_piece_says_why_it_is_made_and_what_it_was_preferred_to():
     state = State(looks=[look(A, gain=0.4, cost_s=16.0), look(B, gain=0.041, cost_s=23.0)])
     work = next_work(state, 100.0)
     assert work.why == "a look"
-    assert work.over == "look micro_batch=2 (gain 4.1%, 23 s)"
+    assert work.over == "look micro_batch=2 (gain 4.2%, 23 s)"
     alone = next_work(replace(state, looks=state.looks[:1]), 100.0)
     assert alone.over == ""
 
@@ -240,7 +240,7 @@ def test_a_piece_says_why_it_is_made_and_what_it_was_preferred_to():
 def test_what_comes_before_a_look_was_preferred_to_that_look():
     state = State(looks=[look(A, gain=0.4, cost_s=16.0)], sharpen=[option("probe", 5.0, why="rates are assumed")])
     work = next_work(state, 100.0)
-    assert (work.kind, work.why, work.over) == ("probe", "rates are assumed", "look micro_batch=1 (gain 40.0%, 16 s)")
+    assert (work.kind, work.why, work.over) == ("probe", "rates are assumed", "look micro_batch=1 (gain 49.2%, 16 s)")
 
 
 # What a piece gains.
