@@ -164,7 +164,7 @@ def _type_lines(plan: Plan) -> list[str]:
 
 
 def expected(plan: Plan) -> dict[str, Any]:
-    """What a process finds that accelerate started with the file; see `read_back_in_rank`."""
+    """The values that a process finds if accelerate started it with the file; see `read_back_in_rank`."""
     config = plan.config
     found: dict[str, Any] = {
         "unknown keys": [],
@@ -190,7 +190,7 @@ def expected(plan: Plan) -> dict[str, Any]:
 
 
 def read_back(text: str) -> dict[str, Any]:
-    """What a process would find that accelerate's launcher starts with a file, in a process of its own.
+    """The values that a process finds if accelerate's launcher starts it with a file. Another process reads them.
 
     Raises:
         ExportError: the launcher refuses the file.
@@ -200,7 +200,7 @@ def read_back(text: str) -> dict[str, Any]:
 
 
 def read_back_in_rank(context: RankContext, text: str) -> dict[str, Any]:
-    """What the launcher makes of a file: its arguments, and the plugins that a process makes of its variables."""
+    """The launcher's reading of a file: its arguments, and the plugins that a process makes of its variables."""
     import os
 
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser

@@ -1,4 +1,4 @@
-"""What all export targets share: the protocol of a target, its files, the comments about the plan, refusals."""
+"""Shared parts of all export targets: the protocol of a target, its files, the comments about the plan, refusals."""
 
 from __future__ import annotations
 

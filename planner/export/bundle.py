@@ -177,7 +177,7 @@ class _Uses(ast.NodeVisitor):
 
 
 _SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-"""What has names of its own."""
+"""The syntax nodes that have names of their own."""
 
 
 def _local_names(node: ast.FunctionDef) -> set[str]:
@@ -247,7 +247,7 @@ class Bundle:
                 self._any.add(used)
 
     def _resolve(self, module: str, name: str) -> Name | Import | None:
-        """What a name of a module is; None: a local name, or one of Python's own."""
+        """The definition or import behind a name of a module; None: a local name, or one of Python's own."""
         read = self._module(module)
         if name in read.definitions:
             return Name(INSTEAD.get(module, module), name)

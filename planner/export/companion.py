@@ -54,7 +54,7 @@ def loop_settings(plan: Plan, tool: str, **changes: Any) -> dict[str, Any]:
 
 
 def loop_not_carried(plan: Plan, tool: str, names: Iterable[str] = LEFT_BY_TOOLS) -> list[str]:
-    """What of plan and workload a module for one's own loop does not say.
+    """Sentences on the parts of plan and workload that a module for one's own loop does not say.
 
     Args:
         plan: The plan.

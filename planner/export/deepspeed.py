@@ -158,7 +158,7 @@ def not_carried(plan: Plan) -> list[str]:
 
 
 def expected(plan: Plan) -> dict[str, Any]:
-    """What DeepSpeedConfig holds where the file says what the plan has."""
+    """The values that DeepSpeedConfig holds if the file says what the plan has."""
     training = training_of(plan)
     autocast = AUTOCAST.get(plan.config.precision)
     return {
@@ -181,10 +181,10 @@ def expected(plan: Plan) -> dict[str, Any]:
 
 
 def read_back(text: str, ranks: int) -> dict[str, Any]:
-    """What DeepSpeedConfig holds after it read a file in a world of some ranks, in a process of its own.
+    """The values of DeepSpeedConfig after it read a file for this number of ranks, in a process of its own.
 
     Raises:
-        ExportError: it refuses the file.
+        ExportError: DeepSpeedConfig refuses the file.
     """
     tool = f"deepspeed {installed_version('deepspeed')}"
     env = {"DS_ACCELERATOR": "cpu"}
@@ -192,7 +192,7 @@ def read_back(text: str, ranks: int) -> dict[str, Any]:
 
 
 def read_back_in_rank(context: RankContext, text: str, ranks: int) -> dict[str, Any]:
-    """What DeepSpeedConfig holds, in this process. The other ranks are a fake process group: nothing is sent.
+    """The values of DeepSpeedConfig, in this process. The other ranks are a fake process group: nothing is sent.
 
     A key at the top level that DeepSpeed never looks up is unknown; so is one in a section of plain dictionaries.
     """

@@ -83,9 +83,9 @@ def variable_lines(plan: Plan) -> list[str]:
 
 
 def program_lines(plan: Plan) -> list[str]:
-    """What the ranks run: the script and its arguments that are given, else the plan's own workload.
+    """Lines that choose what the ranks run: the given script with its arguments, else the plan's own workload.
 
-    What runs then is asked by `autoplan run`, which takes the options that are given: `--model train.py:workload`.
+    `autoplan run` then asks what may run. It takes the options that are given: `--model train.py:workload`.
     """
     lines = ["export AUTOPLAN_PLAN=$PLAN  # for autoplan.current_plan() in a script of yours"]
     lines.append('if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then')
@@ -117,7 +117,7 @@ def plan_lines(plan_file: str, folder: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptValues:
-    """What a script sets, as it was read back.
+    """The values that a script sets, as they were read back.
 
     Attributes:
         exports: By name of a variable.
@@ -170,13 +170,13 @@ def _export(plan: Plan, stem: str, lines: list[str], left: tuple[str, ...]) -> E
 
 
 def check_script(plan: Plan, export: Export) -> tuple[ScriptValues, tuple[str, ...]]:
-    """What both targets are checked for: bash's own syntax check, every variable, and the plan's file.
+    """Checks a script of either target: by bash's own syntax check, every variable, and the plan's file.
 
     Returns:
         The values that were read back, and notes.
 
     Raises:
-        ExportError: bash refuses it, or a value is not the plan's.
+        ExportError: bash refuses the script, or a value is not the plan's.
     """
     (_, text), (plan_file, document) = export.files.items()
     notes = check_syntax(text)
@@ -207,7 +207,7 @@ def check_syntax(text: str) -> tuple[str, ...]:
 
 
 def parse_torchrun(words: list[str]) -> dict[str, Any]:
-    """What torchrun's own parser reads of its arguments, in a process of its own, since that loads torch.
+    """The values that torchrun's own parser reads, in a process of its own, since the parser loads torch.
 
     Raises:
         ExportError: the parser refuses them.
@@ -216,7 +216,7 @@ def parse_torchrun(words: list[str]) -> dict[str, Any]:
 
 
 def parse_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:
-    """What torchrun's parser reads, in this process."""
+    """The values that torchrun's parser reads, in this process."""
     from torch.distributed.run import get_args_parser
 
     try:
@@ -388,7 +388,7 @@ _WAIT = [
 
 
 def _test_only(text: str) -> tuple[str, ...]:
-    """What `sbatch --test-only` says, where SLURM is installed; it asks the cluster and submits nothing."""
+    """The answer of `sbatch --test-only`, if SLURM is installed; it asks the cluster and submits nothing."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         return ()

@@ -127,7 +127,7 @@ def _module_text(
 
 
 def _said(plan: Plan, kind: Kind, table: dict[str, Any], version: str | None) -> list[str]:
-    """What the head says of Lightning."""
+    """Lines about Lightning, for the head of a file."""
     config = plan.config
     known = f", read back by {table['verified']}" if table["verified"] else ""
     here = f"; {version} is installed here" if version not in (None, table["verified"]) else ""
@@ -216,7 +216,7 @@ _CONFIGURE_MODEL = ["        def configure_model(self):", "            shard(sel
 
 
 def expected(arguments: LightningArguments) -> dict[str, Any]:
-    """What `read_back` finds where a module says what the plan has; the accelerator is not among it."""
+    """The values that `read_back` finds if a module says what the plan has; the accelerator is not among them."""
     values = {name: value for name, value in arguments.values.items() if not isinstance(value, list | Call)}
     values.pop("accelerator")
     for call in arguments.calls():
@@ -227,16 +227,16 @@ def expected(arguments: LightningArguments) -> dict[str, Any]:
 
 
 def read_back(text: str, kind: Kind) -> dict[str, Any]:
-    """What a real Trainer or Fabric has after it was made with the arguments of a module, in its own process.
+    """The values of a real Trainer or Fabric, made with the arguments of a module, in a process of its own.
 
     Raises:
-        ExportError: it refuses the arguments.
+        ExportError: Lightning refuses the arguments.
     """
     return read_by_tool(f"{__name__}:read_back_in_rank", (text, kind), tool=f"lightning {installed_version()}")
 
 
 def read_back_in_rank(context: RankContext, text: str, kind: Kind) -> dict[str, Any]:
-    """What a real Trainer or Fabric has, in this process. Without the plan's GPUs it is made for the CPU."""
+    """The values of a real Trainer or Fabric, in this process. Without the plan's GPUs it is made for the CPU."""
     import os
 
     import torch

@@ -247,7 +247,7 @@ def _has_parser() -> bool:
 
 
 def read_back_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:
-    """What Megatron's own parser reads, by flag, in this process."""
+    """The values that Megatron's own parser reads, by flag, in this process."""
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments

@@ -1,4 +1,4 @@
-"""What an export must know of a model itself: its blocks, its output head, how it is split.
+"""The facts that an export must know of a model itself: its blocks, its output head, how it is split.
 
 In: a `WorkloadSpec`. Out: a `ModelSummary`. The model is built on the meta device in its own process, because that
 loads torch and perhaps the user's code.
@@ -22,7 +22,7 @@ FUNCTIONS = {"load": "the workload's own function or file", "build_model": "buil
 
 
 class ModelSummary(NamedTuple):
-    """What an export needs to know of a model.
+    """The facts that an export needs to know of a model.
 
     Attributes:
         has_blocks: Whether the model repeats blocks.

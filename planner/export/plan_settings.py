@@ -1,4 +1,4 @@
-"""What a plan says as the constants of the kit (planner/export/kit/settings.py), and their lines in an export."""
+"""A plan's values of the kit's constants (planner/export/kit/settings.py), and their lines in an export."""
 
 from __future__ import annotations
 

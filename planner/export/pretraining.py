@@ -1,4 +1,4 @@
-"""What the targets torchtitan and megatron share: they train causal language models of their own, from a configuration.
+"""Code for torchtitan and megatron: both train causal language models of their own, from a configuration.
 
 In: a plan. Out: the model's configuration, what the workload trains with, and sentences on what neither tool carries.
 """
@@ -16,7 +16,7 @@ from autoplan.strategies.analysis.training_facts import TrainingFacts
 NEAREST = "Nearest targets: pytorch, lightning, fabric, transformers; or plan.prepare() under torchrun."
 
 ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
-"""What these tools take of AdamW."""
+"""The options of AdamW that these tools take."""
 
 
 def causal_fields(plan: Plan, tool: str) -> dict[str, Any]:
@@ -53,10 +53,10 @@ def is_tied(fields: dict[str, Any]) -> bool:
 
 
 def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
-    """What the workload trains with.
+    """The training facts of the workload.
 
     Raises:
-        ExportError: that is not torch's AdamW with one group, which is what these tools have, or not all of
+        ExportError: the optimizer is not torch's AdamW with one group, as these tools have it, or not all of
             it is known.
     """
     training = training_of(plan)
@@ -79,7 +79,7 @@ def adamw_of(plan: Plan, tool: str) -> TrainingFacts:
 
 
 def data_not_carried(plan: Plan) -> list[str]:
-    """What no such tool takes from a workload."""
+    """Sentences on what no such tool takes from a workload."""
     training = training_of(plan)
     found = ["the data: the workload's batches are random tokens; give the tool its own data set and tokenizer"]
     if training is not None and training.schedule is not None:

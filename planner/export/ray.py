@@ -121,7 +121,7 @@ class RayTarget:
 
 
 def read_in_rank(context: RankContext, scaling: dict[str, Any], torch: dict[str, Any], failures: int) -> dict[str, Any]:
-    """What Ray's classes hold of the settings, in this process."""
+    """The settings as Ray's classes hold them, in this process."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
@@ -132,7 +132,7 @@ def read_in_rank(context: RankContext, scaling: dict[str, Any], torch: dict[str,
 
 
 def _read_plan(tree: ast.Module) -> Any:
-    """What PLAN is read from."""
+    """The document that PLAN is read from; None: the file has none."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PLAN" and isinstance(node.value, ast.Call):
             return json.loads(ast.literal_eval(node.value.args[0]))

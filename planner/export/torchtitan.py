@@ -157,7 +157,7 @@ def settings(plan: Plan) -> dict[str, Any]:
 
 
 def expected(plan: Plan) -> dict[str, Any]:
-    """What is read back: the settings, and the optimizer's."""
+    """The values that should be read back: the settings, and those of the optimizer."""
     wanted = settings(plan) | {f"optimizer_kwargs.{key}": value for key, value in _adamw_options(plan).items()}
     wanted["world_size"] = plan.config.world_size
     return wanted | {"activation_checkpoint": CHECKPOINTING.get(plan.config.checkpointing, "FullAC")}
@@ -272,7 +272,7 @@ def _literal(value: Any) -> str:
 
 
 def read_back_in_rank(context: RankContext, text: str, model: str, stem: str, keys: list[str]) -> dict[str, Any]:
-    """What torchtitan's ConfigManager reads, in this process."""
+    """The values that torchtitan's ConfigManager reads, in this process."""
     import os
     import sys
 

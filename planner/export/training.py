@@ -1,4 +1,4 @@
-"""What a plan's workload trains with, for the modules that go with other trainers' arguments.
+"""The training facts of a plan's workload, for the modules that go with other trainers' arguments.
 
 In: a plan (`Plan.training`). Out: the constants of `make_optimizers(model)`, or the reason why there are none, and
 sentences for the head of a file.
@@ -18,9 +18,9 @@ ADAMW = "torch.optim.adamw.AdamW"
 
 
 def training_of(plan: Plan) -> TrainingFacts | None:
-    """What the plan's workload trains with; None: an earlier version wrote the plan, and it does not say.
+    """The training facts of the plan's workload; None: an earlier version wrote the plan, and it does not say.
 
-    A plan without `training` says it of a language model, which trains with torch's AdamW.
+    If a plan has no `training`, they are known for a language model alone, which trains with torch's AdamW.
     """
     from autoplan.strategies.workloads.registry import DEFAULT_OPTIONS
 
@@ -128,7 +128,7 @@ def training_not_carried(plan: Plan, whose: str) -> list[str]:
 
 
 def training_lines(plan: Plan) -> list[str]:
-    """What the workload trains with, for the head of a file."""
+    """Lines on how the workload trains, for the head of a file."""
     training = training_of(plan)
     if training is None:
         return []

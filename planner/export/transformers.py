@@ -183,7 +183,7 @@ def compare_with_plan(plan: Plan, text: str, found: dict[str, Any]) -> None:
 
 
 def expected(plan: Plan) -> dict[str, Any]:
-    """What the arguments of a Trainer have, by their own names, where the file says what the plan has."""
+    """The values of a Trainer's arguments, by their own names, if the file says what the plan has."""
     config, training = plan.config, training_of(plan)
     values: dict[str, Any] = {
         "per_device_train_batch_size": config.micro_batch,
@@ -339,7 +339,7 @@ class TrainedParts(NamedTuple):
 
 
 def trained_parts(plan: Plan) -> TrainedParts:
-    """What the plan's workload trains with, for the Trainer."""
+    """The training of the plan's workload, in parts for the Trainer."""
     training = training_of(plan)
     if training is None:
         return TrainedParts({}, [_UNKNOWN], {})

@@ -1,4 +1,4 @@
-"""What an export runs of other people's code: in a process of its own, within limits, and ended with all it started.
+"""Other people's code that an export runs: in a process of its own, within limits, and ended with all it started.
 
 In: a function and its arguments. Out: what it returned. Two exports need it: one builds the workload's model, one has
 the class of the other trainer read its arguments back.
@@ -24,7 +24,7 @@ MEMORY_SHARE = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportLimits:
-    """What one such function may take.
+    """The limits of one such function.
 
     Attributes:
         time_s: Seconds.
@@ -102,13 +102,13 @@ def run_user_code(
 def read_by_tool(
     target: str, args: tuple[Any, ...], *, tool: str, what: str = "the arguments", env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What a tool's own parser or class makes of what an export would write, in a process of its own.
+    """The values that a tool's own parser or class reads of what an export would write, in a process of its own.
 
     Args:
         target: "package.module:function"; it is called with a RankContext and the arguments.
         args: Its arguments.
-        tool: With its version, as a subject.
-        what: What it reads, for the text.
+        tool: The tool with its version, as the subject of a sentence.
+        what: What the tool reads, for the text of an error.
         env: Set in the process before the tool is imported.
 
     Raises:

@@ -22,10 +22,10 @@ UNVERIFIED_VARIABLE = "AUTOPLAN_UNVERIFIED_OK"
 """Is set where `autoplan run --unverified-ok` started the script: the script's own calls take the plan then."""
 
 TAKEN = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""What is taken over from where the plan was found, unless it is set here."""
+"""Variables that are taken over from where the plan was found, unless they are set here."""
 
 NOT_TAKEN = ("LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
-"""What a person should set where the plan was found with it: code, or for other libraries than torch."""
+"""Variables to set by hand if the plan was found with them: they load code, or are for libraries other than torch."""
 
 _PLAIN = re.compile(r"[\w:,.\[\]-]{1,200}")
 

@@ -48,14 +48,14 @@ class KeyTable:
         return document
 
     def line(self) -> str:
-        """What the head of a file says of its version."""
+        """The line on versions in the head of a file."""
         installed = installed_version(self.tool)
         verified = f", verified on {self.verified}" if self.verified else ", not verified"
         here = f"; {installed} is installed where it was written" if installed not in (None, self.verified) else ""
         return f"Written for {self.tool} {self.written_for}{verified}{here}."
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be said where the installed version is not the one that the table was verified on."""
+        """Sentences to say if the installed version is not the one that the table was verified on."""
         installed = installed_version(self.tool)
         if installed is None or installed == self.verified:
             return ()

@@ -84,7 +84,7 @@ def lightning_arguments(
     kind: Kind = "trainer",
     version: str | None = None,
 ) -> LightningArguments:
-    """What of a plan is an argument of `Trainer(...)` or `Fabric(...)`.
+    """The parts of a plan that are arguments of `Trainer(...)` or `Fabric(...)`.
 
     Args:
         config: The plan's configuration.

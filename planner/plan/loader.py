@@ -31,7 +31,7 @@ def make_plan_loader(
     seed: int,
     start: int,
 ) -> DataLoader[Any]:
-    """What Plan.loader calls; its docstring says the parameters and errors."""
+    """The loader that Plan.loader returns; the docstring there says the parameters and errors."""
     from autoplan.strategies.workloads.loading.source import make_loader, source_of
 
     refuse_unverified(plan)

@@ -51,9 +51,9 @@ AS_SEARCHED: Any = _AsSearched()
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the user gives; None: as the search had it.
+    """The parts that the user gives; None: as the search had it.
 
-    `max_grad_norm` and `schedule` may be AS_SEARCHED; None: no clipping, a constant learning rate.
+    AS_SEARCHED in `max_grad_norm` or `schedule` means that; None there: no clipping, or a constant learning rate.
     """
 
     model: Any = None

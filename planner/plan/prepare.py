@@ -132,7 +132,7 @@ def draws_kept(plan: PlanRecord, *, on_ranks: bool = False) -> contextlib.Abstra
 
 
 def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool = True) -> str | None:
-    """What every verb asks before a plan meets code: prepare, run, verify and export. Reads files; runs none.
+    """Checks a plan before it meets code, for every verb: prepare, run, verify and export. Reads files; runs none.
 
     Args:
         plan: The plan. One that is unverified is refused, unless the user accepted it so.
@@ -171,7 +171,7 @@ def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool 
 
 
 def check_training(plan: PlanRecord, *, changed_ok: bool, **parts: Any) -> list[str]:
-    """What a plan is asked before it meets a training that was read; warns where this is another machine.
+    """Checks a plan before it meets a training that was read; warns if this is another machine.
 
     Args:
         plan: The plan.

@@ -1,4 +1,4 @@
-"""What is installed and set where a training runs, and how that differs from where its plan was found.
+"""The packages and variables where a training runs, and how they differ from those where its plan was found.
 
 In: this machine, its packages, its environment. Out: an `Environment`, which a plan keeps; a sentence for each
 difference that can change the speed.
@@ -74,7 +74,7 @@ class Difference(Record):
 
 
 def find_differences(plan: Plan, here: HardwareProfile, environment: Environment | None = None) -> list[Difference]:
-    """What differs between where a plan was found and here: hardware first, then versions, then variables.
+    """The differences between where a plan was found and here: hardware first, then versions, then variables.
 
     Args:
         plan: The plan.

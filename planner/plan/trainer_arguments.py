@@ -1,4 +1,4 @@
-"""What a configuration is as TrainingArguments of transformers: for the export, and for `plan.apply_to(trainer)`.
+"""A configuration as TrainingArguments of transformers: for the export, and for `plan.apply_to(trainer)`.
 
 In: a configuration. Out: argument values by the plan's terms, the names of the arguments in a version of transformers
 (keys/transformers.json has a table per version), and sentences on what no argument says.

@@ -1,4 +1,4 @@
-"""What changed between a search and the code, data and versions that its plan meets, by name.
+"""The changes, by name, between a search and the code, data and versions that its plan meets.
 
 In: the workload's spec in a plan, and what is here now. Out: a refusal, or a sentence.
 """

@@ -1,4 +1,4 @@
-"""What a search found out about the loader of a training: records that go into the plan."""
+"""The findings of a search about the loader of a training: records that go into the plan."""
 
 from __future__ import annotations
 

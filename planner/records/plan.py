@@ -1,6 +1,6 @@
-"""What a plan is: its fields, and what must hold between its figures, whatever was measured.
+"""The record of a plan: its fields, and the rules between its figures, whatever was measured.
 
-`Plan` (plan.py) adds what a user does with one. What applies a plan, below it, takes a `PlanRecord`.
+`Plan` (planner/plan/plan.py) adds what a user does with one. The code below it, which applies it, takes a `PlanRecord`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LARGEST_NUMBER = 1e30
 
 
 class Measurement(Record):
-    """What was measured of one configuration: the medians over its finalist runs, or over its one trial."""
+    """The figures measured of one configuration: the medians over its finalist runs, or over its one trial."""
 
     step_time_s: Interval
     tokens_per_s: Interval
@@ -64,7 +64,7 @@ class Alternative(Record):
 
 
 class HandSetting(Record):
-    """What a careful person would set without a search, and how the plan compares with it."""
+    """The setting that a careful person would choose without a search, and how the plan compares with it."""
 
     config: TrainingConfig
     measurement: Measurement
@@ -81,7 +81,7 @@ class Choice(Record):
 
 
 class Environment(Record):
-    """What was installed and set where the plan was found."""
+    """The software that was installed, and the variables that were set, where the plan was found."""
 
     autoplan: str
     torch: str
@@ -162,7 +162,7 @@ class PlanRecord(Record):
 
     @property
     def load_notes(self) -> tuple[str, ...]:
-        """What is to be said of the file that the plan was loaded from, in sentences."""
+        """Sentences to say about the file that the plan was loaded from."""
         return self._load_notes
 
     @property
@@ -187,7 +187,7 @@ class PlanRecord(Record):
 
 
 def broken_rules(plan: PlanRecord) -> list[str]:
-    """What does not add up in a plan, in sentences."""
+    """Sentences on what does not add up in a plan."""
     found = [*_sizes(plan)]
     if found:
         return found  # what follows divides by them

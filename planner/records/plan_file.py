@@ -202,7 +202,7 @@ def _written_out(character: str) -> str:
 
 
 def load_notes(path: Path, edited: tuple[str, ...] | None) -> tuple[str, ...]:
-    """What a person is told of a plan's file."""
+    """Sentences that a person is told about a plan's file."""
     if edited is None:
         return (f"an earlier version wrote {path}: without digests of what was measured, an edit does not show",)
     if edited:

@@ -64,10 +64,10 @@ RECOMPILED = "torch.compile compiled again"
 
 
 class Window(Record):
-    """What else happened on the device while a trial's steps were timed.
+    """The other activity on the device while a trial's steps were timed.
 
-    Shares of the CPU are of all the cores that the trial may run on. Stretches of the window that were disturbed were
-    measured again where there was time; the figures are over all of them.
+    Shares of the CPU are of all the cores that the trial may run on. If a stretch of the window was disturbed, it was
+    measured again if there was time; the figures are over all stretches.
     """
 
     seconds: float
@@ -270,7 +270,7 @@ class ClaimRounds(Record):
 
 
 class Claim(Record):
-    """What may be said of a plan's speed-up, and what it rests on."""
+    """The claim that may be made about a plan's speed-up, and what it rests on."""
 
     claimed: bool = Field(description="the interval of the speed-up is above 1, and nothing disturbed its runs")
     why_not: str | None = Field(default=None, description="a sentence, where no win is claimed")
@@ -286,7 +286,7 @@ class Claim(Record):
 
 
 class Prediction(Record):
-    """What the cost model said of a configuration before it ran; low and high bound an interval of 90 %."""
+    """The cost model's prediction of a configuration before it ran; low and high: the ends of an interval of 90 %."""
 
     step_time_s: float
     step_time_low_s: float
@@ -343,7 +343,7 @@ DEFAULT_FLOOR = 0.9
 
 
 class Objective(Record):
-    """What a search looks for."""
+    """The objective of a search."""
 
     name: Literal["throughput", "memory", "cost"] = "throughput"
     min_throughput: float | None = Field(
@@ -357,7 +357,7 @@ class Objective(Record):
         return self.min_throughput or DEFAULT_FLOOR
 
     def describe(self) -> str:
-        """What is looked for, in words."""
+        """The objective in words."""
         match self.name:
             case "throughput":
                 return "the highest throughput"
@@ -367,12 +367,12 @@ class Objective(Record):
                 return "the least cost: the time of all ranks together"
 
     def cost_per_million(self, items_per_s: float, ranks: int) -> float | None:
-        """What a million tokens (or samples) cost; None without a price."""
+        """The cost of a million tokens (or samples); None: no price is given."""
         return None if self.price_per_hour is None else 1e6 / items_per_s / 3600 * ranks * self.price_per_hour
 
 
 class Recheck(Record):
-    """What the plan of a finished search does here and now, by one short trial."""
+    """The result of one short trial, here and now, of the plan of a finished search."""
 
     verdict: str = Field(description="holds, faster, slower, does_not_fit, does_not_run or did_not_run")
     text: str = Field(description="the verdict as a sentence")

@@ -40,13 +40,13 @@ _OURS = "fixed_micro_batch"
 
 
 class Call(NamedTuple):
-    """What of a file is called, and with what.
+    """The part of a file that is called, and its options and arguments.
 
     Attributes:
         file: Its path, as it was written.
-        function: "" where the file alone was named.
+        function: "" if the file alone was named.
         options: What the function gets by name, besides batch size and sequence length.
-        arguments: What sys.argv has after the file's name meanwhile.
+        arguments: What sys.argv has after the file's name during the call.
     """
 
     file: str
@@ -161,7 +161,7 @@ def own_workload(spec: WorkloadSpec, study: str, model: str | None = None) -> Wo
 
 
 def _own_calls(said: Call, named: Call | None, study: str) -> list[Call]:
-    """What may be called: as the user named it, last, and as their own searches of the plan's study had it."""
+    """The allowed calls: those in the user's own search of the plan's study, and last the one that the user named."""
     if named is not None and (named.options or named.arguments):
         return [named]
     notes = _own_notes(study)
@@ -206,7 +206,7 @@ def _shown(call: Call) -> str:
 
 
 def _how(call: Call, place: str | None = None) -> str:
-    """What to type for a call, or how it is written where it is long."""
+    """The option to type for a call, or its form if the call is too long."""
     text = one_line(str(call._replace(file=place or Path(call.file).name)))
     typed = shlex.quote(text) if len(text) <= _MAX_SHOWN else repr(FORM)
     return f"--model {typed}"
@@ -227,7 +227,7 @@ _SECRET_VALUE = re.compile(
     r"(?:hf|sk|pk|gh[opsur]|github_pat|glpat|xox[abprs])[-_][\w-]{16,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\..*|"
     r"(?=.*[0-9])(?=.*[a-f])[0-9a-f]{32,}|\w[\w+.-]*://[^/\s:@]*:[^/\s@]+@.*"
 )
-"""What the keys of services look like, hexadecimal keys, and addresses with a password."""
+"""The forms of secrets: keys of services, hexadecimal keys, and addresses with a password."""
 
 
 def secrets_note(spec: WorkloadSpec) -> str | None:
@@ -291,7 +291,7 @@ def code_changes(spec: WorkloadSpec) -> tuple[str, ...]:
 
 
 def _own_notes(study: str) -> list[WorkloadSpec]:
-    """What this user's own record says of the search of a study: at most one workload, and none without code."""
+    """The workload of a study's search, from this user's own record: a list of at most one, and none without code."""
     if not re.fullmatch("[0-9a-f]{16}", study):
         return []  # not an identity: it would name a file elsewhere
     known = _read_note(_note_of(study))

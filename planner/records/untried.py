@@ -1,4 +1,4 @@
-"""What a search did not try: a record that goes into the plan, and its words."""
+"""The configurations that a search did not try: a record that goes into the plan, and its words."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Untried(Record):
     per_rank: bool = Field(default=False, description="the speeds are tokens/s of a rank: cost is looked for")
 
     def describe(self, reference: str) -> str:
-        """What it is and what it may bring, in a sentence.
+        """A sentence: what was not tried, and what it may bring.
 
         Args:
-            reference: What its speed is a ratio to, in the possessive form: `the plan's`.
+            reference: The configuration that its speed is compared with, in the possessive form: `the plan's`.
         """
         many = {0: "every configuration was tried", 1: "one configuration was not tried"}.get(
             self.candidates, f"{self.candidates:,} configurations were not tried"

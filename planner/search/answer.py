@@ -104,7 +104,7 @@ class SearchRun:
 
     @property
     def workload(self) -> WorkloadSpec:
-        """What is trained, as it was read by this run, or by the one that wrote the plan of the record."""
+        """The workload as this run read it, else as the plan in the record has it, else as the options say."""
         if self.context is not None:
             return self.context.spec
         for path in (self.store.folder / PLAN_FILE, self.store.folder / _beside(PLAN_FILE)):
@@ -383,7 +383,7 @@ def nothing_verified(run: SearchRun, ended_by: str) -> SearchResult:
 
 
 def _after_failed_checks(run: SearchRun) -> str:
-    """What to do where every check failed: it depends on whether fp32 failed too, and on what differed."""
+    """The advice if every check failed: it depends on whether fp32 failed too, and on what differed."""
     checked = [(trial.config, run.store.parity_of(trial.config)) for trial in run.store.trials]
     failed = [(config, parity) for config, parity in checked if parity is not None and parity.failures]
     plain = [(config, parity) for config, parity in failed if config.precision == "fp32"]

@@ -1,4 +1,4 @@
-"""What a search knows of its candidates: predictions, corrected by the trials so far, and what a trial costs."""
+"""The knowledge of a search about its candidates: predictions, corrected by the trials so far, and a trial's cost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FLAT_MEMORY_BYTES = float(2**30)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assessment:
-    """What is known now; arrays over the candidates.
+    """The present knowledge of the candidates; arrays over the candidates.
 
     Attributes:
         posterior: Step time, and the chances to fit and to run.
@@ -126,7 +126,7 @@ class CandidateModel:
         self._assessment = None
 
     def assess(self) -> Assessment:
-        """What is known after the trials so far."""
+        """The assessment after the trials so far."""
         if self._assessment is None:
             tried = tried_configs(self.trials) | self.out_of_turn
             prior = self._prior(self.candidates)
@@ -145,9 +145,9 @@ class CandidateModel:
         return self._assessment
 
     def _as_wanted(self, now: Assessment) -> Assessment:
-        """What is known, as the objective sees it.
+        """The assessment as the objective sees it.
 
-        Where memory is looked for, every second trial looks for speed: the floor is a share of the best throughput.
+        If memory is looked for, every second trial looks for speed: the floor is a share of the best throughput.
         """
         good = [
             t for t in self.trials if t.outcome is Outcome.OK and t.step_time_s is not None and self._allows(t.config)
@@ -178,7 +178,7 @@ class CandidateModel:
 
     @property
     def trial_cost(self) -> TrialCost | None:
-        """What trials cost; None: each the same."""
+        """The cost of trials; None: each costs the same."""
         return self._cost
 
     def cost_s(self, config: TrainingConfig) -> float:

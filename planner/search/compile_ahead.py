@@ -329,11 +329,11 @@ class Choice:
 
 
 def compile_share(cores: float, serial_share: float) -> float:
-    """What a compilation takes on some cores, as a share of what it takes on one (Amdahl's law).
+    """The time of a compilation on some cores, as a share of its time on one (Amdahl's law).
 
     Args:
-        cores: That it has to itself; more than it has compilers at a time are of no use.
-        serial_share: Of its time on one core, what runs in one thread.
+        cores: The cores that it has to itself; more cores than COMPILERS are of no use.
+        serial_share: The share of its time on one core that runs in one thread.
     """
     return serial_share + (1.0 - serial_share) / min(cores, COMPILERS)
 

@@ -31,7 +31,7 @@ CHECK_LEAST_S, CHECK_MOST_S = 20.0, 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """What every piece of the setup is made with.
+    """The means that every piece of the setup is made with.
 
     Attributes:
         options: What the search is asked for.
@@ -40,7 +40,7 @@ class Means:
         saved: Where the study keeps its hardware profile: every run of a search uses the same one.
         budget_s: Of the whole search.
         left_s: How much of it is left now, in seconds; None: all of it.
-        on_attempt: Is told of each run that something outside ended, with the part of the search that it was.
+        on_attempt: Is called for each run that something outside ended, with the part of the search that it was.
     """
 
     options: SearchOptions

@@ -109,7 +109,7 @@ def _why_ended(report: ProcessReport, loader: LoaderSpec) -> str:
 
 
 def _notes(tried: tuple[LoaderTrial, ...], best: LoaderTrial | None) -> list[str]:
-    """What failed with workers and not without them, and that the data is too slow."""
+    """Sentences on what failed with workers and not without them, and on data that is too slow."""
     notes = [
         f"the loader fails with {trial.setting.describe()}: {trial.problem}"
         for trial in tried

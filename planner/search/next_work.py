@@ -1,4 +1,4 @@
-"""What runs next: one pure function for the live search and for the replays.
+"""The choice of what runs next: one pure function for the live search and for the replays.
 
     work = next_work(state, left_s)
 
@@ -46,8 +46,8 @@ predictions have wrong: it is made if it costs less than these. Assumed: in repl
 needed 1 to 6 looks more (benchmarks/trials_saved.py)."""
 
 HAND_GAIN = 0.05
-"""What the hand setting counts as gaining, where its own chance to win is less: the plan is then compared with what a
-careful person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
+"""The gain of the hand setting, if its own expected gain is less: it shows how the plan compares with what a careful
+person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
 
 COST_POWER = 0.75
 """With the gain per second (1) a search comes late to what is dear and good, a compilation. With its square root (0.5)
@@ -85,7 +85,7 @@ class Option:
 
     @property
     def score(self) -> float:
-        """What the pieces are compared by."""
+        """The score that the pieces are compared by."""
         return float(score(np.float64(self.gain), np.float64(self.cost_s)))
 
     def describe(self) -> str:
@@ -109,7 +109,7 @@ class Work(Option):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What is known when the next piece is chosen.
+    """The facts that are known when the next piece is chosen.
 
     Attributes:
         baseline: The plain run as a piece of work; None: it has run, or does not run here.
@@ -180,7 +180,7 @@ def _first(baseline: Option, left_s: float) -> Work:
 
 
 def _finding(state: State) -> Iterator[Option]:
-    """What may better the plan, in any order."""
+    """The pieces that may improve the plan, in any order."""
     if not state.out_of_looks:
         yield from state.looks
         if state.hand is not None:
@@ -199,7 +199,7 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
 
 
 def _needed_s(option: Option, state: State, claimed: bool) -> float:
-    """What a leader needs after a piece: the one of now, or the one that the piece may make."""
+    """Seconds that a leader still needs after a piece: the leader of now, or the one that the piece may make."""
     if option.kind == "parity":  # is part of what the leader needs
         return 0.0
     if claimed:
@@ -208,7 +208,7 @@ def _needed_s(option: Option, state: State, claimed: bool) -> float:
 
 
 def _before(look: Option, rest: Sequence[Option], state: State, left_s: float) -> tuple[Option, Sequence[Option]]:
-    """What comes before a look: the probe or trace that its prediction waits for, or compiling it beside others."""
+    """The piece to run first: a probe or trace that the look's prediction waits for, compiling ahead, or the look."""
     later_s = look.cost_s + _needed_s(look, state, True)
     if later_s > left_s:  # there is no room for the claim
         later_s = look.cost_s + _needed_s(look, state, False)
@@ -257,7 +257,7 @@ def score(gain: Array, cost_s: Array) -> Array:
 
 
 def pair_gain(difference: float, sd: float) -> float:
-    """What is expected to be gained by running a configuration side by side with the leader.
+    """The expected gain of running a configuration side by side with the leader.
 
     It takes the lead only if it wins: sd x L(difference / sd), with L the unit normal linear loss (Raiffa and Schlaifer
     1961, chapter 5), as if the pair told the truth.
@@ -274,7 +274,7 @@ def pair_gain(difference: float, sd: float) -> float:
 
 
 def check_gain(leader_gain: float, safe_gain: float, *, kind_has_passed: bool) -> float:
-    """What is expected to be lost if the leader fails its check at the end and not now.
+    """The expected loss if the leader fails its check at the end and not now.
 
     Args:
         leader_gain: Logarithm of its speed-up over the plain run.

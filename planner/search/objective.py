@@ -1,4 +1,4 @@
-"""What a search looks for: throughput, little memory at a floor of throughput, or little cost per token.
+"""The objectives of a search: throughput, little memory at a floor of throughput, or little cost per token.
 
 In: configurations with their runs; what is expected of the untried. Out: their order; and, for the choice of the next
 trial, the same expectations as a value that is to be small. Trials measure the same whatever the objective is.
@@ -98,7 +98,7 @@ def contenders(
 def to_beat(
     objective: Objective, best: Trial | None, config: TrainingConfig, spread: Spread, looks: int
 ) -> ToBeat | None:
-    """What a candidate is dropped against; None: not before something was measured.
+    """The step time that a candidate must beat, else it is dropped; None: nothing was measured yet.
 
     Args:
         objective: What is looked for.
@@ -151,9 +151,9 @@ def best_trial(trials: Iterable[Trial], objective: Objective = THROUGHPUT) -> Tr
 def view(
     objective: Objective, configs: Sequence[TrainingConfig], posterior: Posterior, trials: Sequence[Trial]
 ) -> tuple[Posterior, float | None]:
-    """What is expected of each candidate, as a logarithm that is to be small, and the best one measured.
+    """The value expected of each candidate, as a logarithm that is to be small, and the best value measured.
 
-    Where memory is looked for, `works` has the probability to reach the floor as well.
+    If memory is looked for, `works` has the probability to reach the floor as well.
 
     Args:
         objective: What is looked for.

@@ -191,14 +191,14 @@ def _attempt_notes(session: Session) -> list[str]:
 
 
 def _model_notes(session: Session, winner: CandidateRuns) -> list[str]:
-    """What the plan does otherwise than the model was set to."""
+    """Sentences on what the plan does otherwise than the model was set to."""
     training = session.context.facts.training
     own = training is not None and training.own_checkpointing
     return [own_checkpointing_text(winner.config.checkpointing)] if own else []
 
 
 def _input_notes(session: Session, winner: CandidateRuns) -> list[str]:
-    """What the time of making batches means for the step, if it is long enough to matter; trials do not time it."""
+    """A sentence on the time of making batches, if it is long enough to matter for the step; trials do not time it."""
     load_s = session.predict(winner.config).time_parts_s.get("input", 0.0)
     ranks = winner.config.dp
     sentence = describe_input(load_s, winner.step_time.median, session.context.spec.global_batch // ranks, ranks)

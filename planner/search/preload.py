@@ -1,4 +1,4 @@
-"""What the zygote of a search imports once, before it forks the first rank: each rank would import it again.
+"""Modules that the zygote of a search imports once, before it forks the first rank: else each rank would import them.
 
 In: what is trained. Out: names of modules. One that cannot be imported costs nothing: a rank imports what it needs.
 """
@@ -26,7 +26,7 @@ pay it. It starts no process and no thread before the first compilation (torch 2
 `inductor`), and touches no device."""
 
 MODELS = "transformers.modeling_utils"
-"""What every model of transformers imports, some 600 modules: a second or more of each rank."""
+"""The module that every model of transformers imports, some 600 modules in all: a second or more of each rank."""
 
 MOST_MODELS = 8
 

@@ -64,7 +64,7 @@ def _reason(session: Session, winner: CandidateRuns, knob: str) -> str:
 def _compare_with(
     session: Session, winner: CandidateRuns, name: str, other: TrainingConfig, trial: Trial | None
 ) -> str:
-    """What is known of another value: how its trial ended, how fast it was, or what is predicted."""
+    """Words on another value: how its trial ended, how fast it was, or what speed is predicted."""
     if trial is None:
         ratio = session.predict(winner.config).step_time_s / session.predict(other).step_time_s
         why = "" if ratio < 1 - SAME_SPEED else f"; {NOT_TRIED[session.ended_by]}"

@@ -1,4 +1,4 @@
-"""What a plan is compared with: the plain run, and the hand setting that a careful person would choose by hand.
+"""The references of a plan: the plain run, and the hand setting, which a careful person would choose by hand.
 
 In: a `Session`. Out: configurations; nothing runs here.
 """
@@ -81,7 +81,7 @@ def _limit(session: Session) -> int:
 
 
 def needed_offload(session: Session) -> Any:
-    """What the plain run keeps on the host: nothing, or if nothing fits so, what takes least on one device."""
+    """The offload of the plain run: none; or, if nothing fits so, the one that takes the least memory on one device."""
     candidates = session.context.candidates
     values = {config.offload for config in candidates if config.world_size == 1}
     if not values or "none" in {config.offload for config in candidates}:
@@ -119,11 +119,11 @@ def what_would_fit(context: SearchContext) -> str:
 
 
 def hand_setting(session: Session) -> TrainingConfig | None:
-    """What a careful person would set: the predicted fastest of a few usual settings that should fit; None: none does.
+    """The setting of a careful person: the predicted fastest of a few usual ones that should fit; None: none does.
 
     The micro-batch is a power of two: the smallest whose step is predicted within NEAR of the shortest, since a larger
-    one takes more memory, and a longer look, for nothing. With several devices DDP on all of them is among the
-    settings, and where that does not fit, FSDP.
+    one takes more memory, and a longer look, for nothing. If there are several devices, the settings have DDP on all
+    of them; if that does not fit, FSDP.
     """
     devices, fitting = session.context.nproc, dict[TrainingConfig, float]()
     for spread in ("dp_replicate", "dp_shard"):

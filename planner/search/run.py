@@ -121,7 +121,7 @@ def _identity_of(objective: Objective) -> dict[str, Any] | None:
 
 
 def _summary(options: SearchOptions, target: Target, fingerprint: str) -> dict[str, Any]:
-    """What the study is, for people; the record keeps it under these names."""
+    """A summary of the study, for people; the record keeps it under these names."""
     spec = options.spec
     return {
         "model": spec.name,
@@ -187,7 +187,7 @@ def _search(run: SearchRun) -> SearchResult:
 
 
 def _to_its_end(run: SearchRun, search: Callable[[], SearchResult]) -> SearchResult:
-    """What a search comes to, also where an error or Ctrl-C ends it."""
+    """The result of a search, also if an error or Ctrl-C ends it."""
     try:
         return search()
     except BudgetOver as over:

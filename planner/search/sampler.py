@@ -164,7 +164,7 @@ class MovingSampler:
 
 
 def make_sampler(wanted: Any, model: CandidateModel, *, seed: int) -> MovingSampler:
-    """What draws the looks of a search: a sampler of Optuna's, by its name (tpe, random) or as an object.
+    """The sampler that draws the looks of a search: one of Optuna's, by its name (tpe, random) or as an object.
 
     Raises:
         UsageError: an AutoplanSampler as an object: it would not have the search's cost model.

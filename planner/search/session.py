@@ -96,7 +96,7 @@ class Session:
 
     @property
     def objective(self) -> Objective:
-        """What is looked for."""
+        """The objective of the search."""
         return self.options.wanted
 
     @property
@@ -111,14 +111,14 @@ class Session:
 
     @property
     def trial_cost(self) -> TrialCost:
-        """What trials cost."""
+        """The cost of trials."""
         cost = self.model.trial_cost
         assert cost is not None, "a search always knows what trials cost"
         return cost
 
     @property
     def parity_cost(self) -> ModelCost:
-        """What the parts of a parity check cost on this model: predicted, then as the baseline measured them."""
+        """The cost of the parts of a parity check on this model: predicted, then as the baseline measured them."""
         profile, spec, base = self.context.estimator.profile, self.context.spec, self.baseline
         training = self.context.facts.training
         if base is not None and base.step_time_s is not None:
@@ -406,7 +406,7 @@ def failed_parity(store: Store, config: TrainingConfig) -> bool:
 
 
 def make_model(options: SearchOptions, context: SearchContext, store: Store, budget_s: float) -> CandidateModel:
-    """What is known of the candidates before the first trial: the cost model's predictions, and what trials cost."""
+    """The model of the candidates before the first trial: the cost model's predictions, and the cost of trials."""
     cost = TrialCost(
         context.candidates,
         global_batch=context.spec.global_batch,

@@ -1,4 +1,4 @@
-"""What a search knows before its first trial, and the pieces of it that can wait.
+"""The knowledge of a search before its first trial, and the pieces of it that can wait.
 
 `begin_search` finds out what the plain run needs: the facts of the workload, the trace of the plain variant, the space.
 `probe_more` and `trace_more` give the same context with measured rates, and with traces of other variants; each can be
@@ -55,7 +55,7 @@ TIMED = "operations timed"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchContext:
-    """What the search knows of the workload and the machine: enough for the plain run, and more after each piece.
+    """The search's knowledge of the workload and the machine: enough for the plain run, and more after each piece.
 
     Attributes:
         means: What the pieces are made with.
@@ -116,7 +116,7 @@ class SearchContext:
 
 
 def begin_search(means: Means) -> SearchContext:
-    """What the plain run needs: the input is checked, the plain variant traced, the legal space made.
+    """The context that the plain run needs: the input is checked, the plain variant traced, the legal space made.
 
     Every other variant is predicted roughly, from the plain one.
 

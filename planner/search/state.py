@@ -1,4 +1,4 @@
-"""What `next_work` is told: the state of a running search, as pieces of work with what they cost and gain.
+"""The state of a running search that `next_work` is told: pieces of work with their costs and gains.
 
 In: a `Session`. Out: a `State`. Nothing runs here.
 """
@@ -42,8 +42,7 @@ NEAR_THE_FRONT = 12
 """So many of the next candidates have their variants traced together."""
 
 SLOW_MOMENTS = 1.15
-"""What the leader needs is taken to last so many times what its runs took before: one of them may meet a slow moment.
-Assumed."""
+"""The factor on the expected time of the rounds of a claim: one of them may meet a slow moment. Assumed."""
 
 LEAST_CHECK_S = 2.0
 """Of any check: two processes, and the comparison of their records (2.1 s were measured of a model of 200 kB)."""

@@ -43,7 +43,7 @@ Z_90, Z_95 = 1.645, 1.96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Posterior:
-    """What the model predicts of each candidate after the trials; arrays over the candidates.
+    """The model's predictions of each candidate after the trials; arrays over the candidates.
 
     Attributes:
         log_time, log_time_sd: Natural logarithm of the step time in seconds: mean and standard deviation.

@@ -71,7 +71,7 @@ def limits(
     ranks: int = 1,
     measured: HardwareProfile | None = None,
 ) -> tuple[int, int]:
-    """What one trial may take on its device, and of host memory.
+    """The most memory that one trial may take: on its device, and of the host.
 
     Args:
         hardware: The machine as it is now.
@@ -99,7 +99,7 @@ def limits(
 
 
 def context_bytes(measured: HardwareProfile | None) -> float:
-    """What a process takes of a GPU before any tensor: measured by the probes, else assumed."""
+    """Bytes of a GPU that a process takes before any tensor: measured by the probes, else assumed."""
     reading = None if measured is None else measured.device("cuda").context_bytes
     return CONTEXT_BYTES if reading is None or reading.value is None else reading.value
 

@@ -238,7 +238,7 @@ DROPOUT_PASSES = 2 * DROPOUT_SEEDS + 1 + 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """What a check costs on one model, besides compiling.
+    """The cost of a check on one model, besides compiling.
 
     Attributes:
         sequence_length: Of the workload; None: samples are no sequences.

@@ -1,4 +1,4 @@
-"""What was not tried when the search ended: what it would try next, how much better that could be, how probably.
+"""The candidates not tried when the search ended: which is next, how much better it could be, and how probably.
 
 In: what is known of the candidates, and what was found. Out: an `Untried`, for the plan and the
 screen.

@@ -1,4 +1,4 @@
-"""What the exports copy: real modules, type-checked and tested as code, that an export takes over as they are.
+"""The modules that the exports copy: they are type-checked and tested as code, and an export takes them as they are.
 
 - settings.py: the constants that they ask, at the plain run's values; an export has those of its plan instead;
 - model.py: what a plan changes inside of a model, for every export; sharding;

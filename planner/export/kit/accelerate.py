@@ -1,4 +1,4 @@
-"""What the target `accelerate` copies besides the step: the Accelerator of a plan."""
+"""The code that the target `accelerate` copies besides the step: the Accelerator of a plan."""
 
 from __future__ import annotations
 

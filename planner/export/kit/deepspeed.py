@@ -1,4 +1,4 @@
-"""What the target `deepspeed` copies: its engine of a plan, and a step of it."""
+"""The code that the target `deepspeed` copies: DeepSpeed's engine of a plan, and a step of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the target `fabric` copies besides the step: the Fabric of a plan."""
+"""The code that the target `fabric` copies besides the step: the Fabric of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the target `lightning` copies: the Trainer of a plan, and what makes its loss the plan's."""
+"""The code that the target `lightning` copies: the Trainer of a plan, and the parts that make its loss the plan's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autoplan.strategies.techniques.own_gradients import OwnGradients
 
 
 def global_mean(module: Any, total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """What training_step returns, so that the loss is the mean over the whole global batch.
+    """The value for training_step to return, so that the loss is the mean over the whole global batch.
 
     Args:
         module: The LightningModule.
@@ -42,8 +42,8 @@ def global_mean(module: Any, total: torch.Tensor, count: torch.Tensor | int) -> 
 
 
 class PlanCallback(Callback):
-    """What no argument of the Trainer says: the count of the global batch that the loss is divided by, and settings of
-    each process."""
+    """The parts of a plan that no argument of the Trainer says: the division of the loss by the count of the global
+    batch, and settings of each process."""
 
     gradients: Any = None
 
@@ -107,7 +107,7 @@ def make_trainer(**more: Any) -> Trainer:
 
 
 def optimizers(model: nn.Module) -> Any:
-    """What configure_optimizers() returns: the schedule moves with each optimizer step, and not with each epoch."""
+    """The result for configure_optimizers(): the schedule moves with each optimizer step, and not with each epoch."""
     optimizer, schedule = make_optimizers(model)
     if schedule is None:
         return optimizer

@@ -1,4 +1,4 @@
-"""What a loop of one's own has of a plan: its loader, its optimizer, and a step by accelerate or Fabric."""
+"""The parts of a plan in a loop of one's own: its loader, its optimizer, and a step by accelerate or Fabric."""
 
 from __future__ import annotations
 

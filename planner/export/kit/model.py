@@ -1,4 +1,4 @@
-"""What a plan changes inside of a model and in the process, for every export. The code is that of the techniques."""
+"""A plan's changes inside a model and in the process, for every export. The code is that of the techniques."""
 
 from __future__ import annotations
 

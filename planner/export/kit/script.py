@@ -159,7 +159,7 @@ def load_user_file() -> Workload:
 
 @functools.cache
 def the_workload() -> Workload:
-    """What is trained: its model, its batches, its loss, its optimizer."""
+    """The workload that is trained: its model, its batches, its loss, its optimizer."""
     return load_user_file() if USER_FILE else load_language_model()
 
 
@@ -183,7 +183,7 @@ def rank_device(device: torch.device | str) -> torch.device:
 
 
 class Run(Stepper):
-    """What prepare() makes, and train_step works on.
+    """The run that prepare() makes, and that train_step works on.
 
     Attributes:
         mesh: The device mesh; None on one rank.

@@ -1,4 +1,4 @@
-"""What the targets `transformers` and `trl` copy: the arguments from the file beside the module, and the model."""
+"""The code that the targets `transformers` and `trl` copy: arguments from the file beside it, and the model."""
 
 from __future__ import annotations
 
