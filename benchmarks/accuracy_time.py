@@ -46,7 +46,7 @@ LIMIT_BYTES = 8 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What was recorded of one workload: the traced profile, and the same trials twice."""
+    """The records of one workload: the traced profile, and the same trials twice."""
 
     name: str
     profile: ModelProfile
@@ -124,7 +124,7 @@ def _trial(runner: TrialRunner, number: int, config: TrainingConfig) -> Trial:
 
 
 def read(folder: Path) -> tuple[HardwareProfile, list[Family]]:
-    """What was recorded."""
+    """The hardware and the workloads that were recorded."""
     hardware = HardwareProfile.model_validate_json((folder / "hardware.json").read_text())
     families = []
     for path in sorted(folder.glob("*.json.gz")):

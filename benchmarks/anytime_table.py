@@ -1,4 +1,4 @@
-"""What the lines of benchmarks/anytime.py show: shares of the fastest, ratios, tables, curves."""
+"""Results from the lines of benchmarks/anytime.py: shares of the fastest, ratios, tables, curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def key(line: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def configs_of(searches: Lines) -> list[dict[str, Any]]:
-    """What is measured side by side: the plans, the plain run, and each best so far at half the time of GPT-2."""
+    """Configurations to measure side by side: plans, plain runs, and the best of each GPT-2 search at half its time."""
     found: list[dict[str, Any]] = []
     for line in searches:
         if line["workload"] is not None:

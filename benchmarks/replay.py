@@ -147,7 +147,7 @@ def run_session(session: Session, ahead: CompileAhead, end_after: TrainingConfig
 
 
 def plan_now(session: Session) -> TrainingConfig | None:
-    """What the search would hand over: the leader, or the plain run if its claim shows no gain."""
+    """The plan that the search would hand over: the leader, or the plain run if the leader's claim shows no gain."""
     leader = session.leader
     if leader is None:
         return None
@@ -160,7 +160,7 @@ def plan_now(session: Session) -> TrainingConfig | None:
 
 @dataclass(kw_only=True)
 class MemoryStore:
-    """What a `Session` asks of its store, in memory; `spent_s` is the clock of the replay."""
+    """The part of a store that a `Session` asks for, in memory; `spent_s` is the clock of the replay."""
 
     trials: list[Trial] = field(default_factory=list)
     ledger: tuple[WorkLine, ...] = ()

@@ -52,7 +52,7 @@ class PoolSampler(UniformSampler):
         self.places = np.array([self._places(config) for config in self.model.candidates])
 
     def choose(self, places: NDArray[np.intp]) -> int:
-        """What the sampler chooses of them."""
+        """The one of them that the sampler chooses."""
         self.inner.pool, self.inner.chosen = self.places[places], None
         asked = self.study.ask()
         trial = self.study.get_trials(deepcopy=False)[asked.number]
@@ -61,7 +61,7 @@ class PoolSampler(UniformSampler):
         return super().choose(places) if self.inner.chosen is None else int(places[self.inner.chosen])
 
     def _places(self, config: TrainingConfig) -> list[float]:
-        """What Optuna keeps of a configuration: the place of each value among the choices."""
+        """The numbers that Optuna keeps of a configuration: the place of each value among the choices."""
         return [values.to_internal_repr(getattr(config, knob)) for knob, values in self.varying.items()]
 
 
@@ -93,7 +93,7 @@ class _Gp(optuna.samplers.GPSampler):
 
 
 def sampler_of(name: str, model: CandidateModel, seed: int) -> MovingSampler:
-    """What draws the looks of a replay: tpe, gp or random."""
+    """The sampler that draws the trials of a replay: tpe, gp or random."""
     if name == "random":
         return UniformSampler(model, seed=seed)
     if name == "tpe":

@@ -21,7 +21,7 @@ GLOBAL_BATCHES = {"gpt": 16, "llama_lora": 16, "vision": 32, "encoder_decoder": 
 
 
 def case_spec(case: str, folder: Path, *, global_batch: int | None = None) -> WorkloadSpec:
-    """What is trained in a case.
+    """The workload of a case.
 
     Args:
         case: One of CASES.

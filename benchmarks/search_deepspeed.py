@@ -32,7 +32,7 @@ MOST_STEPS = 100
 
 
 def tuner_config(global_batch: int) -> dict[str, Any]:
-    """What a user writes for the tuner: everything else is its own choice."""
+    """The settings that a user writes for the tuner: the tuner chooses everything else."""
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "zero_allow_untested_optimizer": True,

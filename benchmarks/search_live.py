@@ -69,7 +69,7 @@ PEER_LIMIT_S = {"deepspeed": 1200.0}
 
 @dataclass(kw_only=True)
 class Live:
-    """What the methods share: the case, its limits, the processes."""
+    """Objects that the methods share: the case, its limits, the processes."""
 
     case: str
     budget_s: float

@@ -24,7 +24,7 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a method chose; `config` is None where it gave no answer, and `why_not` says why."""
+    """The choice of a method; `config` is None if it gave no answer, and `why_not` says why."""
 
     config: TrainingConfig | None
     global_batch: int

@@ -60,7 +60,7 @@ def draw_curves(title: str, curves: Mapping[str, Sequence[Curve]], *, across: st
 
 
 def share_at(curve: Curve, seconds: float) -> float:
-    """What a search has after so many seconds; 0 before its first trial has ended."""
+    """The share that a search has reached after so many seconds; 0 before its first trial has ended."""
     return next((share for at, share in reversed(curve) if at <= seconds), 0.0)
 
 

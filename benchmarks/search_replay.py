@@ -103,7 +103,7 @@ def curve(recorded: Recorded, way: SearchMethod, number: int, budget_s: float, *
 
 
 def all_seconds(recorded: Recorded) -> float:
-    """What the looks at all candidates took in the first round, where nothing was in the compile cache."""
+    """The seconds that trials of all candidates took in the first round, with nothing in the compile cache."""
     return sum(trial.seconds_spent for trial in recorded.rounds[0])
 
 
@@ -152,7 +152,7 @@ def one_pass_regret(recorded: Recorded) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What the replays of one method on one table show.
+    """Figures from the replays of one method on one table.
 
     Attributes:
         name: Of the method.
@@ -177,7 +177,7 @@ def score(recorded: Recorded, way: SearchMethod, seeds: int) -> Score:
 
 
 def score_of(name: str, curves: list[list[Point]], brief: Sequence[Sequence[Point]], affordable: float) -> Score:
-    """What some searches show; `brief`: those with a tenth of the time, that the regret is of."""
+    """Figures from some searches; `brief`: those with a tenth of the time, which give the regret."""
     to_level = {}
     for level in LEVELS:
         found = [reached(points, level) for points in curves]

@@ -96,7 +96,7 @@ def begin(
 
 
 def open_setup(table: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What a table was begun with; None: it was not begun.
+    """The setup that a table was begun with; None: it was not begun.
 
     Raises:
         UsageError: it was begun with something else, on another machine or with other versions.
@@ -131,9 +131,9 @@ def drawn_order(count: int, number: int, seed: int) -> list[int]:
 def left_to_run(
     count: int, seed: int, done: Sequence[dict[str, Any]], *, processes: int, again: bool
 ) -> Iterator[tuple[int, int]]:
-    """What is not measured yet, as (pass, candidate), in the order in which it is to run.
+    """The runs that are not measured yet, as (pass, candidate), in the order in which they are to run.
 
-    With `again` also what was disturbed the last time it ran.
+    With `again` also those that were disturbed the last time.
     """
     last = {(line["pass"], line["candidate"]): line["disturbed"] for line in done}
     for number in range(processes):
@@ -179,7 +179,7 @@ def record(
 
 
 def line_of(number: int, candidate: int, trial: Trial) -> dict[str, Any]:
-    """What is kept of a trial."""
+    """The facts that are kept of a trial."""
     return {
         "pass": number,
         "candidate": candidate,

@@ -290,7 +290,7 @@ def check_end(soak: Soak, mark: str, killed: list[str]) -> None:
 
 
 def check_record(soak: Soak) -> None:
-    """What was whole on disk before is there, and nothing that finished was done again."""
+    """Checks that all that was whole on disk before is there, and that nothing that finished was done again."""
     paths = list(soak.store.glob("*/record.jsonl"))
     content = paths[0].read_bytes() if paths else b""
     whole = content[: content.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""What a plan is worth to a Trainer as it stands: its own loop before and after `plan.apply_to`, side by side.
+"""The speed-up that a plan gives a Trainer as it stands: its own loop before and after `plan.apply_to`, side by side.
 
     python -m benchmarks.trainers [--only NAME] [--budget 60s] [--rounds 5] [--out FILE]
 

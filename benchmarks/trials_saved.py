@@ -161,7 +161,7 @@ def _row(recorded: Recorded, way: SearchMethod, limit: int, draws: int) -> list[
 
 
 def _confusion(recorded: Recorded, limit: int) -> list[str]:
-    """What the model of a search says of each candidate before its first trial, beside the measured peak."""
+    """A row of what a search's model says of the candidates before a first trial, beside the measured peaks."""
     estimator = make_estimator(recorded, "search", limit)
     verdicts = [prediction.verdict for prediction in estimator.estimate(recorded.candidates)]
     over = recorded.peaks > limit

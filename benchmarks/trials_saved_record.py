@@ -174,7 +174,7 @@ def read(folder: Path) -> list[Recorded]:
 
 
 def read_setup(table: Path) -> dict[str, Any]:
-    """What a table was begun with."""
+    """The setup that a table was begun with."""
     setup: dict[str, Any] = json.loads(gzip.decompress((table / SETUP).read_bytes()))
     return setup
 

@@ -112,7 +112,7 @@ def _environment(root: Path, folder: Path) -> dict[str, str]:
 
 
 def _ending(out: str, err: str) -> dict[str, Any]:
-    """What the one document of --json says; without it (a crash, a kill) the end of what was said."""
+    """The result in the one document of --json; if there is none (a crash, a kill), the end of what was printed."""
     try:
         document = json.loads(out)
     except ValueError:
@@ -143,7 +143,7 @@ def with_plan_at_the_end(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def spec_of(line: dict[str, Any]) -> WorkloadSpec:
-    """What a search that found a plan was of."""
+    """The workload of a search that found a plan."""
     return WorkloadSpec.model_validate_json(json.dumps(line["workload"]).replace(HERE, str(ROOT)))
 
 
@@ -240,7 +240,7 @@ def machine() -> dict[str, Any]:
 
 
 class Load:
-    """What else used the cores, from here on until all of our own processes were waited for."""
+    """The use of the cores by others, from here on until all of our own processes were waited for."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the machine can do: readings with units and provenance. Knows nothing of models or plans.
+"""Readings of what the machine can do, with units and provenance. Knows nothing of models or plans.
 
 run.py          all probes in order, within a budget, with a cache: `run_probes`, `read_host_profile`
 profile.py      the records: HardwareProfile, Device, Host, Link, OperationReading, CollectiveReading

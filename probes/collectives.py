@@ -1,4 +1,4 @@
-"""What the links between ranks can do: collectives over NCCL or gloo, timed over message and group sizes.
+"""Speeds of the links between ranks: collectives over NCCL or gloo, timed over message and group sizes.
 
 Payloads and bandwidths follow nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so that the figures
 compare: the payload is the larger of a rank's buffers (all-reduce: its buffer; all-gather: its output;

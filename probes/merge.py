@@ -29,7 +29,7 @@ SEVERE_OTHERS_SHARE = 0.10
 
 
 def widened(measured: Measured, spread: float) -> Measured:
-    """What was measured, with spreads of at least so much: the samples alone do not show how far off it may be."""
+    """The measured rates with spreads of at least so much: the samples alone do not show how far off a rate may be."""
 
     def wider(reading: Reading) -> Reading:
         return reading.model_copy(update={"spread": max(reading.spread or 0.0, spread)})
@@ -93,7 +93,7 @@ def is_busy(host: Host) -> bool:
 
 
 def busy_notes(host: Host, devices: Sequence[Device]) -> list[str]:
-    """What makes rates lower than the machine can do before anything is measured: load, utilisation, throttling."""
+    """Notes on what lowers the rates before anything is measured: load, utilisation, throttling."""
     notes = []
     if is_busy(host):
         load = f"load {host.load_average.value:.1f} on {host.cores_usable} cores"
@@ -127,10 +127,10 @@ def spread_notes(measured: Sequence[Measured]) -> list[str]:
 
 
 def load_sentence(profile: HardwareProfile, kind: str, others_cpu_share: float) -> str | None:
-    """What others did with the device while it was measured; None: nothing that matters.
+    """A sentence on what others did with the device while it was measured; None: nothing that matters.
 
-    Where a container has a share of a host's cores, the others' share of all the cores says little; then it does not
-    count.
+    If a container has only a share of a host's cores, the others' share of all the cores says little: then it does
+    not count.
     """
     quota = profile.host.cgroup_cpu_limit.value
     shares_host = quota is not None and quota < (profile.host.cores_logical or profile.host.cores_usable)

@@ -58,7 +58,7 @@ their power limit all the time. Nor do clocks that a person has set."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one call to the driver gave: a value, or the reason why there is none."""
+    """The answer to one call to the driver: a value, or the reason why there is none."""
 
     value: Any = None
     reason: str | None = None

@@ -1,4 +1,4 @@
-"""What is timed: matrix products, attention, memory, and the way between the host and a GPU.
+"""Operations that are timed: matrix products, attention, memory, and the way between the host and a GPU.
 
 Products have shapes (m, n, k): `x[m, k]` times the transpose of `w[n, k]`, as nn.Linear has it, 2mnk flop forward.
 

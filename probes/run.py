@@ -47,7 +47,7 @@ MOST_CPU_RANKS = 4
 
 
 def read_host_profile(*, api: Any = None) -> HardwareProfile:
-    """What can be read without measuring: milliseconds, no torch, no CUDA context.
+    """The facts that can be read without measuring: it takes milliseconds, no torch, no CUDA context.
 
     Args:
         api: Anything shaped like the `pynvml` module; None takes the real one.
@@ -239,7 +239,7 @@ def _measure(
     *,
     brief: bool = False,
 ) -> tuple[list[Measured], list[str]]:
-    """What a rank measured, and what is missing; `brief`: the first rates alone."""
+    """The measurements of a rank, and notes on what is missing; `brief`: the first rates alone."""
     from autoplan.processes import Task, run_again
 
     targets = one_of_each_model([d for d in profile.devices if d.type == kind])
@@ -283,7 +283,7 @@ def one_of_each_model(devices: Sequence[Device]) -> list[Device]:
 
 
 def for_all_alike(measured: Sequence[Measured], devices: Sequence[Device]) -> list[Measured]:
-    """What was measured on one device of each model, for every device of it."""
+    """The measurements on one device of each model, given to every device of that model."""
     by_index = {(device.type, device.index): device for device in devices}
     by_model = {_model(by_index[found.type, found.index]): found for found in measured}
     alike = [(device, by_model[_model(device)]) for device in devices if _model(device) in by_model]
@@ -315,7 +315,7 @@ def _progress_reporter(on_progress: Callable[[str], None] | None) -> Callable[[A
 
 
 def _host_limit_bytes(host: Host) -> int | None:
-    """What the processes of a probe may take of the host's memory together: 80 % of what is free."""
+    """Bytes of the host's memory that the processes of a probe may take together: 80 % of what is free."""
     available = host.memory_available_bytes.value
     return int(0.8 * available) if available else None
 
@@ -336,7 +336,7 @@ def _device_error(kind: str, report: ProcessReport) -> DeviceError:
 
 
 def _tensor_limit_bytes(device: Device) -> float | None:
-    """What tensors of the probes may take: a quarter of the host's free memory; the rank asks the GPU."""
+    """Bytes that tensors of the probes may take: a quarter of the host's free memory; for a GPU, the rank asks it."""
     if device.type == "cuda":
         return None
     available = device.memory_available_bytes.value

@@ -128,7 +128,7 @@ class Budget:
 
     @property
     def remaining_s(self) -> float:
-        """What is left; never below 0."""
+        """The seconds that are left; never below 0."""
         return max(0.0, self.seconds - (time.perf_counter() - self.started))
 
 
@@ -183,7 +183,7 @@ class Sampler:
         self._samples.append(self._timed(self._calls) / self._calls)
 
     def timing(self) -> Timing:
-        """What the samples so far say."""
+        """The timing that the samples so far give."""
         return summarise(self._samples)
 
 

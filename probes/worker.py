@@ -23,7 +23,7 @@ BRIEF_CAP_S, BRIEF_LIMIT_S = 0.05, 5.0
 
 
 class ProbeRequest(Record):
-    """What one rank is asked to measure."""
+    """The measurements that one rank is asked for."""
 
     type: Literal["cuda", "cpu"]
     index: int
@@ -35,7 +35,7 @@ class ProbeRequest(Record):
 
 
 class Measured(Record):
-    """What a rank measured on one device, or had measured when it ended."""
+    """The measurements of a rank on one device: all of them, or those that it had made when it ended."""
 
     type: Literal["cuda", "cpu"]
     index: int
@@ -89,7 +89,7 @@ def _open_device(kind: str, index: int, threads: int) -> Any:
 
 
 def _free_bytes(request: ProbeRequest) -> float | None:
-    """What the driver says is free on a GPU, before this process has a context there; None: a CPU, or not known."""
+    """Free bytes of a GPU, from the driver, before this process has a context there; None: a CPU, or not known."""
     if request.type == "cpu":
         return None
     from autoplan.probes.gpu import read_gpus
@@ -99,7 +99,7 @@ def _free_bytes(request: ProbeRequest) -> float | None:
 
 
 def _context_bytes(device: Any, free_before: float | None) -> Reading | None:
-    """What this process took on the GPU by opening it: CUDA's context, kernels, and the libraries of products."""
+    """Bytes that this process took on the GPU to open it: CUDA's context, kernels, and the libraries of products."""
     import torch
 
     if free_before is None:

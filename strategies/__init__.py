@@ -1,4 +1,4 @@
-"""What is trained and how: workload, config, one file per technique, prepare()."""
+"""Workloads, and how they are trained: config, one file per technique, prepare()."""
 
 if __name__ != "autoplan.strategies":
     raise ImportError(

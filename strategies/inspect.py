@@ -50,7 +50,7 @@ def _ignore(_: Any) -> None:
 
 
 class Inspection(Record):
-    """What a rank answers: facts, or the user's error in them."""
+    """The answer of a rank: facts about the workload, or the user's error."""
 
     facts: WorkloadFacts | None = None
     error_code: str | None = None
@@ -390,7 +390,7 @@ def _check_optimizer(workload: Workload, model: nn.Module) -> None:
 
 
 def _parallel_facts(spec: WorkloadSpec, model: nn.Module, structure: Structure, workload: Workload) -> ParallelFacts:
-    """What the model allows of tp and pp; no pipeline where batches differ in size."""
+    """The tp and pp that the model allows; no pipeline if batches differ in size."""
     from autoplan.strategies.analysis.pipeline_trace import trace_pipeline
     from autoplan.strategies.analysis.tensor_plans import find_tensor_plan
 

@@ -48,7 +48,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knob:
-    """What autoplan knows of a knob besides its values and its description, which are the field's own.
+    """Facts about a knob besides its values and its description, which its field holds.
 
     Attributes:
         technique: The file of strategies/techniques/ that applies it.
@@ -58,16 +58,16 @@ class Knob:
         device: The one device type on which it has more than its plain value.
         needs: What it goes with: without it, it has no effect or is refused (`Need.why`).
         excludes: By other knob, why that one keeps its plain value beside this one.
-        unpriced: Why the cost model does not read it: a search then varies it only where the user names its values.
+        unpriced: Why the cost model does not read it: a search then varies it only if the user names its values.
         memory_only: For a knob whose other values only save memory: what its plain value saves, in words. A search
-            tries the other values only where the plain one may not fit.
+            tries the other values only if the plain one may not fit.
         memory_only_on: The one device type on which that is so; None: all.
         risks: By value that loses bits at each step (parameters, optimizer states, products in fewer bits), what a
             plan says of it: what the few steps of a parity check cannot show. A search has these values only with
             `--numerics lossy`.
         made_by_torchao: The values that torchao makes.
         must_gain: A search tries its other values only where they are predicted to be faster than the plain one.
-        last_resort: A search offers its other values only where no configuration with the plain one is sure to fit.
+        last_resort: A search offers its other values only if no configuration with the plain one is sure to fit.
         offered: The values that a search offers, in words, where the knob has no closed list.
         left_out: When a search leaves values out, in words, besides what `device`, `needs` and `excludes` say.
         without: What happens in a tool that does not carry its value, in words after "with the tool".

@@ -15,7 +15,7 @@ from autoplan.strategies.config import KNOBS, PLAIN, TrainingConfig, knob_values
 HEADINGS = ("Knob", "Values", "What it does", "Numerics", "Left out when")
 
 _EXCLUDED = {"compile": "anything compiled", "dp_shard": "FSDP2", "tp": "tensor parallelism", "pp": "a pipeline"}
-"""What the table says of knobs that others exclude."""
+"""The names that the table gives to knobs that others exclude."""
 
 
 def parse_knob(text: str) -> tuple[str, Any]:

@@ -119,7 +119,7 @@ def prepare(
 
 
 IN_PLACE = ("threads", "allocator", "attention", "gelu", "batch_norm", "checkpointing", "compile")
-"""What a model has of a config when another trainer runs it; the rest is the trainer's, or is not carried."""
+"""The knobs that change a model if another trainer runs it; the other knobs are the trainer's, or are not carried."""
 
 
 def apply_to_model(

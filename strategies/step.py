@@ -26,7 +26,7 @@ from autoplan.strategies.workloads.training_mode import (
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step gives back; tensors on the device, so that reading them is the caller's choice to wait.
+    """The result of one optimizer step, as tensors on the device: a caller waits only if it reads them.
 
     Attributes:
         loss: The summed loss over the count, of the whole global batch, as a scalar.
@@ -102,7 +102,7 @@ class Stepper:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def divisor_of(self, share: float) -> torch.Tensor:
-        """What backwards divide by: the sum over ranks of each rank's share, of the whole global batch."""
+        """The divisor of every backward: the sum of all ranks' shares, for the whole global batch."""
         divisor = torch.full((), float(share), device=self.device)  # torch.tensor() would copy, and wait for the copy
         return self._gradients.sum_over_ranks(divisor)
 

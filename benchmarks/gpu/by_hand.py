@@ -1,4 +1,4 @@
-"""What a careful person writes by hand to train a GPT-2 of 124M on one GPU: the setting that a plan is held against.
+"""The setting that a plan is held against: a careful person writes it by hand to train a GPT-2 of 124M on one GPU.
 
     python -m benchmarks.gpu.by_hand --find               # the largest micro-batch that fits, as JSON
     python -m benchmarks.gpu.by_hand --micro-batch 64     # seconds of whole optimizer steps, as JSON

@@ -58,7 +58,7 @@ CUDA_TESTS = (  # all files with a test marked cuda: to collect the whole suite 
 
 
 def workload(session: Session, name: str) -> Knobs:
-    """What to train, as the command line and gpu/trials.py take it; the model's configuration goes into the archive."""
+    """The workload, as the command line and gpu/trials.py take it; the model's configuration goes into the archive."""
     from autoplan.strategies.workloads import registry
 
     base, fields, length, batch = MODELS[name]

@@ -110,7 +110,7 @@ def _predict(context: SearchContext | None, config: TrainingConfig) -> Predictio
 
 
 def left_behind() -> dict[str, Any]:
-    """What a trial has left on the GPUs, as the driver says it: free memory and processes."""
+    """The state in which a trial has left the GPUs, from the driver: free memory and processes."""
     found = read_gpus()
     return {
         f"cuda:{gpu.index}": {"free_bytes": gpu.memory_available_bytes.value, "processes": list(gpu.other_processes)}

@@ -1,4 +1,4 @@
-"""What a model is made of: repeated blocks, embeddings, head, tied weights, and what they allow.
+"""The parts of a model: repeated blocks, embeddings, head, tied weights, and what they allow.
 
 structure.py       blocks, embeddings, head, attention, tied weights of any nn.Module
 tensor_plans.py    which projections are split over tensor-parallel ranks

@@ -29,13 +29,13 @@ SEEDS = 5  # a layer that is dropped half of the time escapes as many equal draw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Additivity:
-    """What the losses of two samples say.
+    """Findings from the losses of two samples.
 
     Attributes:
-        additive: The summed loss of both is the sum of their losses. False where it is not known.
+        additive: The summed loss of both is the sum of their losses. False if that is not known.
         deterministic: The same two samples give the same loss with any seed.
         both: The summed loss of both.
-        alone: The loss of each by itself; empty where it is not known.
+        alone: The loss of each by itself; empty if that is not known.
         padding: How much padding changes the gradient (1); None: it does not.
     """
 

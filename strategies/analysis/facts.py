@@ -76,7 +76,7 @@ class Dependence(Record):
 
 
 class ParallelFacts(Record):
-    """What a model allows of tensor and pipeline parallelism (`autoplan.strategies.inspect`)."""
+    """Facts about the tensor and pipeline parallelism that a model allows (`autoplan.strategies.inspect`)."""
 
     num_blocks: int
     tp_unit: int | None = Field(default=None, description="tp divides this; None: no tensor parallelism")
@@ -89,7 +89,7 @@ class ParallelFacts(Record):
 
 
 class WorkloadFacts(Record):
-    """What a workload is made of, and what each knob may be for it here.
+    """Facts about a workload: its parts, and the values that each knob may have for it here.
 
     `spec` is the spec with everything filled in that only the user's own function knew.
     """

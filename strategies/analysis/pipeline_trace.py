@@ -1,4 +1,4 @@
-"""What a pipeline cut needs to know of a model: which modules run before, inside and after its blocks.
+"""Facts about a model that a pipeline cut needs: which modules run before, inside and after its blocks.
 
 One forward of one sample with hooks, under fake tensors: nothing is computed.
 """

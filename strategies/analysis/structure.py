@@ -36,12 +36,12 @@ Stacks = tuple[tuple[tuple[str, nn.Module], ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """What a model is made of; names are the model's own (fully qualified).
+    """The parts of a model; names are the model's own (fully qualified).
 
     Attributes:
         model: The model that this is the structure of.
         stacks: Runs of repeated blocks, in the order of the model: one for a decoder, two for an encoder-decoder,
-            one per stage for a staged image model. Runs of which nothing trains are left out where others train.
+            one per stage for a staged image model. Runs in which nothing trains are left out if others train.
         frozen_stacks: Those runs: a frozen reference or teacher beside what trains. They keep no activations.
         embeddings: Modules that look tokens up.
         head: The output head of what trains: what the model names as such, or the last linear layer outside the
@@ -215,7 +215,7 @@ def _repeats(modules: Iterable[nn.Module]) -> bool:
 
 
 def _likeness(module: nn.Module) -> dict[Any, int]:
-    """What repeated siblings have in common, and how many must have it: class and size two, the class alone three."""
+    """Properties that repeated siblings share, and how many must: two for class and size, three for the class alone."""
     common = (type(module), _trains(module))
     return {(*common, _size(module)): 2, common: 3}
 

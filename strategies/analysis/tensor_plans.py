@@ -189,7 +189,7 @@ def _unsplit_matrix(model: nn.Module, block: str, styles: Mapping[str, str]) -> 
 
 
 def _unit(model: nn.Module, styles: Mapping[str, str]) -> tuple[int, str]:
-    """What a degree has to divide: the heads that the model's config names, and every split width."""
+    """The number that a degree must divide, from the config's heads and all split widths; and a text about it."""
     widths = []
     for name, style in styles.items():
         module: Any = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""What is trained, as numbers: optimizer groups, clipping, schedule, seed and dropout rates of a workload.
+"""Training settings as numbers: optimizer groups, clipping, schedule, seed and dropout rates of a workload.
 
 In: a workload and its model (the meta device will do). Out: a `TrainingFacts`, which the plan keeps, so that an export
 writes the workload's own values and `plan.prepare` can compare. The records load no torch.
@@ -58,7 +58,7 @@ class ScheduleFacts(Record):
 
 
 class TrainingFacts(Record):
-    """What a workload trains with."""
+    """The settings that a workload trains with."""
 
     optimizer: str = Field(description="the class of the optimizer: torch.optim.adamw.AdamW")
     groups: tuple[GroupFacts, ...]
@@ -77,7 +77,7 @@ class TrainingFacts(Record):
 
 
 def read_training_facts(workload: Workload, model: nn.Module) -> TrainingFacts:
-    """What a workload trains with, read from the optimizer and the schedule that it makes.
+    """The settings that a workload trains with, read from the optimizer and the schedule that it makes.
 
     Args:
         workload: The workload.
@@ -99,7 +99,7 @@ def read_training_facts(workload: Workload, model: nn.Module) -> TrainingFacts:
 
 
 def own_checkpointing_text(checkpointing: str) -> str:
-    """What becomes of the model's own checkpointing under a value of the knob, in a sentence."""
+    """A sentence that says what a value of the knob does with the model's own checkpointing."""
     return (
         "the model has activation checkpointing of its own switched on (gradient_checkpointing_enable); it is off "
         f"during the steps, where checkpointing={checkpointing} decides what is recomputed, and on again after each"

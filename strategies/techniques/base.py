@@ -1,4 +1,4 @@
-"""What every technique shares: the Strategy protocol, and the Build that it works on."""
+"""Parts that all techniques share: the Strategy protocol, and the Build that it works on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class MicroStepHooks:
-    """What surrounds the forward of each micro-step.
+    """Hooks around the forward of each micro-step.
 
-    No dataclass, which would ask for the module that it is in: exports copy it into modules that anybody loads.
+    This is no dataclass: a dataclass looks up its module, and exports copy this class into modules that anybody loads.
 
     Attributes:
         begin: Called before every micro-step.
@@ -66,7 +66,7 @@ class GradientReduction:
 
 @dataclass(kw_only=True)
 class PipelineBuild:
-    """What the two steps of pipeline parallelism leave for each other and for the run; empty without a pipeline.
+    """Objects that the two steps of pipeline parallelism leave for each other and the run; empty without a pipeline.
 
     Attributes:
         tensor_plan: How the whole model is split over tp, made before the cut.

@@ -23,7 +23,7 @@ NAME = "autoplan_causal_sdpa"
 PLAIN_ARGUMENTS = frozenset(
     ("input_ids", "inputs_embeds", "use_cache", "return_dict", "output_attentions", "output_hidden_states", "labels")
 )
-"""What a decoder may be given while its attention is plainly causal."""
+"""The arguments with which a decoder's attention stays plainly causal."""
 
 
 def reason_against_maskless(base: Any, implementation: str | None = "sdpa") -> str | None:

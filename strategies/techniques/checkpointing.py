@@ -49,7 +49,7 @@ class CheckpointingStrategy:
     name = "checkpointing"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """What the number of blocks allows."""
+        """The values that the number of blocks allows."""
         count = len(structure.blocks)
         if count == 0:
             return offer(self.name, ("none",), dict.fromkeys(CHECKPOINT_EVERY, NO_BLOCKS))

@@ -76,7 +76,7 @@ def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> l
 
 
 def ddp_gradient_sync(wrapped: Sequence[nn.Module]) -> Callable[[bool], None]:
-    """What is called before each micro-step, with True before the last: only that one reduces gradients."""
+    """The function to call before each micro-step, with True before the last: only the last one reduces gradients."""
 
     def set_sync(sync: bool) -> None:
         for module in wrapped:
@@ -172,15 +172,15 @@ def shard_modules(
 
 
 def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[[bool], None]:
-    """What is called before each micro-step, with True before the last.
+    """The function to call before each micro-step, with True before the last.
 
-    A reduce-scatter averages over the ranks and is added to the shard's gradient, so that the sum over micro-steps is
-    the same whether each is scattered or their sum is.
+    A reduce-scatter averages over the ranks, and its result is added to the shard's gradient. So the sum over
+    micro-steps is the same whether each micro-step's gradients are scattered or only their sum.
 
     Args:
         roots: The outermost units.
-        every: Each micro-step's gradients are scattered: a rank keeps its shard of them. Replicas (HSDP) share their
-            sums at the last. Else all ranks keep whole gradients up to the last micro-step, which scatters the sum.
+        every: True: each micro-step's gradients are scattered, and a rank keeps its shard. Replicas (HSDP) share their
+            sums at the last. False: all ranks keep whole gradients up to the last micro-step, which scatters the sum.
     """
 
     def at_the_last(sync: bool) -> None:

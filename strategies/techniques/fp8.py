@@ -45,7 +45,7 @@ class Fp8Strategy:
     name = "fp8"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """What the chip and torchao do, for a model with linear layers that are large enough."""
+        """The recipes that the chip and torchao can run, if the model has linear layers that are large enough."""
         return offer(self.name, ("off",), {recipe: reason_against_fp8(structure, recipe, device) for recipe in RECIPES})
 
     def apply(self, build: Build) -> None:
@@ -191,7 +191,7 @@ def use_fp8(model: nn.Module, names: Sequence[str], recipe: str, *, emulates: bo
 
 
 def _filling(whole: Any, filled: Any) -> Any:
-    """What has a layer's products filled up, before its forward, where the rows of the batch need it."""
+    """The hook before a layer's forward: it has the products filled up if the rows of the batch need it."""
 
     def choose(linear: Any, inputs: tuple[Any, ...]) -> None:
         rows = inputs[0].numel() // inputs[0].shape[-1]

@@ -28,7 +28,7 @@ AHEAD_BYTES = 256 * 2**20
 
 
 class SavedOnHost:
-    """What a forward saved: its numbers in the order of memory, on the host, and on the device for the backward."""
+    """A tensor that a forward saved: its numbers in memory order, on the host, and on the device for the backward."""
 
     def __init__(self, host: torch.Tensor, device: torch.device, copied: Any, place: int) -> None:
         self.host = host
@@ -124,7 +124,7 @@ class HostActivations(torch.autograd.graph.saved_tensors_hooks):
         return self._back(saved).as_strided(size, strides, offset)
 
     def _back(self, saved: SavedOnHost) -> torch.Tensor:
-        """What was saved, on its device, in the order of its memory; what comes before it is fetched ahead."""
+        """The saved tensor on its device, in the order of its memory. Those saved before it are fetched ahead."""
         flat = self._fetch(saved)
         if saved.device.type != "cuda":
             return flat

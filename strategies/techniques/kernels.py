@@ -112,7 +112,7 @@ def reason_against_liger(model: nn.Module, device: str) -> str | None:
 
 
 def liger_function(model_type: str) -> Any:
-    """What Liger applies to models of a type of transformers; None: it does not know the type."""
+    """The function by which Liger changes models of a type of transformers; None: Liger does not know the type."""
     from liger_kernel.transformers import monkey_patch
 
     return monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)

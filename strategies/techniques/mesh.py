@@ -90,7 +90,7 @@ def sum_over_axes(mesh: DeviceMesh, tensor: torch.Tensor, axes: Iterable[str]) -
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline stage is made of: the model with placeholders for what the rank, or the stage, does not hold."""
+"""The modules of a pipeline stage: the model with placeholders for parts that the rank, or the stage, does not hold."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class PrecisionStrategy:
     name = "precision"
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """What the device computes at all; which of them is slow there is for the probes to say."""
+        """The precisions that the device can compute at all; the probes say which of them is slow there."""
         if device == "cpu":
             return offer(self.name, ("fp32", "bf16", "fp16"), {"tf32": "TF32 is a format of NVIDIA GPUs"})
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

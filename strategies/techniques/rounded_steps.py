@@ -52,7 +52,7 @@ TORCHAO = "it needs torchao, which is not installed here: pip install 'autoplan[
 
 
 class StepRounding:
-    """What an optimizer keeps rounded, and how a step goes over it.
+    """The parameters and states that an optimizer keeps rounded, and how a step goes over them.
 
     Args:
         optimizer: The workload's own, not stepped yet.
@@ -61,8 +61,8 @@ class StepRounding:
         seed: Of the numbers that round.
 
     Attributes:
-        steps: Steps taken; it seeds the rounding of the next. Who steps sets it, so that a resumed run rounds alike.
-        observe: Is told of each parameter what its step gave in fp32, before it is rounded (the parity check).
+        steps: Steps taken; it seeds the next step's rounding. The caller sets it, so that a resumed run rounds alike.
+        observe: Called with each parameter and its new value in fp32, before the value is rounded (the parity check).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, parameters: str, states: str, seed: int) -> None:
@@ -152,10 +152,10 @@ class StepRounding:
             yield piece
 
     def _widen(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> nn.Parameter:
-        """What is stepped in the place of a parameter: a plain fp32 tensor with its gradient and its state.
+        """The tensor that is stepped in the place of a parameter: a plain fp32 tensor with its gradient and its state.
 
         Another tensor in the parameter itself would do for one process, but torch then drops what DDP has hooked to it
-        (set_data resets the gradient accumulator where the dtype changes).
+        (set_data resets the gradient accumulator if the dtype changes).
         """
         if id(parameter) not in self._low:
             value = local_tensor(parameter.data)
@@ -308,7 +308,7 @@ def with_rounding(
 
 
 def rounding_of(optimizer: torch.optim.Optimizer) -> StepRounding | None:
-    """What an optimizer keeps rounded; None: nothing."""
+    """The rounding of what an optimizer keeps; None: nothing is rounded."""
     return optimizer.rounding if isinstance(optimizer, _Rounded) else None
 
 

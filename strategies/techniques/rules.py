@@ -40,7 +40,7 @@ class Rule:
 
 
 def _rule_of(name: str, knob: Knob) -> Rule:
-    """What a knob's own metadata refuses."""
+    """The rule that refuses configurations by a knob's own metadata."""
     refused = [need for need in knob.needs if need.why]
 
     def incompatible(config: TrainingConfig, global_batch: int | None) -> str | None:
@@ -82,7 +82,7 @@ def _batch_norm(config: TrainingConfig, global_batch: int | None) -> str | None:
 
 
 def _accumulation(config: TrainingConfig, global_batch: int | None) -> str | None:
-    """What goes with several micro-batches per step alone, and what with one alone."""
+    """The reason against a value that needs several micro-batches per step, or only one; None: there is no reason."""
     if global_batch is None or (config.gradient_sync == "last" and not config.ddp_static_graph):
         return None
     accumulation = global_batch // (config.micro_batch * config.dp)

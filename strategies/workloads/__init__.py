@@ -1,4 +1,4 @@
-"""What is trained: workloads, and where they come from.
+"""Workloads: what is trained, and where it comes from.
 
 workload.py        Workload, LossSum, TrainingModule: the model with its loss
 spec.py            WorkloadSpec: a workload by reference, as data

@@ -1,7 +1,7 @@
-"""What a forward leaves in a model for the next one: buffers that it changes, and state in plain attributes.
+"""State that a forward leaves in a model for the next one: in buffers that it changes, and in plain attributes.
 
-A codebook, a queue, the vectors of a spectral norm, the hidden state of a recurrent neuron. Other micro-batches leave
-something else, so the micro-batch is part of what is trained.
+Examples: a codebook, a queue, the vectors of a spectral norm, the hidden state of a recurrent neuron. Other
+micro-batches leave other state, so the micro-batch is part of what is trained.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SAME_LOSS = 1e-5
 
 
 class Carried(NamedTuple):
-    """What is carried.
+    """The state that is carried from one forward to the next.
 
     Attributes:
-        name: Of the buffer or attribute, with its module's; "the model" where it is not found.
+        name: Of the buffer or attribute, with its module's; "the model" if it is not found.
         kind: The class of its module.
         why: A sentence about it.
     """
@@ -44,10 +44,10 @@ def carried_state(
     *,
     seed: int,
 ) -> Carried | None:
-    """What a forward leaves in the model that other micro-batches leave otherwise; None: nothing.
+    """The state that a forward leaves in the model, if other micro-batches leave another; None: there is none.
 
-    Each buffer is compared after one forward of two samples and after two of one. Then the loss of the same samples,
-    seed and buffers with that of a second time. The model is left as it was.
+    The loss is computed twice from the same samples, seed and buffers. Then each buffer is compared after one forward
+    of two samples and after two forwards of one sample. The model is left as it was.
 
     Args:
         loss: Gives a LossSum.

@@ -1,11 +1,11 @@
-"""What throughput counts: the tokens of a batch that enter the model, without padding; or its samples.
+"""The units that throughput counts: the tokens of a batch that enter the model, without padding; or its samples.
 
 In: a batch, and a workload or what was found out about it (`Counted`). Out: whole numbers. Nothing is run.
 
 Tokens are found by the names that transformers gives to the fields of a batch: `input_ids`, `decoder_input_ids` and
 others that end so, each with the mask of the same name (`attention_mask`, `decoder_attention_mask`). A position is
-padding where its mask is 0. Packed sequences have no padding and count whole. An encoder-decoder that gets no
-`decoder_input_ids` makes them of `labels`, so those other than IGNORE_INDEX count.
+padding if its mask is 0. Packed sequences have no padding and count whole. An encoder-decoder that gets no
+`decoder_input_ids` makes them of `labels`, so the labels other than IGNORE_INDEX count.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SIZING_LIMIT_S, SAME_LIMIT_S = 5.0, 1.0
 
 
 def find_counted(workload: Workload, batch: Batch, model: nn.Module | None) -> Counted:
-    """What throughput counts for a workload.
+    """The units that throughput counts for a workload.
 
     Args:
         workload: Its `tokens` function wins, if it has one.
         batch: A batch of it.
-        model: Its model, on any device: whether it makes decoder inputs of the labels. None: that is not known.
+        model: Its model, on any device: it shows if decoder inputs are made of the labels. None: that is not known.
     """
     if workload.tokens is not None:
         return Counted(unit="tokens", by="function")

@@ -111,7 +111,7 @@ class Describer:
         self._kept: list[Any] = []  # so that no id is used twice
 
     def describe(self, value: Any, depth: int = MAX_DEPTH) -> Any:
-        """What makes a value what it is."""
+        """The description of all that makes a value what it is, as JSON."""
         if isinstance(value, str) and self._stamps and names_file(value):
             return _file_stamp(Path(value))
         if value is None or isinstance(value, bool | int | str):

@@ -196,7 +196,7 @@ class Collector:
         self._found.setdefault(name, set()).add(hashed)
 
     def _reach(self, value: Any, label: str) -> None:
-        """What a piece of code names: code is walked over, a value is hashed under its label."""
+        """Takes in what a piece of code names: code is walked over, a value is hashed under its label."""
         if isinstance(value, functools.partial):
             given = [len(value.args), *sorted(value.keywords)]
             self._keep(label, f"name:{qualified_name(value.func)}{given}")

@@ -283,7 +283,7 @@ def unpack(spec: WorkloadSpec) -> Workload:
 
 
 def unpack_objects(payload: str, what: str) -> Any:
-    """What `pack_objects` packed.
+    """The objects that `pack_objects` packed.
 
     Raises:
         WorkloadError: it does not load here; `what` names it.

@@ -54,10 +54,10 @@ AS_A_STEP = (
 
 
 class KeptStates(NamedTuple):
-    """What an optimizer keeps between steps.
+    """The state that an optimizer keeps between steps.
 
     Attributes:
-        kind: Its class; "unknown" where it cannot be asked.
+        kind: The optimizer's class; "unknown" if it cannot be asked.
         tensors: As many tensors of a parameter's shape, of the parameter that has the most: 2 for Adam.
         bytes_per_element: Bytes for each number of all parameters.
         why_assumed: Why these are Adam's figures, and not what was seen; None: they were seen.
@@ -76,10 +76,10 @@ STAND_IN_SIZE = 16
 def kept_states(
     build_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer], parameters: Sequence[torch.Tensor]
 ) -> KeptStates:
-    """What a workload's optimizer keeps, seen at one real step over small stand-ins for the parameters.
+    """The state that a workload's optimizer keeps, seen at one real step over small stand-ins for the parameters.
 
     There are as many stand-ins as parameters, since an optimizer that follows an instance is made over that number
-    only; each has as many dims, since one may be made by shape (Muon for matrices, AdamW for the rest).
+    only. Each has as many dims as its parameter: some go by shape (Muon for matrices, AdamW for the rest).
 
     Args:
         build_optimizer: The user's.
@@ -138,7 +138,7 @@ def rebuild_over(
 
 
 def constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer was made with, for its constructor: its defaults, and the arguments that it keeps by name.
+    """The arguments of an optimizer's constructor: its defaults, and the arguments that it keeps by name.
 
     bitsandbytes keeps `optim_bits` in its `args`, torchao `bf16_stochastic_round` in an attribute.
     """

@@ -17,7 +17,7 @@ from autoplan.record import Record
 
 
 class Counted(Record):
-    """What throughput counts (`autoplan.strategies.workloads.counting` finds it)."""
+    """The units that throughput counts (`autoplan.strategies.workloads.counting` finds them)."""
 
     unit: Literal["tokens", "samples"]
     by: Literal["function", "fields", "tensor", "length", "samples"] = Field(
@@ -29,7 +29,7 @@ class Counted(Record):
     tensor: int = 0
 
     def describe(self) -> str:
-        """What is counted, for a screen."""
+        """The units that are counted, for a screen."""
         match self.by:
             case "function":
                 return "the workload's own tokens(batch)"
@@ -89,7 +89,7 @@ class BatchSizes(Record):
 
 
 class WorkloadSpec(Record):
-    """What is trained, by reference.
+    """A workload by reference: what is trained.
 
     `identity` is a hash of all that makes the training what it is: the model's configuration, the source of the
     user's functions, the sequence length, the global batch, the options.

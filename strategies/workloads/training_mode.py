@@ -76,7 +76,7 @@ def without_cache(configs: list[Any]) -> Iterator[None]:
 
 
 CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""What modules of transformers and diffusers, and of timm, read in their forward: recompute this in the backward?"""
+"""Flags that modules of transformers and diffusers, and of timm, read in their forward: recompute in the backward?"""
 
 
 def own_checkpointing(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -167,7 +167,7 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """What gives the samples one by one; not `loader.sampler` where the loader was made with a batch sampler."""
+    """The sampler that gives single samples; not `loader.sampler` if the loader was made with a batch sampler."""
     own = cast(Any, loader.batch_sampler)
     own = own.batch_sampler if is_shard(own) else own
     return own.sampler if type(own) is BatchSampler else _Flat(own)
@@ -193,7 +193,7 @@ def is_shard(batch_sampler: Any) -> bool:
 
 
 def split_over(loader: DataLoader[Any]) -> tuple[str, int] | None:
-    """What splits the samples of a loader over processes already, and over how many; None: nothing."""
+    """The class that already splits a loader's samples over processes, and how many processes; None: there is none."""
     for holder, name in ((sampler_of(loader), "num_replicas"), (loader.batch_sampler, "num_processes")):
         processes = getattr(holder, name, 1)
         if isinstance(processes, int) and processes > 1:

@@ -139,10 +139,10 @@ def spec_of_object(value: Any) -> LoaderSpec:
 
 
 def source_of(value: Any) -> LoaderSource:
-    """What a dataset or a DataLoader says of the loader of a training.
+    """Facts about the loader of a training, from a dataset or a DataLoader.
 
     Raises:
-        WorkloadError: it is none; or a DataLoader without a batch size, whose dataset makes the batches.
+        WorkloadError: it is neither; or it is a DataLoader without a batch size, whose dataset makes the batches.
     """
     from torch.utils.data import DataLoader, RandomSampler
 

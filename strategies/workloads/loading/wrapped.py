@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Failure:
-    """What stands for a batch that could not be made.
+    """The placeholder for a batch that could not be made.
 
     Attributes:
         text: What was raised, on which sample, where.

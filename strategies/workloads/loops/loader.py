@@ -38,7 +38,7 @@ OWN_BATCHES = "Or give the batches yourself: make_batch(num_samples, index) inst
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
-    """What a DataLoader says of a training.
+    """Facts about a training, from its DataLoader.
 
     Attributes:
         batch_size: Samples of one of its batches.

@@ -224,11 +224,11 @@ def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any
 
 
 _FABRIC = {"_FabricModule": "_original_module", "_FabricDataLoader": "_dataloader"}
-"""What holds the user's own in the wrappers that fabric.setup makes, by the name of their class."""
+"""The attribute that holds the user's own object in a wrapper that fabric.setup makes, by the wrapper's class name."""
 
 
 def _without_fabric(part: Any) -> Any:
-    """What was given to fabric.setup; its optimizer's class is named Fabric and the name of the user's."""
+    """The object given to fabric.setup, which names its optimizer's class `Fabric` plus the user's class name."""
     if type(part).__name__.startswith("Fabric") and isinstance(part, torch.optim.Optimizer):
         return getattr(part, "_optimizer", part)
     return getattr(part, _FABRIC.get(type(part).__name__, ""), part)
@@ -350,7 +350,7 @@ def _describe_data(facts: LoaderFacts, workload: Workload, count: Count | None, 
 
 
 def _notes(parts: LoopParts, facts: LoaderFacts, workload: Workload, measured: list[str], *, given: bool) -> list[str]:
-    """What is taken over, and what is not."""
+    """Sentences on what is taken over from the loop, and what is not."""
     steps, size = workload.global_batch, facts.batch_size
     notes = []
     if given:

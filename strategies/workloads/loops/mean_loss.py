@@ -280,7 +280,7 @@ class _Probe:
         self.loss, self.model, self.seed = loss, model, seed
 
     def result(self, batch: Batch, seed: int = 0) -> Any:
-        """What the loss returns."""
+        """The value that the loss returns."""
         named = users_call("loss(model, batch) on some samples of the DataLoader", LOSS_RULE)
         with named, seeded(self.seed + seed), torch.no_grad(), buffers_kept(self.model):
             return self.loss(self.model, batch)
@@ -312,7 +312,7 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 
 
 def _measured_count(probe: _Probe, batch: Batch) -> Count | str:
-    """What the mean is over; a text: why that is not known."""
+    """The count that the mean is over; a text: why that is not known."""
     criterion: Any = getattr(probe.loss, "criterion", None)
     if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None:
         return "it is over the weights of the classes in a batch, so the loss depends on the micro-batch"
@@ -350,7 +350,7 @@ def _measured_count(probe: _Probe, batch: Batch) -> Count | str:
 
 
 def candidate_counts(batch: Batch) -> list[Count]:
-    """What a mean may be over: samples, labels or masks of the batch, the named labels first."""
+    """The counts that a mean may be over: samples, then labels or masks of the batch, those named labels first."""
     know_containers(batch)
     found: list[CountLabels] = []
     for keys, leaf in pytree.tree_leaves_with_path(batch):

@@ -28,7 +28,7 @@ STEP_RULE = (
     "counted from 0, and returns its loss as a number or a scalar tensor."
 )
 TAKEN_FROM = "step function"
-"""What a workload of a step is taken from."""
+"""The source of a workload that is taken from a step."""
 
 PRECISIONS = ("tf32", "bf16")
 """Those that a step may be allowed. fp16 is none: its loss scale belongs between the step's backward and optimizer."""
