@@ -20,7 +20,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __dir__(self) -> list[str]:
-        """What completion offers: the names of the record, without pydantic's own."""
+        """The names that completion offers: those of the record, without pydantic's own."""
         return sorted(set(super().__dir__()) - {name for name in dir(BaseModel) if not name.startswith("__")})
 
     @model_validator(mode="before")
@@ -52,5 +52,5 @@ class Reading(Record):
 
     @classmethod
     def driver(cls, value: float, unit: str, source: str) -> Reading:
-        """What the operating system or a driver reports, as it is."""
+        """A reading from the operating system or a driver, as it is."""
         return cls(value=value, unit=unit, provenance="driver", source=source)

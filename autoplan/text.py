@@ -49,7 +49,7 @@ OTHER_NAMES = {
     "gpus": "nproc",
     "price_per_gpu_hour": "price_per_hour",
 }
-"""What other tools call an option, or an earlier version did."""
+"""The names that other tools, or an earlier version, have for an option: for each of them, ours."""
 
 
 def right_name(given: str, names: Iterable[str]) -> str | None:

@@ -129,7 +129,7 @@ def _settings(commands: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
 
 
 def _refused(error: Any, name: str, commands: dict[str, Any]) -> UsageError:
-    """What typer says of a wrong option, in our words, with the option that was meant."""
+    """Typer's error for a wrong option, in our words, with the option that was meant."""
     message = error.format_message().rstrip(".")
     option = getattr(error, "option_name", None)
     rest = f"autoplan {name if name in commands else 'COMMAND'} --help lists the options."

@@ -25,7 +25,7 @@ said: list[str] = []
 
 
 class OutputError(UsageError):
-    """What a command prints cannot be written."""
+    """The output of a command cannot be written."""
 
     code = "output"
 

@@ -111,7 +111,7 @@ def parse_tokens(text: str) -> float:
 
 
 def _show_table(document: dict[str, Any], out: Path | None) -> None:
-    """What was not read and not estimated on stderr; the table on stdout where it is not written to a file."""
+    """Prints on stderr what was not read and not estimated, and on stdout the table if it is not written to a file."""
     screen = console(stderr=True)
 
     def say(text: str) -> None:

@@ -38,11 +38,11 @@ def console(*, stderr: bool = True) -> Console:
 
 @contextmanager
 def progress(text: str, *, once: bool = False) -> Iterator[Callable[[str], None]]:
-    """What is being done: a line with a clock on a terminal, a line for each change elsewhere; on stderr.
+    """Shows on stderr what is being done: a line with a clock on a terminal, a line for each change elsewhere.
 
     Args:
         text: What is done first.
-        once: Elsewhere this first line alone: the changes are many.
+        once: Off a terminal, show this first line alone: the changes are many.
     """
     screen = console()
     if is_plain(sys.stderr):

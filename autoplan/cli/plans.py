@@ -1,4 +1,4 @@
-"""What the commands that take a plan share: the argument, loading it, and the options for the code that it names."""
+"""The common parts of commands that take a plan: the argument, loading it, the options for the code that it names."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def run_script(
 
 
 def _runner(script: Path) -> list[str]:
-    """What says at the end of a script that it never asked for the plan; nothing for one that needs none."""
+    """The runner that says at the end of a script that it never asked for the plan; empty if the script needs none."""
     from autoplan.planner.export.base import MADE_BY
     from autoplan.processes.owner import folder_prefix, sweep_folders
     from autoplan.processes.script import ASKED_VARIABLE, RUNNER
@@ -173,7 +173,7 @@ def _refuse_options(**given: Any) -> None:
 
 
 def _refuse_unusable(plan: Plan, model: str | None, *, changed_ok: bool) -> None:
-    """What `prepare` asks of each rank, before any is started, and who named what is called first of all."""
+    """Checks what `prepare` checks in each rank, before any starts; first of all, who named the code that is called."""
     from autoplan.planner.plan.prepare import check_before_use
     from autoplan.planner.records.trust import own_workload
 

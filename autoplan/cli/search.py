@@ -63,7 +63,7 @@ def _parameter(name: str, flag: Flag) -> inspect.Parameter:
 
 
 def _choices(annotation: Any) -> Callable[[str], list[str]] | None:
-    """What a shell completes an option's value with: the words of its Literal; None: it has none."""
+    """The shell completion of an option's value: the words of its Literal; None: it has none."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal]
     return (lambda incomplete: [str(word) for kind in kinds for word in get_args(kind)]) if kinds else None
 

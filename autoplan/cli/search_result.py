@@ -50,7 +50,7 @@ def show_result(result: SearchResult, out: Path, *, whole: bool = False) -> None
 
 
 def next_step(plan: Plan, path: str) -> str:
-    """What is done with a plan: a command, or a call in the user's own program.
+    """The next step with a plan: a command, or a call in the user's own program.
 
     Args:
         plan: The plan.

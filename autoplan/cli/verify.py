@@ -66,7 +66,7 @@ def verify_command(
 
 
 def _document(plan: Plan, found: Verification, elsewhere: str | None) -> dict[str, object]:
-    """What --json prints. `status` is verified where it trains the same and runs, whatever its speed."""
+    """The document that --json prints. `status` is verified if the plan trains the same and runs, at any speed."""
     verified = found.parity.passed and found.trial.tokens_per_s is not None
     return {
         "status": "verified" if verified else "failed",

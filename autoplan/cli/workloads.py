@@ -1,4 +1,4 @@
-"""What a command line names as the workload: --model or --trainer, its options, and the arguments after --."""
+"""The workload that a command line names: --model or --trainer, its options, and the arguments after --."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def named_workload(model: str | None, trainer: str | None) -> str:
-    """What --model or --trainer names; UsageError where it is neither or both."""
+    """The workload that --model or --trainer names; UsageError if neither or both are given."""
     if model is not None and trainer is not None:
         raise UsageError("--model and --trainer were given", hint="Give one of them.")
     from autoplan.strategies.workloads.function_file import NAMED

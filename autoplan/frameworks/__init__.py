@@ -1,4 +1,4 @@
-"""What autoplan knows of a framework, one package each: what it reads of a training, how it applies and watches a plan.
+"""One package for each framework: what autoplan reads of a training in it, and how it applies and watches a plan.
 
-These packages stand above the planner. What is below finds them by name: strategies/workloads/frameworks.py.
+These packages stand above the planner. The packages below find them by name: strategies/workloads/frameworks.py.
 """

@@ -1,4 +1,4 @@
-"""What ended a task: the program, a limit, a fatal signal of its own, or something outside; and when to run it again.
+"""The cause of a task's end: the program, a limit, its own fatal signal, something outside; and when to run it again.
 
 Whoever asks for a task needs to know whether its end says something about the task. A Python exception does: the same
 task would raise it again. A SIGKILL that nobody here sent does not: the task is run again (`run_again`).
@@ -30,7 +30,7 @@ LEAST_LEFT_S = 5.0
 FATAL_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 )
-"""What a program's own fault raises. Memory that another program damaged, or a rare race, raises them too."""
+"""Signals that a program's own fault raises. Memory that another program damaged, or a rare race, raises them too."""
 
 LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
 """The limits of the user's shell on CPU time and file size (setrlimit(2)): the same again would meet them again."""
@@ -62,7 +62,7 @@ WORKER_GONE = ("DataLoader worker", "exited unexpectedly")
 
 
 class Cause(StrEnum):
-    """What ended a task that did not finish."""
+    """The cause of the end of a task that did not finish."""
 
     PROGRAM = "program"
     """It raised, exited by itself, or gave no result: the same again would do the same. Never run again."""
@@ -76,7 +76,7 @@ class Cause(StrEnum):
 
 
 def cause_of(report: ProcessReport) -> Cause | None:
-    """What ended a task; None if it finished, or if the caller ended it."""
+    """The cause of a task's end; None if the task finished, or if the caller ended it."""
     match report.ended:
         case Ended.FINISHED | Ended.CANCELLED:
             return None

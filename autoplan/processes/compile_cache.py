@@ -27,7 +27,7 @@ from autoplan.processes.owner import folder_prefix
 from autoplan.processes.report import ErrorReport
 
 CUT_OFF_TEXTS = ("file too short", "invalid ELF header", "cannot read file data")
-"""What dlopen(3) of glibc says of a part of a library."""
+"""The messages of glibc's dlopen(3) about a library of which only a part is there."""
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 HEADERS_VARIABLE = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
@@ -63,7 +63,7 @@ def cache_variables() -> dict[str, str]:
 
 
 def use_own_cache() -> None:
-    """What this process compiles from now on is kept in `cache_folder()`."""
+    """Keeps in `cache_folder()` all that this process compiles from now on."""
     variables = cache_variables()
     os.environ.update(variables)
     settings = sys.modules.get("torch._inductor.config")

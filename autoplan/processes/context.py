@@ -1,4 +1,4 @@
-"""What a target knows of the task that it runs in, and how it reports its phase, progress and result."""
+"""The task as the target in it knows it, and the target's reports of its phase, progress and result."""
 
 from __future__ import annotations
 

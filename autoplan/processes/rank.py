@@ -1,4 +1,4 @@
-"""What happens in a rank, from the fork to the exit."""
+"""The life of a rank, from the fork to the exit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLD_START = "import sys; sys.path[:] = {path!r}; from autoplan.processes.rank 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """What a rank gets from the supervisor, apart from the payload."""
+    """The settings that a rank gets from the supervisor, apart from the payload."""
 
     rank: int
     world_size: int

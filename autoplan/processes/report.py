@@ -1,4 +1,4 @@
-"""What comes back from a task: how it ended (`ProcessReport`), rank by rank; and what is raised instead.
+"""The report that comes back from a task: how it ended (`ProcessReport`), rank by rank; and the error raised instead.
 
 `build_report` puts a report together from what the supervisor saw and what the ranks wrote. A rank that fails is no
 error here: the report says so. `TaskFailedError` is for callers that need the result of a task.
@@ -62,7 +62,7 @@ class RankReport(Record):
     signal: int | None
     phase: str
     facts: dict[str, Any]
-    """What it last gave to `context.heartbeat(...)`, merged over its life."""
+    """The facts that it last gave to `context.heartbeat(...)`, merged over its life."""
     result: Any | None
     error: ErrorReport | None
     stderr_tail: str

@@ -39,7 +39,7 @@ _EFFECT_WITHIN_S = 1.0
 
 @dataclass(kw_only=True, slots=True)
 class RankState:
-    """What the supervisor knows of one rank."""
+    """One rank, as far as the supervisor knows it."""
 
     rank: int
     pid: int

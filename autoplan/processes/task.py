@@ -1,4 +1,4 @@
-"""What goes into a run of ranks (`Task`), and how far the run is (`Progress`)."""
+"""The input of a run of ranks (`Task`), and how far the run is (`Progress`)."""
 
 from __future__ import annotations
 

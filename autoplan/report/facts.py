@@ -1,4 +1,4 @@
-"""What a plan says, as rows of text: the terminal and the HTML page show the same text."""
+"""The facts of a plan, as rows of text: the terminal and the HTML page show the same text."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def no_gain_words(plan: Plan) -> str:
 
 
 def reference_words(plan: Plan, plain: str = "the plain baseline") -> str:
-    """What the plan is compared with: the plain run, or what stands for it where it does not fit."""
+    """The run that the plan is compared with: the plain run, or the one that replaces it if it does not fit."""
     words = run_words(plan.baseline.config, plain)
     return words if words == plain else f"{words} (the plain run does not fit)"
 
@@ -140,7 +140,7 @@ def _against_hand(plan: Plan) -> str:
 
 
 def _claim_basis(claim: Claim | None) -> str:
-    """What the speed-up rests on."""
+    """The measurements that the speed-up rests on."""
     if claim is None or not claim.rounds:
         return "" if claim is None else f"; from single trials, as the best of {claim.chosen_from}"
     rounds = f"{claim.rounds} round{'s' if claim.rounds > 1 else ''} side by side"
@@ -211,7 +211,7 @@ def by_reason(families: Sequence[LeftOutFamily]) -> list[LeftOutFamily]:
 
 
 def left_out_rows(families: Sequence[LeftOutFamily]) -> Rows:
-    """What was never tried: which limit, by how much."""
+    """The configurations that were never tried: which limit ruled them out, and by how much."""
     rows: list[tuple[str, ...]] = [(f.family, f.limit, f.by, str(f.configurations)) for f in by_reason(families)]
     return Rows(("ruled out", "limit", "by how much", "how many"), rows)
 
@@ -276,9 +276,9 @@ def workload_line(spec: WorkloadSpec) -> str:
 
 
 def workload_notes(spec: WorkloadSpec) -> list[tuple[str, str]]:
-    """What is known of a workload besides its sizes: topic and text of each line.
+    """The facts of a workload besides its sizes: topic and text of each line.
 
-    What throughput counts, how the size of its batches varies, and what no digest covers.
+    They say what throughput counts, how the size of the batches varies, and what no digest covers.
     """
     notes = []
     if spec.counted is not None:
@@ -301,7 +301,7 @@ def hardware_line(plan: Plan) -> str:
 
 
 def objective_words(plan: Plan) -> str | None:
-    """What was looked for, and what it costs; None: throughput, without a price."""
+    """The objective of the search, and the cost of a million units; None: throughput, without a price."""
     wanted = plan.objective
     cost = wanted.cost_per_million(plan.measurement.tokens_per_s.median, plan.config.world_size)
     price = "" if cost is None else f"; a million {plan.workload.unit} cost {format_number(cost)}"
@@ -366,12 +366,12 @@ def notes_clause(notes: Sequence[str]) -> str | None:
 
 
 def untried_words(plan: Plan) -> str | None:
-    """What a longer search tries next, and what that may bring; None: all were tried, or it is not known."""
+    """The configuration that a longer search tries next, and its possible gain; None: all were tried, or not known."""
     return None if plan.untried is None else plan.untried.describe("the plan's")
 
 
 def about(plan: Plan) -> list[tuple[str, str]]:
-    """What was searched, and where the time went: topic and text of each line."""
+    """The objective, the workload, and where the time went: topic and text of each line."""
     objective, time = objective_words(plan), time_words(plan.ledger)
     lines = [] if objective is None else [("objective", objective)]
     lines += workload_notes(plan.workload)
@@ -379,7 +379,7 @@ def about(plan: Plan) -> list[tuple[str, str]]:
 
 
 def remarks(plan: Plan) -> list[tuple[str, str]]:
-    """What else there is to say of a plan: topic and text of each line."""
+    """The other facts of a plan: topic and text of each line."""
     found, untried = loading_words(plan), untried_words(plan)
     lines = [] if found is None else [("loader", found)]
     lines += [] if untried is None else [("untried", untried)]
@@ -389,7 +389,7 @@ def remarks(plan: Plan) -> list[tuple[str, str]]:
 
 
 def parity_words(parity: Parity) -> str:
-    """What a parity check found, in a line."""
+    """The result of a parity check, in a line."""
     if not parity.finished:
         return f"NOT FINISHED; {parity.note}"
     if parity.passed and not parity.global_batch and not parity.checks:

@@ -65,7 +65,7 @@ for (const table of document.querySelectorAll("table.sorts")) {
   });
 }
 """
-"""What a click on a heading does. The page says all without it; its policy runs this script alone, by its hash."""
+"""The script for a click on a heading. The page says all without it; its policy runs this script alone, by its hash."""
 
 
 def render_page(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What a search shows while it runs: one live line on a terminal, a plain line per event elsewhere; all on stderr."""
+"""The display of a running search: one live line on a terminal, a plain line per event elsewhere; all on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the output goes to: a terminal, or a file, a pipe, a log. Loads rich where a console is made."""
+"""The stream that output goes to: a terminal, or a file, a pipe, a log. Loads rich only if a console is made."""
 
 from __future__ import annotations
 

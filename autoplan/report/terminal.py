@@ -141,7 +141,7 @@ def show_summary(console: Console, plan: Plan, *, more: str = GO_ON) -> None:
 
 
 def _say_headline(console: Console, plan: Plan, more: str, headline: str) -> None:
-    """What was gained; if nothing was, that and what to do, in the first line."""
+    """Prints the first line: the gain; if there is none, that and what to do."""
     if not facts.is_plain(plan):
         say(console, "speed-up", headline)
         return

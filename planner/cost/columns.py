@@ -94,7 +94,7 @@ class ConfigTable(Sequence[TrainingConfig]):
         return ConfigTable(self.values, codes, size)
 
     def column(self, knob: str, read: Callable[[Any], Any] = lambda value: value) -> NDArray[Any]:
-        """What is read of a knob's value, for every configuration."""
+        """The knob's value as `read` gives it, for every configuration."""
         found = np.array([read(value) for value in self.values[knob]])
         return found[self.codes[knob]] if knob in self.codes else np.repeat(found, self._size)
 

@@ -37,7 +37,7 @@ ASSUMED_PCIE_BYTES_PER_S = 32e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """What joins the ranks: bandwidths per rank in one direction, latencies per step of a ring."""
+    """The links between the ranks: bandwidths per rank in one direction, latencies per step of a ring."""
 
     intra_bytes_per_s: float | Floats
     inter_bytes_per_s: float | Floats
@@ -138,7 +138,7 @@ class Exchange:
 
 
 def exchange(columns: Columns, links: Links, size: ModelSize, widths: StateWidths, boundary_bytes: Floats) -> Exchange:
-    """What a rank exchanges in a step.
+    """The communication of a rank in a step, by kind.
 
     Args:
         columns: The configurations.

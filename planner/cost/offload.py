@@ -58,7 +58,7 @@ def host_link(hardware: HardwareProfile, device: str) -> HostLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloaded:
-    """What each configuration moves, in bytes of one rank.
+    """The data that each configuration moves, in bytes of one rank.
 
     Attributes:
         offload: The knob, as a place in OFFLOADS.
@@ -74,12 +74,12 @@ class Offloaded:
 
     @property
     def host_bytes(self) -> Floats:
-        """What lies on the host, pinned, in bytes of one rank."""
+        """The pinned memory on the host, in bytes of one rank."""
         return PINNED * (self.states + self.shards + self.activations)
 
 
 def offloaded(offload: Ints, columns: Columns, size: ModelSize, widths: StateWidths, saved_bytes: Floats) -> Offloaded:
-    """What each configuration moves.
+    """The data that each configuration moves.
 
     Args:
         offload: The knob, as a place in OFFLOADS.

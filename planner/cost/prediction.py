@@ -1,4 +1,4 @@
-"""What a prediction means: its interval, whether it fits, what bounds the step; and what both front ends assume."""
+"""The meaning of a prediction: its interval, whether it fits, what bounds the step; and what both front ends assume."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def verdicts(low: Floats, high: Floats, limit: float | Floats | None, *, reserve
 
 
 def bound_of(parts_s: Mapping[str, float], *, waits_for_input: bool) -> str:
-    """What bounds a step: the kind of work that takes most of it; input wherever the step is shorter than its input,
-    for nothing else makes such a training faster.
+    """The bound of a step: the kind of work that takes most of it, or input if the step is shorter than its input,
+    because nothing else makes such a training faster.
 
     Args:
         parts_s: Seconds by part; parts that are no work of the step (input) are left out of the sums.

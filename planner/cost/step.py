@@ -37,7 +37,7 @@ class StepSeconds:
 def step_seconds(
     columns: Columns, moved: Exchange, *, stage_s: Floats, all_stages_s: Floats, device: str
 ) -> StepSeconds:
-    """What communication and the pipeline add to the compute of a step.
+    """The seconds that communication and the pipeline add to the compute of a step.
 
     Args:
         columns: The configurations.

@@ -407,7 +407,7 @@ class _WatchedRun:
     # Saving and loading.
 
     def kept_state(self) -> dict[str, Any]:
-        """What a run has besides its parameters, buffers and the optimizer's state, before its first step."""
+        """The state of a run besides its parameters, buffers and the optimizer's state, before its first step."""
         run = self.run
         others = {"schedule": run.schedule, "scaler": run.scaler}
         return {

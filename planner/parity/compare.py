@@ -223,7 +223,7 @@ def describe_failures(checks: Sequence[ParityCheck]) -> tuple[str, ...]:
 
 
 def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> str:
-    """What was compared and on what, in a few short phrases."""
+    """The comparison that was made, and on what, in a few short phrases."""
     size = f"{ours.global_batch} samples"
     if ours.sequence_length is not None:
         size += f" of {ours.sequence_length} tokens"
@@ -255,7 +255,7 @@ def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> st
 
 
 def not_checked(plain: ParityMeasurement, ours: ParityMeasurement) -> tuple[str, ...]:
-    """What was not compared this time, and why."""
+    """The comparisons that were not made this time, and why."""
     found = list(dict.fromkeys((*plain.not_checked, *ours.not_checked)))
     if ours.accumulation == 1:
         found.append("accumulation: ddp_static_graph was checked with one micro-batch per step")
@@ -414,7 +414,7 @@ def _run(
 
 
 def _load(folder: Path, ranks: int) -> list[Samples]:
-    """What the ranks of a run saw; nothing where a file is missing or torn."""
+    """The samples of the ranks of a run; empty if a file is missing or torn."""
     try:
         measurements = json.loads((folder / MEASUREMENTS).read_text())
         loaded = []

@@ -29,7 +29,7 @@ def excess(check: ParityCheck) -> float:
 
 
 class Samples(NamedTuple):
-    """What one run left: its measurement, and sampled elements by `part/parameter`."""
+    """The results of one run: its measurement, and sampled elements by `part/parameter`."""
 
     measurement: ParityMeasurement
     elements: Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]

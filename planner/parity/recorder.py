@@ -1,6 +1,6 @@
-"""What a run of the parity check keeps: gradients, groups and parameters of each step, on a sample of their elements.
+"""The data that a run of the parity check keeps: gradients, groups and parameters of each step, on sampled elements.
 
-The reference and the candidate use the same Recorder. It reads tensors and changes none, but for `before_clipping`
+The reference and the candidate use the same Recorder. It reads tensors and changes none, except in `before_clipping`
 with a factor. On several ranks every rank gathers whole tensors, so that each judges all of the model.
 """
 

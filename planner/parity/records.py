@@ -1,4 +1,4 @@
-"""What the parity check asks of its ranks (`ParityRequest`) and what they answer. Loads no torch."""
+"""The request of the parity check to its ranks (`ParityRequest`), and their answers. Loads no torch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class GroupMeasure(Measure):
 
 
 class StepMeasure(Measure):
-    """What one optimizer step saw."""
+    """The measurements of one optimizer step."""
 
     loss: float
     gradient_norms: dict[str, float] = Field(description="by parameter, before clipping")
@@ -128,7 +128,7 @@ class StepMeasure(Measure):
 
 
 class PassMeasure(Measure):
-    """What one forward and backward beside the optimizer's steps saw."""
+    """The measurements of one forward and backward beside the optimizer's steps."""
 
     loss: float
     gradient_norms: dict[str, float]
@@ -137,7 +137,7 @@ class PassMeasure(Measure):
 
 
 class DropoutMeasure(Measure):
-    """What passes with dropout on saw."""
+    """The measurements of passes with dropout on."""
 
     passes: tuple[PassMeasure, ...] = Field(description="one for each seed")
     repeated_loss: float | None = Field(default=None, description="the first seed's loss once more")
@@ -151,7 +151,7 @@ class DropoutMeasure(Measure):
 
 
 class TwinMeasure(Measure):
-    """What the candidate's knobs in fp32 saw, beside the same reference."""
+    """The measurements of the candidate's knobs in fp32, beside the same reference."""
 
     step: PassMeasure = Field(description="the first step, up to where the optimizer would step")
     own_length: PassMeasure | None = None
@@ -184,7 +184,7 @@ class ReplayMeasure(Measure):
 
 
 class ParityMeasurement(Measure):
-    """What one run of the check saw."""
+    """The measurements of one run of the check."""
 
     steps: tuple[StepMeasure, ...]
     parameters: dict[str, ParameterMeasure] = Field(description="those that train, in the model's order")
@@ -239,7 +239,7 @@ class ParityMeasurement(Measure):
 
 
 class ParityRequest(Measure):
-    """What one run of the check does."""
+    """The request for one run of the check."""
 
     spec: WorkloadSpec
     config: TrainingConfig = Field(description="the candidate's, as it is; the rank makes it small")

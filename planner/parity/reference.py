@@ -94,7 +94,7 @@ class TimeLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What a rank is given for its run of the check.
+    """The input of a rank for its run of the check.
 
     Attributes:
         workload: What is trained, as the user gave it.
@@ -102,7 +102,7 @@ class Check:
         device: This rank's.
         recorder: Keeps what is seen.
         phase: Is told what begins.
-        limit: What is not needed for a verdict is left out where it is late.
+        limit: If it is late, the parts that no verdict needs are left out.
         own_shapes: With the candidate's own micro-batch and sequence length. The plain loop takes fewer samples at
             once: what a checkpointed or 16-bit candidate fits in may be too little for it.
         plain_fits: The plain run fits at its own sequence length, so that a pass of that length can be compared.

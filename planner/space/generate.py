@@ -168,7 +168,7 @@ def _hint(offered: Sequence[Any]) -> str:
 
 
 def _family_of(left_out: LeftOut, configurations: int) -> LeftOutFamily:
-    """What was left out, as the plan keeps it.
+    """The family that was left out, as the plan keeps it.
 
     Args:
         left_out: A value, or a combination of degrees.
@@ -274,7 +274,7 @@ class Combinations:
         return self._legal[key]
 
     def _refused_by(self, number: int, base: TrainingConfig) -> NDArray[np.bool_]:
-        """What a rule refuses beside a configuration, with an axis for each of these knobs that it reads."""
+        """The values that a rule refuses beside a configuration, with an axis for each of these knobs that it reads."""
         rule, read = RULES[number], self._read[number]
         key = (number, *(getattr(base, knob) for knob in rule.reads if knob not in read))
         if key not in self._refused:

@@ -346,7 +346,7 @@ def needless_last_resorts(
 
 
 def memory_share_bytes(config: TrainingConfig, memory_limit_bytes: float, device: str) -> float:
-    """What one rank may take: on CPU the limit is for all ranks together, on CUDA for each device."""
+    """The memory that one rank may take: on CPU the limit is for all ranks together, on CUDA for each device."""
     return memory_limit_bytes / config.world_size if device == "cpu" else memory_limit_bytes
 
 
@@ -428,7 +428,7 @@ def keep_what_may_win(
 def _memory_families(
     candidates: ConfigTable, table: Outlook, shares: Floats, too_big: Ints, device: str
 ) -> list[LeftOutFamily]:
-    """What cannot fit, by the knobs that decide memory; of each family the one that comes nearest to fitting."""
+    """The families that cannot fit, by the knobs that decide memory; of each, the one that comes nearest to fitting."""
     off_plain = (*RANK_COUNTS, *_memory_only(device))
     names = ("micro_batch", "checkpointing", "loss")
     left_out = []
@@ -453,7 +453,7 @@ def _memory_families(
 
 
 def _host_families(candidates: ConfigTable, on_host: Floats, limit_bytes: int, beyond: Ints) -> list[LeftOutFamily]:
-    """What the host cannot hold, by what is offloaded over how many ranks; of each family the least."""
+    """The families that the host cannot hold, by what is offloaded over how many ranks; of each, the least memory."""
     least: dict[tuple[str, int], float] = {}
     counts: dict[tuple[str, int], int] = {}
     for members in _grouped(candidates, beyond, ("offload", *RANK_COUNTS)):

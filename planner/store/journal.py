@@ -164,7 +164,7 @@ def check_out(path: Path) -> None:
 
 
 def store_error(path: Path, error: OSError) -> StoreError:
-    """What an OSError in the store means for the user."""
+    """The error that tells the user what an OSError in the store means."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreError(f"{path} cannot be written: the disk is full ({error.strerror})", hint=ROOM_HINT)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -48,7 +48,7 @@ KINDS: Mapping[str, type[Record]] = {
     "work": WorkLine,
     "claim": ClaimRounds,
 }
-"""What lines of the record hold, one each; parity checks have their configuration beside them."""
+"""The types that lines of the record hold, one each; a parity check is not here: its line has its configuration too."""
 
 # What a file of the store may say, which anybody could have edited: a time of a search (ten years are none), its end.
 SECONDS = TypeAdapter(Annotated[float, Field(ge=0.0, le=10 * 365 * 86_400, allow_inf_nan=False)])
@@ -182,7 +182,7 @@ class Store:
 
     @property
     def compiled_ahead(self) -> tuple[CompiledAhead, ...]:
-        """What was compiled side by side before its trials, in order."""
+        """The configurations that were compiled side by side before their trials, in order."""
         return tuple(self._found["compiled_ahead"])
 
     @property
@@ -348,7 +348,7 @@ class Store:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a line, in a few words: pydantic's own texts have several lines, and begin with a class."""
+    """The fault of a line, in a few words: pydantic's own texts have several lines, and begin with a class."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
     if not isinstance(error, ValidationError):

@@ -76,7 +76,7 @@ def remove_study(study: Study) -> None:
 
 
 def _read(folder: Path) -> Study | None:
-    """What the files of a folder say; None: it is no search."""
+    """The search that the files of a folder describe; None: it is no search."""
     lines = list(_lines(folder / RECORD))
     if not lines or lines[0].get("kind") != "study":
         return None

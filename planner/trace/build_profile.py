@@ -143,7 +143,7 @@ def _choose_depth(tracer: VariantTracer, structure: Structure, notes: list[str])
 
 @dataclass(kw_only=True, slots=True)
 class _Traced:
-    """What became of the variants.
+    """The outcome for the variants.
 
     Attributes:
         variants: The profiles of those that were traced, by the text of their key.

@@ -22,8 +22,8 @@ from autoplan.planner.trace.op_benchmark import OpTiming, TimingRequest
 from autoplan.planner.trace.op_recorder import Operation, Recording
 
 GroupKey = tuple[Any, ...]
-"""What makes operations alike: name, kind, phase, dtype, then (fixed, per_sample) of FLOPs, bytes moved, output bytes
-and the sizes m, n, k, batch."""
+"""The properties that make operations alike: name, kind, phase, dtype, then (fixed, per_sample) of FLOPs, bytes moved,
+output bytes and the sizes m, n, k, batch."""
 
 GroupCounts = Counter[GroupKey]
 """How many operations there are of each group."""
@@ -184,7 +184,7 @@ def group_key(group: OperationGroup) -> GroupKey:
 
 
 def timings_of(profile: ModelProfile) -> dict[GroupKey, OpTiming]:
-    """What was timed of the operations of a profile."""
+    """The timings of the operations of a profile that were timed."""
     return {
         group_key(group): OpTiming(
             seconds=group.measured_s,

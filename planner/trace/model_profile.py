@@ -175,7 +175,7 @@ class VariantProfile(Record):
 
 
 class ModelProfile(Record):
-    """What the cost model knows of a model: parameters, blocks, and its variants."""
+    """The model as the cost model knows it: parameters, blocks, and its variants."""
 
     version: int = PROFILE_VERSION
     identity: str = Field(description="WorkloadSpec.identity, or the name of a closed form")
@@ -218,14 +218,14 @@ class ModelProfile(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRequest:
-    """What is traced, and for how long.
+    """The variants to trace, and the time for it.
 
     Attributes:
         variants: The variants to trace; None: all that the model has. The plain one is always traced, and first.
         time_limit_s: No further variant is begun when it could not end within so many seconds; None: no limit. The
             plain variant has no limit, nor has the first one besides it, unless this is 0.
         timing_budget_s: Seconds for timing the recorded operations on the device, one by one; 0: none is timed.
-        known: What was traced before: its operations are not timed again.
+        known: The profile of an earlier trace: its operations are not timed again.
         not_fake: Why micro-steps are run for real from the start; None: fake tensors are tried first.
     """
 

@@ -75,7 +75,7 @@ class Operation:
 
 @dataclass(kw_only=True, slots=True)
 class Recording:
-    """What one micro-step did: its operations in order, and the peak of the live bytes in each of its parts.
+    """The record of one micro-step: its operations in order, and the peak of the live bytes in each of its parts.
 
     `peaks[part]` is (live bytes, live bytes without gradients). The parts of a micro-step, in order:
 

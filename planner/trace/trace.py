@@ -62,10 +62,10 @@ TIMING_BUDGET_S = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceLimits:
-    """What a trace may take.
+    """The limits of a trace.
 
     Attributes:
-        time_limit_s: Seconds for tracing the variants; what there is no time for is estimated. None: no limit.
+        time_limit_s: Seconds for tracing the variants; those for which no time is left are estimated. None: no limit.
         timing_budget_s: Seconds for timing the operations on the device.
         memory_limit_bytes: Host memory of the rank; None: no limit.
         left_s: Seconds that are left of the search's budget: the rank is ended then, or after LEAST_DEADLINE_S if less

@@ -1,4 +1,4 @@
-"""What others do to the device while a trial times its steps. Runs in a rank.
+"""The load that others put on the device while a trial times its steps. Runs in a rank.
 
     load = LoadMonitor(torch.device("cpu"), root_pid=os.getppid())
     load.begin()
@@ -177,7 +177,7 @@ def _lines(path: Path | None) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuLoad:
-    """What happened between two readings; shares of all the cores, `waited_share` of the clock."""
+    """The load between two readings, in shares of all the cores; `waited_share` is a share of the clock."""
 
     seconds: float
     idle_share: float | None

@@ -66,7 +66,7 @@ WARM_SHARE = 0.4
 
 
 class LoadingRequest(Record):
-    """What is measured, and for how long."""
+    """The measurement to make, and the time for it."""
 
     spec: WorkloadSpec
     config: TrainingConfig
@@ -78,7 +78,7 @@ class LoadingRequest(Record):
 
 
 class LoadingAnswer(Record):
-    """What one rank found; the times are those of the slowest rank."""
+    """The findings of one rank; the times are those of the slowest rank."""
 
     own_samples_per_s: float | None = None
     batches: Literal["dataset", "make_batch"] = "dataset"
@@ -136,7 +136,7 @@ class LoaderMeasurement:
     _first_shapes: Shapes | None = None
 
     def answer(self) -> LoadingAnswer:
-        """What is known by now."""
+        """The answer, as far as it is known by now."""
         own = None if self.own_unit_s is None else self.unit_samples * self.run.config.dp / self.own_unit_s
         return LoadingAnswer(
             own_samples_per_s=own, batches=self._batches, tried=tuple(self.tried), notes=tuple(self.notes)
@@ -158,7 +158,7 @@ class LoaderMeasurement:
                 return
 
     def settings(self) -> Iterator[LoaderSetting]:
-        """What is measured next, by what `tried` has so far.
+        """The settings to measure next, by what `tried` has so far.
 
         The fewest workers first, on CUDA in pinned memory; none after two in a row that gain nothing. Then the best
         number of them further ahead, and the best by then without pinned memory.
@@ -406,9 +406,9 @@ def check_loading(context: RankContext, loader: LoaderSpec, samples: int) -> tup
 
 
 def first_and_last(source: LoaderSource, samples: int) -> Failure | None:
-    """What is wrong with the first samples of a dataset, with a batch of them, or with its last sample.
+    """The failure of the first samples of a dataset, of a batch of them, or of its last sample; None: there is none.
 
-    Where the order is that of a sampler of the user's own, the last sample is that of its first step.
+    If a sampler of the user's own gives the order, the last sample is the last one of its first step.
 
     Args:
         source: The dataset.

@@ -288,7 +288,7 @@ one makes it narrow at 2 to 10 samples."""
 
 
 class ToBeat(Record):
-    """What is known of the step time that a candidate has to beat, and when it may be dropped for it."""
+    """An estimate of the step time that a candidate has to beat, and when the candidate may be dropped for it."""
 
     log_s: float = Field(description="natural logarithm of the leader's step time in seconds: the median of its runs")
     sd: float = Field(ge=0, description="standard deviation of `log_s`, with what differs between runs")

@@ -1,4 +1,4 @@
-"""What the planner asks of a trial (`TrialRequest`), and what each rank answers (`TrialAnswer`). Loads no torch."""
+"""The planner's request to a trial (`TrialRequest`), and the answer of each rank (`TrialAnswer`). Loads no torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class CompileRequest(Record):
 
 
 class CompileAnswer(Record):
-    """What compiling ahead took, and what it found in the compile cache."""
+    """The time that compiling ahead took, and its hits and misses in the compile cache."""
 
     compile_s: float = Field(description="the first micro-step: forward and backward compiled, and run once")
     own_cpu_s: float = Field(description="CPU time of the process itself meanwhile: tracing and lowering")
@@ -120,7 +120,7 @@ class CompileAnswer(Record):
 
 
 class TrialAnswer(Record):
-    """What one rank measured. All its times are those of the slowest rank."""
+    """The measurements of one rank. All its times are those of the slowest rank."""
 
     outcome: Outcome = Outcome.OK
     detail: str | None = None

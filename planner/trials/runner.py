@@ -103,7 +103,7 @@ UNSUPPORTED_TEXTS = ("No available kernel", "No viable backend for scaled_dot_pr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOrder:
-    """What the search asks of one trial.
+    """The search's order for one trial.
 
     Attributes:
         number: The trial's number in this study.
@@ -111,12 +111,12 @@ class TrialOrder:
         config: What to measure.
         prediction: The cost model's.
         deadline_s: Seconds after which the trial is ended in any case.
-        deadline_of_budget: That is where the search's budget ends, and not how long this trial may take.
+        deadline_of_budget: The deadline is the end of the search's budget, not the limit of this trial itself.
         to_beat: The leader's step time; None: the trial is never stopped early.
         method: Whole steps or parts, if runs must be comparable; None: the trial chooses.
         round: Of finalists and claims.
         most_s: Seconds of measuring at most; how long it takes is told by the step (request.py).
-        remeasure: So many times what measuring takes may be spent on measuring disturbed stretches again.
+        remeasure: The most time for measuring disturbed stretches again, as a multiple of the time of measuring.
     """
 
     number: int

@@ -20,7 +20,7 @@ LARGER = 1.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What was seen in a window.
+    """The observations of one window.
 
     Attributes:
         problem: What the monitor of the load says; None: nothing.
@@ -73,7 +73,7 @@ def _positions(plan: Plan) -> float | None:
 
 
 def differences_here(plan: Plan) -> list[Difference]:
-    """What differs between where a plan was found and here; nothing where this machine cannot be read."""
+    """The differences between where a plan was found and here; none if this machine cannot be read."""
     from autoplan.probes.run import read_host_profile
 
     try:

@@ -222,7 +222,7 @@ class Meter:
 
 
 class Watcher:
-    """What every kind of watcher has: a meter, and what it shows of it.
+    """The common part of every kind of watcher: a meter, and what it shows of it.
 
     Args:
         meter: Of this rank.
@@ -244,7 +244,7 @@ class Watcher:
 
 @dataclass(kw_only=True, slots=True)
 class _Window:
-    """What is counted between two comparisons."""
+    """The counts between two comparisons."""
 
     began: float
     steps: int = 0

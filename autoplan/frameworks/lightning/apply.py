@@ -36,13 +36,13 @@ LOOKED_AT = 8
 
 @dataclass(frozen=True)
 class LightningSettings:
-    """What a lightning.Trainer needs for a plan; the module itself was changed in place where the plan says so.
+    """The settings of a lightning.Trainer for a plan; the module itself was changed in place if the plan says so.
 
     Attributes:
         trainer_arguments: For `lightning.Trainer(**settings.trainer_arguments)`. They have limit_train_batches and
-            val_check_interval, where the searched Trainer counts batches by them, and batches have another size now.
+            val_check_interval if the searched Trainer counts batches by them: batches have another size now.
         batch_size: Of the DataLoader of a rank.
-        not_carried: What of the plan the Trainer does not do, in sentences.
+        not_carried: The parts of the plan that the Trainer does not do, in sentences.
         loader_arguments: For the DataLoader: workers, prefetch factor and pinned memory as they were measured.
     """
 

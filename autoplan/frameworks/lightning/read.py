@@ -72,7 +72,7 @@ class MissingTrainerError(WorkloadError, AttributeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerFacts:
-    """What `self.trainer` is while there is no Trainer: numbers of the training, at its first step.
+    """The stand-in for `self.trainer` while there is no Trainer: numbers of the training, at its first step.
 
     Attributes:
         accumulate_grad_batches, gradient_clip_val, max_epochs, max_steps: As the Trainer has them.
@@ -128,7 +128,7 @@ class TrainingStepLoss:
 
 
 class ModuleReading(NamedTuple):
-    """What was read of a LightningModule, and what its Trainer counts in batches.
+    """The workload that was read of a LightningModule, and the numbers that its Trainer counts in batches.
 
     Attributes:
         workload: What is trained.
@@ -144,7 +144,7 @@ class ModuleReading(NamedTuple):
 
 
 class ModuleOptimizer(NamedTuple):
-    """What configure_optimizers gives.
+    """The optimizer and the schedule that configure_optimizers gives.
 
     Attributes:
         optimizer: The one optimizer.
@@ -447,7 +447,7 @@ def _with_length(facts: TrainerFacts, trainer: Any, batches: int) -> TrainerFact
 
 
 def _notes(module: Any, trainer: Any) -> list[str]:
-    """What of Lightning does not run in trials."""
+    """Sentences on the parts of Lightning that do not run in trials."""
     notes = ["self.log does nothing in trials, and no callback runs"]
     own = [hook for hook in NOT_RUN if is_overridden(module, hook)]
     if own:

@@ -184,7 +184,7 @@ def _of_one_process(trainer: Any) -> Any:
 
 
 def _optimizers(plan: PlanRecord, trainer: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """What Trainer(optimizers=) takes; with FSDP it makes the optimizer itself."""
+    """The value for Trainer(optimizers=); with FSDP the Trainer makes the optimizer itself."""
     if plan.config.dp_shard > 1:
         return None, None
     return optimizer, None if trainer.lr_scheduler is None else same_schedule(trainer.lr_scheduler)(optimizer)

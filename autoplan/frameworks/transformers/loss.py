@@ -197,9 +197,9 @@ class TrainerLoss:
         return "nothing" if all(abs(share - 1) < NOT_DIVIDED for share in left) else "part"
 
     def compared(self) -> dict[str, Any]:
-        """What the loss reads of its Trainer, by name: what another Trainer's is compared with.
+        """The values that the loss reads of its Trainer, by name; another Trainer's values are compared with them.
 
-        That is the code of the user's own classes, the attributes that this code reads, label smoothing, and the
+        They are the code of the user's own classes, the attributes that this code reads, label smoothing, and the
         arguments that a subclass of TrainingArguments adds (DPO's beta).
         """
         from transformers import TrainingArguments
@@ -291,7 +291,7 @@ class MissingPart(AttributeError):
 
 
 class LocalAccelerator:
-    """What a loss asks of an accelerator, for one process: gathering gives back what it got."""
+    """The parts of an accelerator that a loss uses, for one process: gathering gives back what it got."""
 
     num_processes = 1
     process_index = local_process_index = 0
@@ -435,7 +435,7 @@ def _class_of(kind: type, name: str) -> type:
 
 
 OF_A_TRIAL = ("model", "model_wrapped", "_local_device")
-"""What `attach` gives, which does not travel."""
+"""The attributes that `attach` sets; they do not go to another process."""
 
 _ONE_PROCESS = {
     "device": property(lambda self: self.__dict__.get("_local_device") or torch.device("cpu")),
@@ -444,4 +444,4 @@ _ONE_PROCESS = {
     "process_index": property(lambda self: 0),
     "local_process_index": property(lambda self: 0),
 }
-"""What arguments know of processes and devices."""
+"""The properties of the arguments that tell of processes and devices: those of one process."""

@@ -1,8 +1,8 @@
-"""What a Trainer on several ranks makes of a loss: whether its gradients are those of one process.
+"""The gradients of a loss under a Trainer on several ranks: whether they are those of one process.
 
 In: a Trainer that runs on the plan's ranks, and its workload's loss. Out: the factor that its compute_loss lacks. Each
 rank divides by the items of all ranks, and DDP and FSDP take the mean over ranks; transformers multiplies by the number
-of processes in `Trainer.compute_loss`, which a compute_loss that does not call it leaves out.
+of processes in `Trainer.compute_loss`, and a compute_loss that does not call it leaves this out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAME = 0.02
 
 
 def missing_factor(trainer: Any, workload: Workload, *, divide: bool) -> float:
-    """What the loss on each rank must be multiplied by, so that a step on all ranks is that of one process.
+    """The factor by which the loss on each rank must be multiplied, so that a step on all ranks is that of one process.
 
     Called in each rank; a loss of a few samples is computed, by one process's parts and by this rank's Trainer.
 
@@ -82,7 +82,7 @@ def missing_factor(trainer: Any, workload: Workload, *, divide: bool) -> float:
 
 @contextlib.contextmanager
 def as_one_process() -> Iterator[None]:
-    """What a loss sees of the world is one process: torch.distributed, accelerate's state, the environment."""
+    """Makes a loss see one process alone: in torch.distributed, in accelerate's state and in the environment."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
     from torch.distributed import GroupMember

@@ -364,7 +364,7 @@ def _refuse_unknown_loops(trainer: Any) -> None:
 
 
 def _what_does_not_run(trainer: Any) -> list[str]:
-    """What the Trainer does and trials do not."""
+    """Sentences on what the Trainer does and trials do not."""
     from transformers import TrainerCallback
 
     handled = trainer.callback_handler.callbacks

@@ -37,7 +37,7 @@ BUILT_ANEW = (
 """Attributes of a Trainer that depend on its arguments, or that no two Trainers share; the others are carried over."""
 
 COMPILER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
-"""What older TrainingArguments leave in the environment, for every Trainer that is made later."""
+"""The variables that older TrainingArguments leave in the environment, for every Trainer that is made later."""
 
 
 def build_anew(trainer: Any, arguments: Any, *, optimizers: tuple[Any, Any] = (None, None)) -> Any:

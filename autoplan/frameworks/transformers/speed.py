@@ -36,7 +36,7 @@ TIME_LIMIT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnLoop:
-    """What the Trainer's own loop took.
+    """The step times of the Trainer's own loop.
 
     Attributes:
         step_s: Seconds of each timed optimizer step, from the end of one to the end of the next.

@@ -1,4 +1,4 @@
-"""What `autoplan estimate` answers for a cluster, as one document: the best layouts, why the others lose, how the best
+"""The answer of `autoplan estimate` for a cluster, as one document: the best layouts, why the others lose, how the best
 scales, the fewest GPUs, the time to train and its cost."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ FAMILIES: dict[str, tuple[str, ...] | None] = {
     "virtual_stages": None,
     "gradient_sync": ("last", "every"),
 }
-"""What layouts are compared by, with the names of codes."""
+"""The properties by which layouts are compared, with the names of codes."""
 
 
 LAYOUT_KNOBS = (
@@ -135,7 +135,7 @@ def describe(answer: Answer, i: int) -> dict[str, Any]:
 
 
 def other_inputs(answer: Answer, i: int) -> dict[str, Any]:
-    """What of one layout TrainingConfig has no knob for, so that autoplan cannot run it: what other trainers do."""
+    """The inputs of one layout for which TrainingConfig has no knob, so autoplan cannot run it: other trainers do."""
     sharding = SHARDINGS[int(answer.layouts.sharding[i])]
     return answer.settings.other | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
 
@@ -179,7 +179,7 @@ _KNOB_OF = {
     "sharding=shard_grad_op": "reshard_after_forward=False",
     "sharding=zero3": "reshard_after_forward=True",
 }
-"""What a search takes in place of an input of the estimate."""
+"""The knob that a search takes in place of an input of the estimate."""
 
 
 def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _slower(answer: Answer, i: int, best: int) -> str:
-    """What a layout takes more time for than the best one."""
+    """The extra time of a layout over the best one, and the part of the step that takes most of it."""
     table = answer.table
     ratio = float(table.step_time_s[i] / table.step_time_s[best]) - 1
     if ratio < 5e-4:

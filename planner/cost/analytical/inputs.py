@@ -36,7 +36,7 @@ OTHER_INPUTS = {
     "trainable_parameters": "how many are trained; the others are frozen (LoRA)",
     "flat_parameters": "true: FSDP1, whose frozen parameters have gradients too",
 }
-"""What TrainingConfig has no knob for: what other trainers do, and what belongs to the workload."""
+"""The inputs for which TrainingConfig has no knob: what other trainers do, and what belongs to the workload."""
 
 IGNORED_KNOBS = {
     **UNPRICED,
@@ -120,7 +120,7 @@ VALUES: dict[str, dict[str, dict[str, str]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What was given, under the names and values used here; in sentences, what was read otherwise or is not read."""
+    """The given inputs, under the names and values used here; in sentences, which were read otherwise or not read."""
 
     values: dict[str, str]
     notes: tuple[str, ...]
@@ -128,7 +128,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What of the inputs is no degree: columns of Layouts that no knob fills, the knobs, and other inputs."""
+    """The inputs that are no degrees: columns of Layouts that no knob fills, the knobs, and other inputs."""
 
     columns: dict[str, Any]
     knobs: dict[str, Any]
@@ -187,7 +187,7 @@ def check_names(values: Mapping[str, str]) -> None:
 
 
 def read_settings(values: Mapping[str, str], model: Transformer, chip: Chip, defaults: Mapping[str, str]) -> Settings:
-    """What of the inputs is no degree.
+    """The inputs that are no degrees.
 
     Args:
         values: Inputs as `read_inputs` gives them.
@@ -239,7 +239,7 @@ def _trainable(values: Mapping[str, str], model: Transformer) -> float:
 
 
 def _state_columns(values: Mapping[str, str], precision: str) -> dict[str, Any]:
-    """What the optimizer and the trainer keep per parameter."""
+    """The columns for what the optimizer and the trainer keep per parameter."""
     optimizer = choice(values, "optimizer", tuple(OPTIMIZER_STATE_BYTES), "adamw")
     states = choice(values, "states", STATES, "fp32")
     if states != "fp32" and precision not in ("bf16", "fp16", "fp8"):
@@ -257,7 +257,7 @@ def _state_columns(values: Mapping[str, str], precision: str) -> dict[str, Any]:
 
 
 def read_sharding(values: Mapping[str, str]) -> str | None:
-    """What the inputs say of sharding, as one of SHARDINGS; None: nothing, or what holds wherever there are shards.
+    """The sharding that the inputs name, as one of SHARDINGS; None: nothing, or what holds wherever there are shards.
 
     Raises:
         UsageError: sharding and reshard_after_forward say different things.

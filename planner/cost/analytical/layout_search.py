@@ -35,7 +35,7 @@ DEFAULT_OPTIMIZER = "adamw"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked: a model, a cluster, the work, and what the user fixed, as text by name."""
+    """The question of an estimate: a model, a cluster, the work, and what the user fixed, as text by name."""
 
     model: Transformer
     cluster: Cluster
@@ -110,7 +110,7 @@ def search_layouts(question: Question) -> Answer:
 
 
 def without(fixed: Mapping[str, str], *knobs: str) -> dict[str, str]:
-    """What is fixed, but for some knobs, under whatever name they were given."""
+    """The fixed inputs without some knobs, whatever name the user gave these."""
     return {name: value for name, value in read_inputs(fixed).values.items() if name not in knobs}
 
 

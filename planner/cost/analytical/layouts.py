@@ -212,9 +212,9 @@ LEAVE_OUT = "Give another value, or leave it out."
 
 
 def contradiction(layout: Layout, model: Transformer, seq_len: int) -> tuple[str, str] | None:
-    """What of a layout contradicts itself or the model, and what to do; None if nothing does.
+    """The contradiction within a layout, or between it and the model, and what to do; None if there is none.
 
-    What there are knobs for is judged by the rules of a search (strategies/techniques).
+    The rules of a search (strategies/techniques) judge all that has a knob.
 
     Args:
         layout: Its knobs that are no degree are plain.

@@ -285,8 +285,8 @@ def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> Floats:
 
 
 UNSAID = ("gradient_sync", "flat_parameters")
-"""What decides over memory, and rows often do not say: gradients scattered at every micro-step take least, gradients of
-frozen parameters too take most."""
+"""The inputs that change memory and that rows often leave out. Memory is least if gradients are scattered at every
+micro-step, and most if frozen parameters have gradients too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

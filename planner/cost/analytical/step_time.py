@@ -147,7 +147,7 @@ class EstimateTable:
         return {name: float(getattr(self, f"{name}_bytes")[i]) for name in MEMORY_PARTS}
 
     def bound(self, i: int) -> str:
-        """What bounds the step of a row."""
+        """The kind of work that bounds the step of a row, or input."""
         return bound_of(self.time_parts_s(i), waits_for_input=bool(self.input_s[i] > 0))
 
     def step_interval(self, i: int, sd: float) -> tuple[float, float]:
@@ -355,7 +355,7 @@ def _head(rows: Layouts, f: Factors) -> dict[str, Floats]:
 
 
 def _exchange(rows: Layouts, f: Factors) -> Exchange:
-    """What a rank exchanges, over links of which the datasheet is known."""
+    """The communication of a rank by kind, over links of which the datasheet is known."""
     links = datasheet_links(rows.intra_bytes_per_s, rows.inter_bytes_per_s, rows.gpus_per_node)
     boundary = boundary_width(rows) * rows.micro_batch * rows.seq_len * rows.hidden
     moved = exchange(rows, links, rows.size, rows.widths, boundary)

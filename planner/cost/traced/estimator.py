@@ -156,7 +156,7 @@ class Estimator:
         return Outlook(**{name: columns.pop(name)[kind] for name in names})
 
     def _as_priced(self, knob: str, value: Any) -> Any:
-        """What a prediction reads of a knob's value."""
+        """The knob's value as a prediction reads it."""
         if knob == "compile_mode":
             return value in CUDAGRAPH_MODES
         if knob == "attention":

@@ -118,7 +118,7 @@ def traced_memory(
 def traced_offload(
     variant: VariantProfile, full: VariantProfile, profile: ModelProfile, candidates: Candidates
 ) -> Offloaded:
-    """What candidates of one variant keep on the host; the arguments are those of `traced_memory`."""
+    """The data that candidates of one variant keep on the host; the arguments are those of `traced_memory`."""
     c = candidates
     saved = profile.num_blocks * _blend(variant.block_saved_bytes, full.block_saved_bytes, c)
     return offloaded(c.offload, c, profile_size(profile), profile_widths(profile, c), saved)

@@ -66,7 +66,7 @@ class MatmulFit:
 
 @dataclass(kw_only=True, slots=True)
 class Rates:
-    """What one device does per second.
+    """The speed of one device: its work per second.
 
     Attributes:
         matmul: A linear fit per dtype.
@@ -76,7 +76,7 @@ class Rates:
         first_touch_s_per_byte: What a page that was not there before costs more than one that was; CPU only.
         assumed: What no probe measured, in sentences.
         doubts: For a calibration factor, how uncertain the rates behind it are beyond the usual: the standard deviation
-            of a logarithm. What had little time, or was measured under load, has one.
+            of a logarithm. A factor has one if its rates had little time or were measured under load.
     """
 
     device: str

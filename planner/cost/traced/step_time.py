@@ -202,7 +202,7 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
 
 
 def _tf32_share(group: OperationGroup, rates: Rates, candidates: Candidates) -> Floats:
-    """What a product that was timed in fp32 takes in TF32, of that time; 1 for the others.
+    """The time in TF32 of a product that was timed in fp32, as a share of that time; 1 for the others.
 
     Both precisions have one traced variant, whose tensors are fp32.
     """
@@ -213,7 +213,7 @@ def _tf32_share(group: OperationGroup, rates: Rates, candidates: Candidates) -> 
 
 
 def _time_ratio(group: OperationGroup, rates: Rates, c: Candidates, dtype: str, plain: str) -> Floats:
-    """What a product takes in one dtype over what it takes in another, by the rates at its sizes, if they are known."""
+    """The time of a product in one dtype over its time in another, by the rates at its sizes, if these are known."""
     fast, slow = rates.matmul_fit(dtype), rates.matmul_fit(plain)
     if group.m.at(1) == 0:
         return np.full(len(c), fast.coefficients[0] / slow.coefficients[0])
@@ -222,7 +222,7 @@ def _time_ratio(group: OperationGroup, rates: Rates, c: Candidates, dtype: str, 
 
 
 def measured_seconds(group: OperationGroup, samples: Floats) -> Floats:
-    """What was timed, in proportion to its work; between two sizes that were timed, on the line between them."""
+    """The timed seconds, in proportion to the work; between two sizes that were timed, on the line between them."""
     assert group.measured_s is not None
     work = group.flops if group.flops.at(1) > 0 else group.bytes_moved
     here = work.at(samples)
