@@ -69,7 +69,7 @@ class World:
         candidates: Of the search.
         sd: Between runs of one configuration.
         width: The predictions' interval of 90 %, as a factor.
-        check_s: Of a parity check.
+        check_s: Of a parity check. The search expects 15 s of one in this world, and it takes a third longer.
         compile_s: Of a compilation with an empty cache.
         input_s: Of the data of a step, which runs do not wait for.
         passes: The verdict of a parity check; None: it does not come to its end.
@@ -84,7 +84,7 @@ class World:
     candidates: Sequence[TrainingConfig] = CANDIDATES
     sd: float = 0.004
     width: float = 1.3
-    check_s: float = 6.0
+    check_s: float = 20.0
     compile_s: float = 20.0
     input_s: float = 0.0
     passes: Callable[[TrainingConfig], bool | None] = lambda config: True

@@ -63,8 +63,9 @@ def test_a_search_finds_checks_and_claims_and_says_where_its_time_went(searches:
     assert plan.speedup.median == pytest.approx(usual_s(PLAIN) / usual_s(BEST), rel=0.03)
     kinds = [line.kind for line in plan.ledger]
     assert kinds == found.observer.kinds
-    assert kinds[:3] == ["baseline", "look", "parity"], "the leader is checked early"
-    assert kinds.index("hand setting") > kinds.index("look"), "it is compared with a leader"
+    assert kinds[:2] == ["baseline", "look"]
+    assert sorted(kinds[2:4]) == ["hand setting", "parity"], "the leader is checked early, and compared"
+    assert kinds.count("look") > 1, "there was more to look at"
     first_claim = kinds.index("claim")
     assert set(kinds[first_claim:]) == {"claim"} and len(kinds[first_claim:]) >= CLAIM_ROUNDS
     assert [line.began_s for line in plan.ledger] == sorted(line.began_s for line in plan.ledger)
@@ -83,7 +84,7 @@ def test_the_budget_holds_what_the_leader_needs(searches: Searches):
         for precision in ("fp32", "bf16")
         for kept in ("none", "full", "every_2")
     )
-    flat = World(seconds=lambda config: 0.3 if config == PLAIN else 0.25, candidates=many, width=2.0, check_s=3.2)
+    flat = World(seconds=lambda config: 0.3 if config == PLAIN else 0.25, candidates=many, width=2.0, check_s=6.9)
     found = searches.search(flat, budget=60.0)
     plan = plan_of(found)
     assert found.session.ended_by == "time" and plan.claim.rounds >= CLAIM_ROUNDS
@@ -421,8 +422,8 @@ def test_one_trial_is_no_plan_where_the_plain_run_may_not_be_it(searches: Search
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_another_sampler_draws_and_its_leader_is_proved_like_any_other(searches: Searches, sampler: str):
     candidates = [PLAIN, *(config for config in CANDIDATES if config != PLAIN)]  # the plain run is the first of them
-    world = World(candidates=candidates, check_s=9.0)
-    found = searches.search(world, sampler=sampler, budget=45.0)
+    world = World(candidates=candidates, check_s=16.0)
+    found = searches.search(world, sampler=sampler, budget=55.0)
     plan = plan_of(found)
     assert plan.parity.passed and plan.claim.rounds >= CLAIM_ROUNDS, "time was left for its proof"
     looks = [trial.config for trial in found.result.trials if not trial.is_repeat]
@@ -540,7 +541,7 @@ def test_a_claim_is_as_long_as_what_it_has_to_show_and_never_longer_than_the_tim
 ):
     """Fixed before its first round, and kept in the record."""
     rounds = {}
-    for number, (gain, budget) in enumerate(((2.0, 300.0), (1.04, 300.0), (1.04, 40.0))):
+    for number, (gain, budget) in enumerate(((2.0, 300.0), (1.04, 300.0), (1.04, 60.0))):
         world = World(
             candidates=some(BEST),
             seconds=lambda config, gain=gain: 0.4 / gain if config == BEST else 0.4,  # type: ignore[misc]
@@ -550,4 +551,4 @@ def test_a_claim_is_as_long_as_what_it_has_to_show_and_never_longer_than_the_tim
         (claim,) = found.session.store.claims
         rounds[gain, budget] = claim.rounds
         assert found.result.spent_s <= 1.05 * budget
-    assert rounds[2.0, 300.0] == CLAIM_ROUNDS < rounds[1.04, 40.0] < rounds[1.04, 300.0]
+    assert rounds[2.0, 300.0] == CLAIM_ROUNDS < rounds[1.04, 60.0] < rounds[1.04, 300.0]
