@@ -4,6 +4,7 @@
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
 # make test-timing: the tests that compare measured times, on an idle machine
+# make test-screenshots [ACCEPT=1]: the report page in Chromium, wide and narrow, against the accepted screenshots
 # make docs:   the documentation with the API reference, in site/; ends with an error if a link is dead
 # make test-torchao: the tests that need torchao, which gets a folder of its own (a part of `make test`)
 # make test-parity: the parity check on some hundred correct variants and on planted bugs
@@ -68,6 +69,11 @@ test-timing: $(VENV)/.installed-test
 test-plans: $(VENV)/.installed-test
 	$(PYTEST) -s tests/planner/records/test_plan_fuzz.py
 
+# Not in `make test`: it needs Chromium, and the accepted pictures are of one machine's fonts.
+.PHONY: test-screenshots
+test-screenshots: $(VENV)/.installed-screenshots
+	$(TEST_ENV) $(BIN)/python -m tests.report.screenshots $(if $(ACCEPT),--accept)
+
 # The environments are in .venv-exports/; each is made again where its requirements changed.
 .PHONY: test-exports
 test-exports: $(VENV)/.installed-test
@@ -131,6 +137,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 # peft brings nothing but itself: the rest of what it needs is installed already
 $(VENV)/.installed-zoo: $(VENV)/.installed-test
 	$(PIP) peft==0.21.2
+	touch $@
+
+$(VENV)/.installed-screenshots: $(VENV)/.installed-test
+	$(PIP) pillow
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

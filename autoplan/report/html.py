@@ -25,6 +25,7 @@ body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; background:
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
 p { margin: .25rem 0; max-width: 60rem; } .soft { color: var(--soft); } li { max-width: 60rem; }
+.whole, td[data-v] { white-space: nowrap; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; margin: 1.25rem 0 0; padding: 1rem 1.25rem;
   background: var(--band); border-radius: 8px; }
 .figures div { min-width: 8rem; } .figures b { display: block; font-size: 1.5rem; line-height: 1.3; }
@@ -42,7 +43,17 @@ svg text { fill: var(--ink); font: 13px system-ui, sans-serif; } svg .soft { fil
 code { font: .9em ui-monospace, monospace; } pre { background: var(--band); padding: 1rem; border-radius: 8px;
   overflow-x: auto; font: .85rem/1.45 ui-monospace, monospace; }
 .passed { color: var(--best); } .failed { color: var(--bad); }
-@media (max-width: 30rem) { svg { min-width: 0; } svg text { font-size: 24px; } td { min-width: 3.5rem; } }
+@media (max-width: 30rem) { svg { min-width: 0; } svg text { font-size: 24px; }
+  table:not(.bars) :is(tbody, tr, td) { display: block; } thead { display: none; }
+  table:not(.bars) tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  table:not(.bars) td { display: grid; grid-template-columns: 8rem 1fr; gap: 0 .75rem; border: 0; padding: .1rem 0;
+    overflow-wrap: anywhere; }
+  table:not(.bars) :is(td:first-child, td[data-h="configuration"]) { display: block; }
+  table:not(.bars) td:first-child { font-weight: 600; } table:not(.bars) td:empty { display: none; }
+  td::before { content: attr(data-h); color: var(--soft); }
+  :is(td:first-child, td[data-h="configuration"])::before { content: none; }
+  td[data-h="#"]::before { content: "# " !important; } td .bar { grid-column: 2; }
+  pre { white-space: pre-wrap; } }
 @media print { :root { color-scheme: light; }
   body { font-size: 11px; max-width: none; padding: 0; } .wide { overflow: visible; } svg { min-width: 0; }
   tr, svg, .figures { break-inside: avoid; } h2 { break-after: avoid; } .bar { print-color-adjust: exact; } }
@@ -102,7 +113,7 @@ def render_page(plan: Plan) -> str:
         + ("" if plan.unverified is None else f'<p class="failed">UNVERIFIED: {escape(plan.unverified)}.</p>\n')
         + f"<p>{escape(facts.headline(plan))}.</p>\n"
         f'<p class="soft">{escape(facts.workload_line(plan.workload))}. {escape(facts.hardware_line(plan))}. '
-        f"Found {escape(plan.created)}, study <code>{escape(plan.study)}</code>.</p>\n"
+        f'Found <span class="whole">{escape(plan.created)}</span>, study <code>{escape(plan.study)}</code>.</p>\n'
         + _figures(plan)
         + "\n".join(section for section in sections if section)
         + f"\n<script>{SORT}</script>\n</body>\n</html>\n"
@@ -131,9 +142,15 @@ def _figures(plan: Plan) -> str:
 def _section(title: str, content: facts.Rows) -> str:
     if not content.rows:
         return ""
+    rows = [zip(content.headings, row, strict=True) for row in content.rows]
     return _titled(
-        title, content.headings, ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in content.rows]
+        title, content.headings, ["".join(_cell(heading, escape(cell)) for heading, cell in row) for row in rows]
     )
+
+
+def _cell(heading: str, content: str, key: str = "") -> str:
+    """A cell, which says its heading itself where a narrow screen has the cells of a row under each other."""
+    return f'<td data-h="{escape(heading)}"{key}>{content}</td>'
 
 
 def _titled(title: str, headings: Sequence[str], rows: Sequence[str], *, css: str = "") -> str:
@@ -196,7 +213,7 @@ def _trials(plan: Plan) -> str:
         row = ""
         for column, cell in enumerate(cells):
             key = f' data-v="{keys[column]:.3f}"' if column in keys else ""
-            row += f"<td{key}>{escape(cell)}{bar if column == 3 else ''}</td>"
+            row += _cell(content.headings[column], f"{escape(cell)}{bar if column == 3 else ''}", key)
         rows.append(row)
     return _titled("Every trial", content.headings, rows, css="sorts") if rows else ""
 

@@ -13,6 +13,14 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_bytes, format_number, format_seconds
 
 WIDTH = 900
+LEFT = 92
+"""Where the upward axis is: a figure has room beside it in the larger letters that a narrow screen gets."""
+
+LETTER = 14
+"""The width of a letter there."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
 
 
 def kind_of(plan: Plan, trial: Trial) -> str:
@@ -64,16 +72,40 @@ def draw_tradeoff(plan: Plan) -> str:
         return ""
     chart = Chart("Speed against memory", max(memory for memory, _, _ in points), max(r for _, r, _ in points), 340)
     parts = [*chart.axes(format_bytes, f"{plan.workload.unit}/s, over peak memory")]
-    taken: list[tuple[float, float]] = []
-    for memory, rate, trial in points:
-        parts.append(chart.dot(plan, trial, memory, rate))
-        x, y = chart.x(memory) + 10, chart.y(rate) + 4
-        while any(abs(x - other_x) < 60 and abs(y - other_y) < 13 for other_x, other_y in taken):
-            y += 13
-        taken.append((x, y))
+    parts += [chart.dot(plan, trial, memory, rate) for memory, rate, trial in points]
+    places = [(chart.x(memory), chart.y(rate)) for memory, rate, _ in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
+    for (x, y), (_, _, trial) in zip(places, points, strict=True):
         name = {"best": "plan", "plain": "plain", "hand": "by hand"}.get(kind_of(plan, trial))
-        parts.append(draw_text(x, y, f"{trial.number}{f' {name}' if name else ''}"))
+        words = f"{trial.number}{f' {name}' if name else ''}"
+        label_x, baseline, anchor = place_label(x, y, words, taken)
+        parts.append(draw_text(label_x, baseline, words, anchor=anchor))
     return "".join([*parts, "</svg>"])
+
+
+def place_label(x: float, y: float, words: str, taken: list[Box]) -> tuple[float, float, str]:
+    """Where the label of a dot is, its baseline and its anchor: beside, over or under it, where nothing is yet.
+
+    `taken` has the boxes of dots and labels; the label's own is added, as large as on a narrow screen.
+    """
+    width = LETTER * len(words)
+    anchors = {"start": (10.0, 10.0), "end": (-10.0, -10.0 - width), "middle": (0.0, -width / 2)}
+    tried = [(anchor, y + 5) for anchor in ("start", "end")]
+    tried += [(anchor, y + 5 + rows * 22) for rows in (-1, 1, -2, 2, 3) for anchor in ("middle", "start", "end")]
+    places = []
+    for anchor, baseline in tried:
+        label_x, left = x + anchors[anchor][0], x + anchors[anchor][1]
+        if left >= LEFT and left + width <= WIDTH:
+            places.append(((label_x, baseline, anchor), (left, baseline - 16, left + width, baseline + 3)))
+    free = (one for one in places if not any(overlap(one[1], other) for other in taken))
+    place, box = next(free, places[0])
+    taken.append(box)
+    return place
+
+
+def overlap(one: Box, other: Box) -> bool:
+    """Whether two boxes share a place."""
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +125,7 @@ class Chart:
 
     def x(self, value: float) -> float:
         """Where a figure is, across."""
-        return 70 + value / (self.across * 1.02) * (WIDTH - 150)
+        return LEFT + value / (self.across * 1.02) * (WIDTH - LEFT - 80)
 
     def y(self, rate: float) -> float:
         """Where a rate is, upwards."""
@@ -102,13 +134,13 @@ class Chart:
     def axes(self, words: Callable[[float], str], legend: str) -> list[str]:
         """The start of the drawing: axes with three figures each, and what they are."""
         end = self.x(self.across)
-        parts = [open_drawing(self.height, self.title), draw_text(8, 14, legend, css="soft")]
-        parts.append(f'<path d="M70 24V{self.y(0):.1f}H{end:.1f}" fill="none" stroke="var(--line)"/>')
+        parts = [open_drawing(self.height, self.title), draw_text(8, 20, legend, css="soft")]
+        parts.append(f'<path d="M{LEFT} 30V{self.y(0):.1f}H{end:.1f}" fill="none" stroke="var(--line)"/>')
         for share in (0.0, 0.5, 1.0):
             x, y = self.x(share * self.across), self.y(share * self.up)
             figure = words(share * self.across) if share else "0"
-            parts.append(draw_text(x, self.y(0) + 20, figure, anchor="middle", css="soft"))
-            parts.append(draw_text(62, y + 4, format_number(share * self.up), anchor="end", css="soft"))
+            parts.append(draw_text(x, self.y(0) + 27, figure, anchor="middle", css="soft"))
+            parts.append(draw_text(LEFT - 8, y + 4, format_number(share * self.up), anchor="end", css="soft"))
         return parts
 
     def dot(self, plan: Plan, trial: Trial, across: float, rate: float) -> str:

@@ -323,10 +323,10 @@ def test_a_page_of_many_trials_is_small_and_names_each_once() -> None:
     trials = tuple(make_trial(n, TrainingConfig(micro_batch=1 + n % 2), 2.0 + n % 7) for n in range(600))
     text = render_page(make_plan(evidence=trials))
     assert len(text) < 1_000_000
-    labels = re.findall(r'<tr><td data-v="[\d.]+">(\d+)</td>', text)
+    labels = re.findall(r'<tr><td data-h="#" data-v="[\d.]+">(\d+)</td>', text)
     assert len(labels) == len(set(labels)) == 600
     drawing = draw_tradeoff(make_plan(evidence=(*make_plan().evidence, *trials[4:])))
-    names = re.findall(r'text-anchor="start">([^<]*)</text>', drawing)
+    names = re.findall(r'text-anchor="\w+">([^<]*)</text>', drawing)
     assert len(names) == len(set(names)) == drawing.count("<circle") and {"0 plain", "1 plan"} < set(names)
 
 
