@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from autoplan.strategies.techniques.mesh import is_fused, local_tensor, whole_tensor
-from autoplan.strategies.techniques.rounded_steps import MASTER, rounding_of
+from autoplan.strategies.techniques.rounded_steps import MASTER, held_by, rounding_of
 from autoplan.strategies.workloads.optimizers import constructor_options
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -56,6 +56,8 @@ def restore_state(
     back = {early: late for late, early in _tied_names(model).items() if not _holds(model, early)}
     flags = [{flag: group[flag] for flag in _STEP_FLAGS if flag in group} for group in optimizer.param_groups]
     own = {_with_names(key, back): value for key, value in optimizer_state.items()}
+    for parameter in held_by(optimizer):
+        parameter.grad = None  # if one is there, torch makes no state, and loads none
     _set_masters(model, optimizer, model_state, plain_layouts)  # before torch's own first step, which looks at them
     set_state_dict(
         model,

@@ -158,7 +158,9 @@ class _Candidate:
         self.check.phase("own length")
         recorder.restore()
         update = self._own_length(watched)
-        hides_nan = watched.hidden_nan(small.make_batch(samples_at_once(config), 0)) if config.pp == 1 else ""
+        hides_nan = ""
+        if config.pp == 1 and not reference.hides_nan:
+            hides_nan = watched.hidden_nan(small.make_batch(samples_at_once(config), 0))
         recorder.release()
         return measurement.model_copy(update={**update, "hides_nan": hides_nan})
 
@@ -167,7 +169,9 @@ class _Candidate:
         reference, run, buffers = self.reference, watched.run, dict[str, float]()
         few = small.global_batch if self.config.pp > 1 else samples_at_once(self.config)
         first_seed = data_position(run.mesh)[0] * run.accumulation
-        state = watched.kept_state()
+        state, why_not = self._state_before(watched)
+        if why_not:
+            self.left_out.append(f"saving and loading between two steps: {why_not}")
         for index, step in enumerate(reference.steps):
             left = reference.steps[index:] if index == WHOLE_STEPS else ()
             if left and not self._has_time(sum(later.samples or 2 * few for later in left)):
@@ -178,12 +182,21 @@ class _Candidate:
             self.seconds.append(watched.step(batch, step.gradient_factor))
             if index + 1 == reference.trained:
                 buffers = self.recorder.buffer_changes(run.model)
-            if index + 1 == RESUMED_AFTER:
+            if index + 1 == RESUMED_AFTER and state is not None:
                 has_room = self.check.limit.agree(watched.has_room_to_load())
                 why_not = watched.resume(state) if has_room else "the device has no room for the state twice"
                 if why_not:
                     self.left_out.append(f"saving and loading between two steps: {why_not}")
         return buffers or self.recorder.buffer_changes(run.model)
+
+    def _state_before(self, watched: _WatchedRun) -> tuple[dict[str, Any] | None, str]:
+        """The state before the first step that `resume` goes back to; or None, and why nothing is saved and loaded."""
+        if self.config.optimizer_state == "8bit":
+            return None, "moments in 8 bits are rounded again when they are loaded"
+        try:
+            return watched.kept_state(), ""
+        except Exception as error:  # a schedule needs nothing but step()
+            return None, f"the schedule has no state to save: {type(error).__name__}"
 
     def _own_length(self, watched: _WatchedRun) -> dict[str, Any]:
         """One forward and backward at the workload's own length, from the same start as the reference's.
@@ -226,7 +239,8 @@ class _Candidate:
             return None
         self.check.phase("the same in fp32")
         small = self._small(self.config)
-        if self.check.own_shapes:  # what a 16-bit candidate fits in may be too little
+        fixed = self.workload.fixed_micro_batch is not None or config.ddp_static_graph
+        if self.check.own_shapes and not fixed:  # what a 16-bit candidate fits in may be too little
             config = config.model_copy(update={"micro_batch": math.gcd(config.micro_batch, CHECK_MICRO_BATCH)})
         watched = self._watched(small, config)
         watched.noise_seed = noise_seed(small, 0) + data_position(watched.run.mesh)[0] * watched.run.accumulation
@@ -270,7 +284,7 @@ class _Candidate:
                 seed = self.workload.seed + 1 + number
                 found.append(watched.measure_pass(f"{prefix}{DROPOUT}{number}", batch, length, seed))
         sources = {}
-        if config.compile == "off" and config.pp == 1:
+        if config.compile == "off" and config.pp == 1 and self.reference.dtypes == {"float32"}:
             sources = dropout_sources(run.model, lambda: watched.loss(micro), self.workload.seed)
         return DropoutMeasure(
             passes=tuple(found[:-1]),
@@ -392,8 +406,12 @@ class _WatchedRun:
     def hidden_nan(self, batch: Batch) -> str:
         """Takes a step whose loss is NaN; says what stayed finite, '' where nothing did. The run is lost by it."""
         self._part, self.factor = "", math.nan
-        result = self._train(batch)
-        self._part, self.factor = None, 1.0
+        try:
+            result = self._train(batch)
+        except Exception:  # it is not hidden
+            return ""
+        finally:
+            self._part, self.factor = None, 1.0
         if math.isfinite(float(result.loss)):
             return "the loss"
         if self._norms and all(map(math.isfinite, self._norms.values())):
@@ -433,18 +451,20 @@ class _WatchedRun:
         not done; the run is then as it was.
         """
         run = self.run
+        moments, others = dict(run.optimizer.state), self.kept_state()
+        self._part = ""  # torch makes a step of zeros before it saves an optimizer without state, and before it loads
         try:
             state = run.state_dict()
         except Exception as error:  # an optimizer that torch's functions for checkpoints do not know
+            self._part = None
+            self._put_back(moments, others)
             return f"the state cannot be saved: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         for part in ("model", "optimizer"):  # a run may keep its states in buffers of its own, which it uses again
             state[part] = {name: _cloned(value) for name, value in state[part].items()}
         saved = [value for value in run.model.state_dict().values() if isinstance(value, torch.Tensor)]
         kept = [(tensor, tensor.detach().clone()) for tensor in map(local_tensor, saved)]
-        moments, others = dict(run.optimizer.state), self.kept_state()
         for tensor, _ in kept:
             tensor.zero_()
-        self._part = ""  # torch makes a step of zeros before it loads
         try:
             self._put_back({}, fresh)
             run.load_state_dict(state)
@@ -455,7 +475,6 @@ class _WatchedRun:
             return f"the state cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         finally:
             self._part = None
-            self.recorder.forget_step()
         return ""
 
     def _put_back(self, moments: dict[Any, Any], others: dict[str, Any]) -> None:
@@ -468,6 +487,9 @@ class _WatchedRun:
             run.schedule.load_state_dict(copy.deepcopy(others["schedule"]))
         if run.scaler is not None:
             run.scaler.load_state_dict(others["scaler"])
+        for parameter in run.parameters:
+            parameter.grad = None  # that of torch's step of zeros
+        self.recorder.forget_step()
 
     def _until_taken(self, step: Callable[[], StepResult]) -> StepResult:
         """Repeats a step that fp16 skipped: its loss scale begins high and halves.

@@ -151,7 +151,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
     judgements = [judge(reference, one, tolerance, states=config.optimizer_state) for one in candidates]
     worst = max(judgements, key=lambda judgement: (len(judgement.problems), excess(judgement.worst)))
     problems = [*_reference_problems(measurement, config), *worst.problems]
-    if same_masks := same_masks_on_ranks([one.measurement for one in candidates]):
+    if config.pp == 1 and (same_masks := same_masks_on_ranks([one.measurement for one in candidates])):
         problems.append(same_masks)
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement

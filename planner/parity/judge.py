@@ -337,7 +337,10 @@ def _dropout_problems(plain: DropoutMeasure | None, ours: DropoutMeasure | None)
 
 
 def same_masks_on_ranks(candidates: Sequence[ParityMeasurement]) -> str | None:
-    """A sentence, where two data-parallel ranks draw the same masks from the start."""
+    """A sentence, where two data-parallel ranks draw the same masks from the start.
+
+    Not for pipelines, whose loss of a step is the sum over the ranks.
+    """
     seen: dict[tuple[float, ...], int] = {}
     for ours in candidates:
         measured = ours.dropout or (ours.twin.dropout if ours.twin is not None else None)

@@ -7,6 +7,7 @@ that the user fixed. Gradients of summed losses add up and are divided by the co
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -180,7 +181,10 @@ def run_reference(check: Check) -> ParityMeasurement:
     del schedule, optimizer  # whose state leaves its room to the own length
     check.phase("own length")
     own, left_out = reference.own_length(length, sample_s)
-    return measurement.model_copy(update={"own_length": own, "not_checked": (*reference.left_out, *left_out)})
+    not_checked = (*reference.left_out, *left_out)
+    return measurement.model_copy(
+        update={"own_length": own, "hides_nan": reference.hides_nan(small), "not_checked": not_checked}
+    )
 
 
 class RankBuffers:
@@ -394,6 +398,30 @@ class _Reference:
             batch, self.workload.fixed_micro_batch or micro_batch, noise_seed(self.workload, CHECK_STEPS)
         )
         return self._measured(OWN_LENGTH, loss, samples, whole), ()
+
+    def hides_nan(self, small: Workload) -> str:
+        """What the plain loop has finite after a step whose loss is NaN; '' where nothing is. The model is lost by it.
+
+        An optimizer that goes by signs (Lion), and a hook on gradients, hide NaN in the plain loop too: of the
+        candidate this is then not asked.
+        """
+        if self.config.offload != "none" or not self.check.limit.allows(1.0):
+            return "not tried"
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            optimizer = small.build_optimizer(self.parameters)
+            batch = move_batch(small.make_batch(self.config.micro_batch, 0), self.device)
+            loss, _ = self.workload.loss(self.model, batch)
+            (loss * math.nan).backward()
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            if all(bool(gradient.isfinite().all()) for gradient in gradients):
+                return "the gradients"
+            optimizer.step()
+        except Exception as error:  # it is the user's; what a step of NaN raises is not asked of the candidate
+            return f"unknown: it raises {type(error).__name__}"
+        finite = all(bool(parameter.detach().isfinite().all()) for parameter in self.parameters)
+        return "the parameters" if finite else ""
 
     def lengths_that_run(self, length: int) -> tuple[int, int]:
         """Tokens per sequence in the steps and with dropout on: the whole sequence for a model that takes no shorter.

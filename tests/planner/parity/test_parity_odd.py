@@ -1,0 +1,67 @@
+"""Right trainings with parts that are unlike torch's own: none of them is refused."""
+
+import pytest
+import torch
+
+from autoplan.strategies.config import TrainingConfig
+from autoplan.strategies.prepare import prepare
+from autoplan.strategies.techniques.own_gradients import OwnGradients
+from tests.contracts.parity_contract import check_parity
+from tests.strategies.tiny import language
+
+
+class SignSGD(torch.optim.Optimizer):
+    """An optimizer without state, whose step takes no closure."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
+class OnlyStep:
+    """A schedule with nothing but `step`."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [SignSGD, torch.optim.Rprop, torch.optim.Adadelta], ids=lambda make: make.__name__)
+def test_an_optimizer_that_hides_nan_in_the_plain_loop_too(make, precision):
+    workload = language()
+    workload.build_optimizer = lambda parameters: make(parameters, lr=1e-3)
+    parity = check_parity(workload, TrainingConfig(micro_batch=2, precision=precision))
+    assert parity.passed, parity.failures
+
+
+def test_a_schedule_without_a_state():
+    workload = language()
+    workload.build_schedule = OnlyStep
+    parity = check_parity(workload, TrainingConfig(micro_batch=2))
+    assert parity.passed, parity.failures
+    assert "saving and loading" in " ".join(parity.not_checked)
+
+
+def test_moments_are_loaded_beside_gradients_that_stay():
+    """Gradients of CUDA graphs are cleared in place. With them there, torch loaded no moments, and said nothing."""
+    config = TrainingConfig(micro_batch=2)
+    workload = language()
+    run, fresh = (prepare(workload, config, device="cpu") for _ in range(2))
+    run.step(workload.make_batch(workload.global_batch, 0))
+    OwnGradients(list(fresh.parameters), fresh.optimizer).attach()
+    fresh.load_state_dict(run.state_dict())
+    kept, loaded = (
+        [state["exp_avg"] for state in one.optimizer.state.values() if "exp_avg" in state] for one in (run, fresh)
+    )
+    assert kept and len(kept) == len(loaded)
+    assert all(torch.equal(a, b) for a, b in zip(kept, loaded, strict=True))
