@@ -116,7 +116,7 @@ def apply_to_a_loop(context: RankContext) -> dict[str, Any]:
         config = TrainingConfig(micro_batch=2, dp_replicate=2)
         plan = make_plan(config, workload=spec_from_objects(searched), training=None)
         try:
-            run, own = plan.apply_to(*parts)
+            run, own = plan.apply_to(*parts, global_batch=8)
         except PlanError as error:
             found[name] = str(error)
             continue
