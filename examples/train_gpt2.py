@@ -128,6 +128,7 @@ def train(options: argparse.Namespace) -> None:
     workload = make_workload(options)
     plan = find_plan(options, workload)
     print(f"plan: {plan.config.describe()}, {plan.speedup.median:.2f} times the plain run")
+    torch.manual_seed(0)  # dropout draws from torch's generator, which the checkpoint keeps
     run = plan.prepare(
         workload.build_model,
         workload.build_optimizer,

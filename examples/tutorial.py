@@ -75,6 +75,7 @@ def workload(global_batch: int = 32) -> autoplan.Workload:
 
 def train(steps: int, plan_path: Path, checkpoint: Path) -> None:
     """Some optimizer steps with the plan, from the checkpoint if there is one; then saves the checkpoint."""
+    torch.manual_seed(0)
     plan = autoplan.load_plan(plan_path)
     run = plan.prepare(build_model, build_optimizer, next_byte_loss, max_grad_norm=1.0)
     if checkpoint.exists():

@@ -141,7 +141,9 @@ class TrainingRun(Stepper):
     # Saving and restoring.
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs: model, optimizer, scaler, schedule, step count and random state.
+        """Everything a resumed run needs: model, optimizer, scaler, schedule, step count, torch's random state.
+
+        What the program itself draws from `random` and NumPy is its own to keep.
 
         Parameter names are the model's own, whatever wraps it, so that a state saved under one plan loads under
         another. The optimizer's state goes by parameter name. On several ranks it is this rank's part, as
