@@ -6,6 +6,7 @@ of the file, and is then renamed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -138,6 +139,16 @@ def is_special(path: Path) -> bool:
         return not stat.S_ISREG(path.stat().st_mode) and not path.is_dir()
     except OSError:
         return False
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in a folder and below; what vanishes meanwhile, or cannot be seen, counts nothing."""
+    size = 0
+    for place, _, names in os.walk(folder):  # says nothing of a folder that vanishes
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(place, name)).st_size
+    return size
 
 
 def _umask() -> int:

@@ -121,11 +121,11 @@ def _settings(commands: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     name = arguments[0]
     if name not in commands or {"-h", "--help", "--help-all"} & set(arguments):
         return {}
-    file, values = read_settings(commands)
-    if values.get(name) and "--quiet" not in arguments:
-        given = ", ".join(f"{key}={value}" for key, value in values[name].items())
+    file, values = read_settings(name, commands)
+    if values and "--quiet" not in arguments:
+        given = ", ".join(f"{key}={value}" for key, value in values.items())
         sys.stderr.write(printable(f"note: {file} gives {given}\n"))
-    return values
+    return {name: values}
 
 
 def _refused(error: Any, name: str, commands: dict[str, Any]) -> UsageError:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from autoplan.cli import output
+from autoplan.files import folder_bytes
 from autoplan.units import format_bytes
 
 NEEDED = ("torch", "transformers", "optuna", "pydantic", "numpy")
@@ -93,4 +94,4 @@ def _size(folder: Path) -> str:
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(nearest, os.W_OK):
         return "cannot be written"
-    return format_bytes(sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()))
+    return format_bytes(folder_bytes(folder))

@@ -5,7 +5,8 @@
     budget = "30m"
     fix = {precision = "bf16"}   # or ["precision=bf16"]
 
-A table for each command, with its options. What the command line itself gives goes first.
+A table for each command, with its options; that of the command that is called is read. What the command line itself
+gives goes first.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from autoplan.cli.help import usual_name
 from autoplan.errors import UsageError
 from autoplan.text import right_name
 
-NOT_SET = ("help", "help_all", "json", "yes", "force", "changed_ok", "unverified_ok")
+NOT_SET = ("help", "help_all", "json", "json_output", "yes", "force", "changed_ok", "unverified_ok")
 """Options of a single call, and those that say what a person was asked (docs/threat_model.md)."""
 
 
-def read_settings(commands: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The file's name, and the values of parameters for each command, as click's `default_map` has them.
+def read_settings(command: str, commands: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The file's name, and the values of one command's parameters, as click's `default_map` has them.
 
     Args:
+        command: The name of the one that is called.
         commands: Of click, by their names.
 
     Raises:
-        UsageError: the file is not TOML, or has a command or an option that there is not.
+        UsageError: the file is not TOML, or has a command that there is not, or in the table of this one an option that
+            there is not or that no file may give.
     """
     for name in ("autoplan.toml", "pyproject.toml"):
         path = Path(name)
@@ -42,35 +45,70 @@ def read_settings(commands: Mapping[str, Any]) -> tuple[str, dict[str, dict[str,
             if name == "pyproject.toml":
                 continue  # of other tools; they say what is wrong
             raise UsageError(f"{name} cannot be read: {error}", hint="It is a file of TOML.") from None
-        tables = document if name == "autoplan.toml" else document.get("tool", {}).get("autoplan")
-        if tables is not None:
-            return name, {command: _values(name, command, table, commands) for command, table in tables.items()}
+        tables: Any = document
+        if name == "pyproject.toml":
+            tools = document.get("tool")
+            if not isinstance(tools, dict) or "autoplan" not in tools:
+                continue
+            tables = tools["autoplan"]
+        if not isinstance(tables, dict):
+            raise UsageError(
+                f"{name} has {tables!r} for tool.autoplan, which is no table",
+                hint="Write a table for each command, such as [tool.autoplan.search].",
+            )
+        _refuse_unknown(name, tables, commands)
+        return name, _values(name, command, tables[command], commands[command]) if command in tables else {}
     return "", {}
 
 
-def _values(file: str, command: str, table: Any, commands: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one command's table."""
-    if command not in commands or not isinstance(table, dict):
-        near = right_name(command, commands)
-        raise UsageError(
-            f"{file} has {command!r}, which is no table of a command",
-            hint=f"Did you mean [{near}]?" if near else "An option stands in its command's table, such as [search].",
-        )
-    flags = {flag.lstrip("-").replace("-", "_"): one for one in commands[command].params for flag in one.opts}
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        name = usual_name(key.replace("_", "-")).replace("-", "_")
-        if name in NOT_SET or (name == "model" and "changed_ok" in flags):
+def _refuse_unknown(file: str, tables: Mapping[str, Any], commands: Mapping[str, Any]) -> None:
+    """Refuses what is named like no command."""
+    for name in tables:
+        if name not in commands:
+            near = right_name(name, commands)
             raise UsageError(
-                f"{file} has {key!r} for {command}, which is said on the command line alone", hint="Leave it out there."
+                f"{file} has {name!r}, which is no table of a command",
+                hint=f"Did you mean [{_heading(file, near)}]?"
+                if near
+                else f"An option stands in its command's table, such as [{_heading(file, 'search')}].",
             )
-        if name not in flags or flags[name].param_type_name != "option":
-            near = right_name(name, flags.keys() - set(NOT_SET))
+
+
+def _values(file: str, name: str, table: Any, command: Any) -> dict[str, Any]:
+    """The values of one command's table."""
+    if not isinstance(table, dict):
+        raise UsageError(
+            f"{file} has {table!r} for {name}, which is a command and takes a table of its options",
+            hint=f"Write its options as OPTION = VALUE, one a line, below [{_heading(file, name)}].",
+        )
+    flags = {_key(flag): one for one in command.params for flag in one.opts if flag.startswith("--")}
+    values: dict[str, Any] = {}
+    for given, value in table.items():
+        key = usual_name(given.replace("_", "-")).replace("-", "_")
+        option = flags.get(key)
+        names = {key} if option is None else {option.name, *map(_key, option.opts)}
+        if names & set(NOT_SET) or (key == "model" and "changed_ok" in flags):
             raise UsageError(
-                f"{file} has {key!r} for {command}, which has no such option",
-                hint=f"Did you mean {near}?" if near else f"autoplan {command} --help lists its options.",
+                f"{file} has {given!r} for {name}, which is said on the command line alone", hint="Leave it out there."
+            )
+        if option is None:
+            near = right_name(key, flags.keys() - set(NOT_SET))
+            raise UsageError(
+                f"{file} has {given!r} for {name}, which has no such option",
+                hint=f"Did you mean {near}?" if near else f"autoplan {name} --help lists its options.",
             )
         if isinstance(value, dict):
             value = [f"{knob}={one}" for knob, one in value.items()]
-        values[str(flags[name].name)] = value
+        elif option.multiple and not isinstance(value, list):
+            value = [value]
+        values[str(option.name)] = value
     return values
+
+
+def _key(flag: str) -> str:
+    """An option's name as a file has it: `max_trials` for `--max-trials`."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _heading(file: str, command: str) -> str:
+    return command if file == "autoplan.toml" else f"tool.autoplan.{command}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.errors import UsageError
+from autoplan.errors import StoreBusyError, StoreError, UsageError
 from autoplan.units import format_bytes, format_seconds, parse_duration_s
 
 if TYPE_CHECKING:
@@ -59,21 +59,67 @@ def clean_command(
     place = _place(store)
     least_s = 0.0 if older_than is None else parse_duration_s(older_than, option="--older-than")
     studies = list_studies(place)
-    unknown = [name for name in names or () if not any(one.name.startswith(name) for one in studies)]
-    if unknown:
-        raise UsageError(f"there is no search {unknown[0]} in {place}", hint="autoplan ls lists them.")
-    chosen = [one for one in studies if not names or any(one.name.startswith(name) for name in names)]
-    chosen = [one for one in chosen if one.age_s >= least_s and one.status != "running"]
+    chosen = _named(names, studies, place) if names else [one for one in studies if one.status != "running"]
+    chosen = [one for one in chosen if one.age_s >= least_s]
     if chosen and not yes:
         _show(chosen)
         if not _is_wanted(chosen, place):
             chosen = []
+    removed: list[Study] = []
+    failed: list[StoreBusyError | StoreError] = []
     for one in chosen:
-        remove_study(one)
+        try:
+            remove_study(one)
+        except (StoreBusyError, StoreError) as error:
+            failed.append(error)
+        else:
+            removed.append(one)
+    if failed:
+        raise _not_removed(failed, removed)
     if json_output:
-        output.print_json({"status": "ok", "store": str(place), "removed": [one.name for one in chosen]})
+        output.print_json({"status": "ok", "store": str(place), "removed": [one.name for one in removed]})
     else:
-        print(f"removed {len(chosen)} search(es), {format_bytes(sum(one.size_bytes for one in chosen))}")
+        print(f"removed {len(removed)} search(es), {format_bytes(sum(one.size_bytes for one in removed))}")
+
+
+def _named(names: list[str], studies: list[Study], place: Path) -> list[Study]:
+    """The searches that are named, each by its whole name or by a beginning that fits no other.
+
+    Raises:
+        UsageError: a name is empty, or fits none or several.
+        StoreBusyError: one of them runs.
+    """
+    chosen: dict[str, Study] = {}
+    for name in names:
+        if not name:
+            raise UsageError(
+                "the name of a search is empty, which would fit every search",
+                hint="Name the search as autoplan ls does, or name none to remove all.",
+            )
+        found = [one for one in studies if one.name == name] or [one for one in studies if one.name.startswith(name)]
+        if not found:
+            raise UsageError(f"there is no search {name} in {place}", hint="autoplan ls lists them.")
+        if len(found) > 1:
+            fits = ", ".join(one.name for one in found)
+            raise UsageError(
+                f"{name} is the beginning of {len(found)} searches, and has to fit one: {fits}",
+                hint="Give more of the name, or each name.",
+            )
+        if found[0].status == "running":
+            raise StoreBusyError(
+                f"{found[0].name} runs, and a search that runs is never removed; nothing was removed",
+                hint="End it first, or leave it out.",
+            )
+        chosen[found[0].name] = found[0]
+    return list(chosen.values())
+
+
+def _not_removed(failed: list[StoreBusyError | StoreError], removed: list[Study]) -> StoreBusyError | StoreError:
+    """The error for searches that stayed, which says which ones went."""
+    why = "; ".join(error.flag_message for error in failed)
+    went = ", ".join(one.name for one in removed) or "none"
+    hints = dict.fromkeys(error.flag_hint for error in failed if error.flag_hint)
+    return type(failed[0])(f"{len(failed)} search(es) not removed: {why}. Removed: {went}", hint=" ".join(hints))
 
 
 def _is_wanted(studies: list[Study], place: Path) -> bool:

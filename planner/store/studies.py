@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.files import read_regular
+from autoplan.files import folder_bytes, read_regular
 from autoplan.planner.store.journal import RECORD
 from autoplan.planner.store.locks import OwnedLock
 
@@ -76,7 +76,7 @@ def remove_study(study: Study) -> None:
 
 
 def _read(folder: Path) -> Study | None:
-    """The search that the files of a folder describe; None: it is no search."""
+    """The search that the files of a folder describe; None: it is no search, or was removed meanwhile."""
     lines = list(_lines(folder / RECORD))
     if not lines or lines[0].get("kind") != "study":
         return None
@@ -89,11 +89,15 @@ def _read(folder: Path) -> Study | None:
         speedup = json.loads(read_regular(folder / "plan.json"))["speedup"] if status == "plan_found" else None
     except (OSError, ValueError, KeyError, TypeError):
         speedup = None
+    try:
+        written_s = (folder / RECORD).stat().st_mtime
+    except OSError:
+        return None
     return Study(
         folder=folder,
         summary=lines[0].get("summary") or {},
-        age_s=max(0.0, time.time() - (folder / RECORD).stat().st_mtime),
-        size_bytes=sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()),
+        age_s=max(0.0, time.time() - written_s),
+        size_bytes=folder_bytes(folder),
         trials=kinds.count("trial"),
         status=status,
         speedup=speedup,

@@ -214,8 +214,50 @@ def test_a_settings_file_gives_options_and_the_command_line_goes_first(cli, plan
 )
 def test_a_settings_file_with_an_unknown_key_is_refused(cli, tmp_path, text: str, words: str) -> None:
     (tmp_path / "autoplan.toml").write_text(text)
-    ended = cli("show", "plan.json")
+    called = text.strip("[").partition("]")[0].partition(" ")[0]
+    ended = cli(called if called in COMMANDS else "show")
     assert ended.code == 2 and words in ended.err and "autoplan.toml" in ended.err
+
+
+def test_no_name_of_an_option_lets_a_settings_file_say_yes(cli, tmp_path: Path) -> None:
+    make_study(tmp_path / "store", "found")
+    for key in ("y", "yes", '"-y"', '"--yes"', "Yes"):
+        (tmp_path / "autoplan.toml").write_text(f"[clean]\n{key} = true")
+        ended = cli("clean", "--store", "store")
+        assert ended.code == 2 and "autoplan.toml has" in ended.err and Path("store/found").exists(), key
+    for command in ("ls", "estimate"):
+        for key in ("json", "json_output", "as_json"):
+            (tmp_path / "autoplan.toml").write_text(f"[{command}]\n{key} = true")
+            assert cli(command).code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[tool]\nautoplan = 3", "3 for tool.autoplan, which is no table"),
+        ("[tool.autoplan]\nls = 1", "below [tool.autoplan.ls]"),
+        ("[tool.autoplan.lss]", "Did you mean [tool.autoplan.ls]?"),
+        ("tool = 3", ""),
+        ("[tool.other]", ""),
+    ],
+)
+def test_what_is_no_table_in_a_settings_file_is_said(cli, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    ended = cli("ls")
+    assert ended.code == (2 if words else 0) and words in ended.err
+
+
+def test_a_settings_file_is_read_for_the_command_that_is_called(cli, tmp_path: Path) -> None:
+    (tmp_path / "autoplan.toml").write_text("search = 1\n[show]\nbugdet = 1")
+    assert cli("ls").code == 0
+    ended = cli("search")
+    assert ended.code == 2 and "1 for search" in ended.err and "Did you mean" not in ended.err
+
+
+@pytest.mark.parametrize("value", ["'precision=int3'", "['precision=int3']", "{precision = 'int3'}"])
+def test_a_settings_file_gives_a_repeated_option(cli, tmp_path: Path, value: str) -> None:
+    (tmp_path / "autoplan.toml").write_text(f"[search]\nfix = {value}")
+    assert "precision='int3' is not a value" in cli("search", "--model", "gpt2").err
 
 
 def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
@@ -507,6 +549,62 @@ def test_searches_are_listed_and_removed_but_never_one_that_runs(cli, tmp_path, 
     assert cli("clean", "--store", store).out.endswith("removed 0 search(es), 0 B\n") and (store / "active").exists()
     monkeypatch.setattr(sys.stdin, "readline", lambda: "y\n", raising=False)
     assert cli("clean", "act", "--store", store).code == 0 and not (store / "active").exists()
+
+
+def test_clean_takes_the_searches_that_are_named_and_no_other(cli, tmp_path: Path) -> None:
+    from autoplan.planner.store.store import Store
+
+    store = tmp_path / "store"
+    for name in ("abc1", "abc2", "abc2.old-1", "other"):
+        make_study(store, name)
+    for name, words in (("", "is empty"), ("abc", "abc1"), ("missing", "no search missing")):
+        ended = cli("clean", "other", name, "--store", store, "--yes")
+        assert ended.code == 2 and words in ended.err and len(list(store.iterdir())) == 4
+    with Store(store / "active", "active", summary={}):
+        ended = cli("clean", "other", "act", "--store", store, "--yes")
+    assert ended.code == 4 and "active runs" in ended.err and (store / "other").exists()
+    document = cli("clean", "abc2", "oth", "--store", store, "--yes", "--json").document
+    assert document["removed"] == ["abc2", "other"]
+
+
+def test_clean_goes_on_past_a_search_that_has_begun_to_run(cli, tmp_path: Path, monkeypatch) -> None:
+    from autoplan.planner.store import studies
+    from autoplan.planner.store.store import Store
+
+    store = tmp_path / "store"
+    make_study(store, "first")
+    monkeypatch.setattr(studies, "_runs", lambda folder: False)  # as it was when they were listed
+    with Store(store / "active", "active", summary={}):
+        make_study(store, "last")
+        ended = cli("clean", "--store", store, "--yes")
+    assert ended.code == 4 and "active runs" in ended.err and "Removed: last, first" in ended.err
+    assert [path.name for path in store.iterdir()] == ["active"]
+
+
+def test_a_file_that_vanishes_while_searches_are_listed_counts_nothing(cli, tmp_path: Path, monkeypatch) -> None:
+    from autoplan.planner.store import studies
+
+    folder = make_study(tmp_path / "store", "found")
+    (folder / ".plan.json.tmp").write_text("half")
+    measure = os.lstat
+
+    def vanish(path: str) -> os.stat_result:
+        if path.endswith(".tmp"):
+            Path(path).unlink(missing_ok=True)
+        return measure(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", vanish)
+        (listed,) = cli("ls", "--store", "store", "--json").document["searches"]
+    assert listed["size_bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    lines = studies._lines
+
+    def end(path: Path):
+        yield from list(lines(path))
+        path.unlink()
+
+    monkeypatch.setattr(studies, "_lines", end)
+    assert cli("ls", "--store", "store", "--json").document["searches"] == []
 
 
 def test_doctor_says_what_is_missing_for_which_feature(cli, monkeypatch) -> None:
