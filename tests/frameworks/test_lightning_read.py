@@ -226,6 +226,11 @@ class Reads(Module):
         return super().training_step(batch, batch_idx) * self.trainer.callback_metrics["x"]
 
 
+class Sums(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * len(batch[0])
+
+
 class Nothing(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -239,6 +244,7 @@ class Nothing(Module):
         (OwnStep, {}, "optimizer_step of its own"),
         (Reads, {}, "self.trainer.callback_metrics"),
         (Nothing, {}, "of the type NoneType"),
+        (Sums, {}, "a sum over samples, and Lightning divides it"),
         (Module, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips gradients by value"),
         (Module, {"accumulate_grad_batches": 13}, "a global batch takes 104"),
     ],

@@ -216,6 +216,7 @@ def read_module(
         batches,
         found,
         loss_mean=loss_mean,
+        sum_divided="Lightning divides it by the accumulation and the devices, which a plan may change",
         optimizer=rebuild_over(at_the_start(optimizer), trainable(twin)),
         global_batch=samples,
         schedule=own_schedule if schedule is None else schedule,

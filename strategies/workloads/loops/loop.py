@@ -120,6 +120,7 @@ def read_loop(
         batches,
         facts,
         loss_mean=loss_mean,
+        sum_divided=_sum_divided(parts, step_samples, facts.batch_size),
         optimizer=build_optimizer,
         global_batch=step_samples,
         schedule=by_interval(read_schedule(schedule, parts.optimizer), schedule_interval, steps_per_epoch),
@@ -146,6 +147,7 @@ def measured_workload(
     loss_mean: LossMean | None,
     global_batch: int,
     seed: int,
+    sum_divided: str | None,
     **fields: Any,
 ) -> tuple[Workload, list[str]]:
     """The workload of a loop whose batches were read, and sentences on what was measured.
@@ -159,12 +161,15 @@ def measured_workload(
         loss_mean: See `read_loop`.
         global_batch: Samples per optimizer step.
         seed: For weights, batches and dropout.
+        sum_divided: See `read_loss`.
         fields: optimizer, schedule, max_grad_norm, name, sequence_length: see `workload_from_objects`.
 
     Raises:
         WorkloadError: no plan can keep the loss, or a step has no whole batches of the loop where it must.
     """
-    loss_sum, count = read_loss(loss, model, batches, seed=seed, mean=loss_mean, global_batch=global_batch)
+    loss_sum, count = read_loss(
+        loss, model, batches, seed=seed, mean=loss_mean, global_batch=global_batch, sum_divided=sum_divided
+    )
     padding, carried = across_samples(loss_sum, model, batches, seed=seed)
     fixed = loss_mean == "batches" or has_batch_norm(model) or padding is not None or carried is not None
     if fixed and global_batch % facts.batch_size:
@@ -185,6 +190,18 @@ def measured_workload(
     workload = dataclasses.replace(workload, count=count)
     why = padding_words(padding) if padding is not None else carried and f"{carried.name} {carried.why}"
     return workload, _describe_data(facts, workload, count, why)
+
+
+def _sum_divided(parts: LoopParts, step_samples: int, batch_samples: int) -> str | None:
+    """Why a loop divides the sum of a batch by something, or may do so; None: its step is one batch."""
+    if parts.accumulation > 1:
+        return f"accelerator.backward divides it by the accumulation of {parts.accumulation}"
+    if step_samples != batch_samples:
+        return (
+            f"a step of {step_samples} samples is not one of the DataLoader's batches of {batch_samples}, of which the "
+            "loop may divide each"
+        )
+    return None
 
 
 def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any = None) -> LoopParts:

@@ -202,6 +202,7 @@ def read_loss(
     seed: int,
     mean: LossMean | None,
     global_batch: int,
+    sum_divided: str | None,
 ) -> tuple[Callable[[nn.Module, Batch], LossSum], Count | None]:
     """A loss as a LossSum, and what it counts; the count is None where the loss is a LossSum already.
 
@@ -215,6 +216,8 @@ def read_loss(
         seed: Of the generators while it runs.
         mean: Over what the loss averages, where the user says so; None: it is measured.
         global_batch: Samples of a step, which a loss that is a sum is measured by.
+        sum_divided: Why the loop, or the plan's, may divide such a loss by more than one number; None: a step has one
+            batch of the loop, whose loss is all that it goes by.
 
     Raises:
         WorkloadError: the loss fails, is no mean over samples or tokens, or is not what the user said.
@@ -235,7 +238,14 @@ def read_loss(
             return MeanLoss(loss, CountSamples()), CountSamples()
         found = _measured_count(probe, batch)
         if isinstance(found, str) and mean is None and found.endswith(SUMMED):
-            return SummedLoss(loss, global_batch), CountSamples()
+            if sum_divided is None:
+                return SummedLoss(loss, global_batch), CountSamples()
+            raise WorkloadError(
+                f"the loss is a sum over samples, and {sum_divided}, so a plan's steps would be other ones ({found})",
+                hint="Return the mean over the samples, with the learning rate that goes with it. "
+                'loss_mean="batches" keeps the sum and the micro-batch at the DataLoader\'s batch size: a step then '
+                "takes the mean of the sums of its batches.",
+            )
         if found == DRAWS and mean == "samples":  # noise for each sample: the user's word is all there is
             found = CountSamples()
     if isinstance(found, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +296,11 @@ def test_what_a_mean_is_over_is_measured() -> None:
     whole = F.cross_entropy(model(points[:8][0]), points[:8][1], reduction="sum")
     assert float(sum(part.total for part in parts)) / sum(part.count for part in parts) == pytest.approx(float(whole))
     assert any("a sum over samples" in note for note in summed.notes)
+    for options in ({"accelerator": SimpleNamespace(gradient_accumulation_steps=2)}, {"global_batch": 16}):
+        with pytest.raises(WorkloadError, match="sum over samples, and .* divide") as caught:  # the loop's own number
+            read(summed.loss.summed, **options)
+        assert "Return the mean" in str(caught.value.hint)
+        assert read(summed.loss.summed, loss_mean="batches", **options).fixed_micro_batch == 8
     with pytest.raises(WorkloadError, match="depends on the micro-batch"):
         read(lambda net, batch: net(batch[0]).std())
     with pytest.raises(WorkloadError, match="another one with each random seed"):
