@@ -205,6 +205,12 @@ def unpatched(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return plain
 
 
+class _StepOfView(property):
+    """The step of a view. `hooked` tells load_state_dict() to put no function around it in its class."""
+
+    hooked = True
+
+
 def follow(own: Any, live: Any, instead: str) -> None:
     """Makes the user's optimizer or schedule a view of the one that trains: its rates, state and hooks are the same.
 
@@ -230,9 +236,11 @@ def follow(own: Any, live: Any, instead: str) -> None:
         )
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a schedule made over it later leaves it alone
-    members = {"step": property(lambda self: step), "_view_of": kind, "__module__": kind.__module__}
+    members = {"step": _StepOfView(lambda self: step), "_view_of": kind, "__module__": kind.__module__}
     own.__class__ = type(kind.__name__, (kind,), members | {"__qualname__": kind.__qualname__})
     own.__dict__ = live.__dict__
+    if what == "optimizer":
+        own._opt_called = True  # else a schedule made over it later warns that nothing was stepped before it
 
 
 def _refuse_lost_arguments(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:

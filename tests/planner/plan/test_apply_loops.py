@@ -124,6 +124,30 @@ def test_what_the_program_does_with_its_optimizer_is_done_with_the_one_that_trai
     assert again.step(next(iter(batches))).loss.isfinite()
 
 
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_a_program_that_loads_a_state_and_makes_a_new_schedule_goes_on_as_without_a_plan() -> None:
+    model, optimizer, loader, loss = parts_of(shuffle=False)
+    plain = copy.deepcopy(model)
+    own = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    run, batches = plan_of((model, optimizer, loader, loss)).apply_to(model, optimizer, loader, loss)
+    schedules: list[Any] = []
+    for number, (batch, (x, y)) in enumerate(zip(batches, loader, strict=True)):
+        if number == 2:
+            for one in (optimizer, own):
+                one.load_state_dict(copy.deepcopy(one.state_dict()))
+            schedules = [halving(one) for one in (optimizer, own)]
+        run.step(batch)
+        own.zero_grad()
+        loss(plain(x), y).backward()
+        own.step()
+        for schedule in schedules:
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"] == 0.125
+    assert worst_difference(parameters_of(model), parameters_of(plain)) < 2e-5
+    with pytest.raises(WorkloadError, match=r"step\(\) of the optimizer SGD was called; .* run.step"):
+        optimizer.step()
+
+
 def test_the_schedule_that_was_handed_in_shows_the_rates_and_cannot_be_stepped_twice() -> None:
     parts = parts_of()
     schedule = halving(parts[1])
