@@ -7,7 +7,7 @@ micro-batches leave other state, so the micro-batch is part of what is trained.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from autoplan.strategies.workloads.batch import Batch, move_batch, slice_batch
 from autoplan.strategies.workloads.randomness import seeded
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Of the largest element of a buffer, by dtype; 1e-3 of others. Of a loss: SAME_LOSS."""
+"""Of the largest element of a buffer, by dtype; 1e-3 of others. Of a loss: by the model's dtypes, or SAME_LOSS."""
 
 SAME_LOSS = 1e-5
 
@@ -47,7 +47,9 @@ def carried_state(
     """The state that a forward leaves in the model, if other micro-batches leave another; None: there is none.
 
     The loss is computed twice from the same samples, seed and buffers. Then each buffer is compared after one forward
-    of two samples and after two forwards of one sample. The model is left as it was.
+    of two samples and after two forwards of one sample. One that a forward makes anew in a shape that follows the batch
+    (a mask, a table for the longest sequence) is nothing carried, if the next losses are the same after both. The model
+    is left as it was.
 
     Args:
         loss: Gives a LossSum.
@@ -61,19 +63,36 @@ def carried_state(
     whole = [move_batch(both, device)]
     attributes = _tensor_attributes(model)
 
-    def after(batches: list[Batch]) -> tuple[dict[str, torch.Tensor], float]:
-        with seeded(seed), torch.enable_grad(), buffers_kept(model):  # a loss may differentiate by its inputs
-            losses = [float(loss(model, batch).total.detach()) for batch in batches]
-            return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}, sum(losses)
+    def after(batches: list[Batch], then: Sequence[Batch] = ()) -> tuple[dict[str, torch.Tensor], list[float]]:
+        """The buffers after the batches and those that follow them, and the losses of the last ones."""
+        losses: list[float] = []
+        with torch.enable_grad(), buffers_kept(model):  # a loss may differentiate by its inputs
+            for some in (batches, then) if then else (batches,):
+                with seeded(seed):
+                    losses = [float(loss(model, batch).total.detach()) for batch in some]
+            return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}, losses
+
+    def is_made_anew(names: list[str]) -> bool:
+        """Whether a second forward leaves the same in these buffers, and later losses go by nothing that is in them."""
+        following = [*reversed(parts), *whole]
+        try:
+            again, _ = after(whole, whole)
+            (_, some), (_, others) = after(whole, following), after(parts, following)
+        except Exception:  # the next forward cannot take what another micro-batch left
+            return False
+        same = all(name in again and _is_close(once[name], again[name]) for name in names)
+        return same and all(_is_same_loss(model, one, other) for one, other in zip(some, others, strict=True))
 
     with attributes_kept(model):
-        (once, first), (_, second) = after(whole), after(whole)
-        if abs(second - first) > SAME_LOSS * max(abs(first), 1e-12):
+        (once, (first,)), (_, (second,)) = after(whole), after(whole)
+        if not _is_same_loss(model, first, second):
             moved = [name for name, value in _tensor_attributes(model).items() if value is not attributes.get(name)]
             why = f"keeps something for the next forward: the same two samples gave {first:.6g}, then {second:.6g}"
             return _carried(model, moved[0] if moved else "the model", why)
         twice, _ = after(parts)
-    changed = [name for name, buffer in once.items() if name not in twice or not _is_close(buffer, twice[name])]
+        changed = [name for name, buffer in once.items() if name not in twice or not _is_close(buffer, twice[name])]
+        if changed and all(name in twice and once[name].shape != twice[name].shape for name in changed):
+            changed = [] if is_made_anew(changed) else changed
     why = "is a buffer that each forward changes, and two samples change it otherwise than one by one"
     return _carried(model, changed[0], why) if changed else None
 
@@ -91,6 +110,11 @@ def _tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 def _carried(model: nn.Module, name: str, why: str) -> Carried:
     owner = model.get_submodule(name.rpartition(".")[0])
     return Carried(name, type(owner).__name__, why)
+
+
+def _is_same_loss(model: nn.Module, one: float, other: float) -> bool:
+    low = [TOLERANCE.get(parameter.dtype, 0.0) for parameter in model.parameters()]
+    return abs(other - one) <= max(SAME_LOSS, *low, 0.0) * max(abs(one), 1e-12)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -56,6 +56,56 @@ class Remembers(nn.Linear):
         return self.last
 
 
+class Masks(nn.Linear):
+    """Makes a mask and a table of the batch's size anew in each forward, as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", None)
+        self.register_buffer("table", torch.zeros(1, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mask = torch.ones(len(inputs), 4, 4, dtype=torch.bool).tril()
+        self.table = torch.arange(len(inputs) * 4.0).view(-1, 4)
+        return super().forward(inputs) + self.mask[:, -1] * 0.5
+
+
+class States(nn.Linear):
+    """Keeps the state of each sample of the batch in a buffer, which the next forward of as many samples reads."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("state", torch.zeros(0, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        if self.state.shape == outputs.shape:
+            outputs = outputs + self.state
+        self.state = outputs.detach()
+        return outputs
+
+
+class Bank(nn.Linear):
+    """Adds a row for each forward to a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("bank", torch.zeros(0, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        self.bank = torch.cat([self.bank, outputs.detach().mean(0, keepdim=True)])
+        return outputs
+
+
+class Drifts(nn.Linear):
+    """Its second output is a part in 1000 from the first: what rounding in bfloat16 explains, and in fp32 does not."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.factor = getattr(self, "factor", torch.tensor(1.0, dtype=torch.float64)) * 1.001
+        return super().forward(inputs).double() * self.factor
+
+
 class Grows(nn.Module):
     """A table that is as long as the longest batch so far."""
 
@@ -91,6 +141,8 @@ def workload(build_model: Any) -> Workload:
         (Queue, "rows", "is a buffer that each forward changes"),
         (spectral, "parametrizations.weight.0._u", "is a buffer that each forward changes"),
         (Hidden, "state", "the same two samples gave"),
+        (States, "state", "is a buffer that each forward changes"),
+        (Bank, "bank", "is a buffer that each forward changes"),
     ],
 )
 def test_what_is_carried_is_named_and_the_micro_batch_asked_for(build_model: Any, name: str, why: str) -> None:
@@ -99,10 +151,17 @@ def test_what_is_carried_is_named_and_the_micro_batch_asked_for(build_model: Any
     assert facts.micro_batch_dependent[0].module == name and why in facts.micro_batch_dependent[0].why
 
 
-@pytest.mark.parametrize("build_model", [lambda: nn.Linear(4, 4), lambda: Remembers(4, 4)])
+@pytest.mark.parametrize("build_model", [lambda: nn.Linear(4, 4), lambda: Remembers(4, 4), Masks, Grows])
 def test_what_nothing_reads_leaves_the_micro_batch_free(build_model: Any) -> None:
     facts = inspect_workload(spec_from_objects(workload(build_model)), make_hardware(), "cpu")
     assert facts.knob("micro_batch").values == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("dtype", "is_carried"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_loss_is_compared_by_the_tolerance_of_its_dtype(dtype: torch.dtype, is_carried: bool) -> None:
+    given, model = workload(lambda: nn.Linear(4, 4)), Drifts(4, 4).to(dtype)
+    found = carried_state(lambda net, batch: given.loss(net, batch.to(dtype)), model, given.make_batch, CPU, seed=0)
+    assert (found is not None) == is_carried
 
 
 def test_a_loss_that_differentiates_by_its_inputs_is_looked_at() -> None:
