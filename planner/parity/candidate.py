@@ -42,6 +42,7 @@ from autoplan.strategies.step import StepResult
 from autoplan.strategies.techniques.loss_kernels import limit_chunk_rows
 from autoplan.strategies.techniques.mesh import data_position, local_tensor, rank_seed
 from autoplan.strategies.techniques.parameters import rounded_parameters
+from autoplan.strategies.techniques.rounded_steps import held_by
 from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, repeat_samples, slice_batch
 from autoplan.strategies.workloads.carried import buffers_kept, keep_buffers
 from autoplan.strategies.workloads.randomness import seed_generators
@@ -475,6 +476,7 @@ class _WatchedRun:
             return f"the state cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         finally:
             self._part = None
+            self.recorder.forget_step()
         return ""
 
     def _put_back(self, moments: dict[Any, Any], others: dict[str, Any]) -> None:
@@ -487,8 +489,8 @@ class _WatchedRun:
             run.schedule.load_state_dict(copy.deepcopy(others["schedule"]))
         if run.scaler is not None:
             run.scaler.load_state_dict(others["scaler"])
-        for parameter in run.parameters:
-            parameter.grad = None  # that of torch's step of zeros
+        for parameter in held_by(run.optimizer):
+            parameter.grad = None  # that of torch's step of zeros; nobody clears those that it does not hold
         self.recorder.forget_step()
 
     def _until_taken(self, step: Callable[[], StepResult]) -> StepResult:
