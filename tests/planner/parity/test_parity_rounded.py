@@ -186,7 +186,7 @@ def test_moments_in_8_bits_of_parameters_with_small_gradients(monkeypatch):
     parity = check_parity(language(QWEN, learning_rate=1e-3), config)
     assert parity.passed, parity.failures
     (later,) = (check for check in parity.checks if check.name == "gradient scale, later steps")
-    assert later.difference > 1e-3, "what fp32 moments may be off by"
+    assert later.difference > 1e-5, "more than fp32 moments are off by (9e-7 seen)"
     planted.plant(monkeypatch, planted.gradients_never_cleared)
     assert not check_parity(language(QWEN, learning_rate=1e-3), config).passed
 
