@@ -167,20 +167,26 @@ def is_no_gain(comparison: Comparison) -> bool:
 
 
 def drift(comparison: Comparison) -> str | None:
-    """A sentence where the rounds of a claim differ from the looks that led to it by more than runs do; else None.
+    """A sentence if the rounds of a claim differ from the looks that led to it by more than runs do; else None.
 
     The claim is not touched by it: both sides of a round are run side by side.
     """
-    runs, spread = comparison.candidate, comparison.claim.spread
-    look = runs.first.step_time_s
-    if not runs.counted or runs.first in runs.counted or look is None:
-        return None
-    ratio = runs.step_time.median / look.median
-    if abs(math.log(ratio)) <= DRIFT_SPREADS * math.hypot(spread, spread / math.sqrt(len(runs.counted))):
+    ratios, spread = [], comparison.claim.spread
+    sides = {"the plan's": comparison.candidate}
+    if comparison.reference is not comparison.candidate:
+        sides["the plain run's"] = comparison.reference
+    for whose, runs in sides.items():
+        look = runs.first.step_time_s
+        if not runs.counted or runs.first in runs.counted or look is None:
+            continue
+        ratio = runs.step_time.median / look.median
+        if abs(math.log(ratio)) > DRIFT_SPREADS * math.hypot(spread, spread / math.sqrt(len(runs.counted))):
+            ratios.append(f"{whose} step took {ratio:.2f} times as long")
+    if not ratios:
         return None
     return (
-        f"this machine drifted: the plan's step took {ratio:.2f} times as long in the rounds of the claim as in its "
-        "look. The speed-up is that of the rounds, in which both were run side by side"
+        f"this machine drifted: in the rounds of the claim {' and '.join(ratios)} as in the first look. The speed-up "
+        "is that of the rounds, in which both were run side by side"
     )
 
 

@@ -16,6 +16,7 @@ from autoplan.planner.search.claim import (
     ROUNDS_WITHOUT_HOPE,
     Comparison,
     compare,
+    drift,
     is_claim_over,
     is_no_gain,
     rounds_needed,
@@ -441,3 +442,20 @@ def test_a_further_run_may_take_four_times_the_longest_run_of_its_configuration(
     run_claim_round(session, Work(kind="claim", config=OTHERS[0]))
     assert asked[OTHERS[0]]["deadline_s"] == 4 * 20.0 and asked[BASE]["deadline_s"] == 4 * 10.0
     assert not asked[BASE]["deadline_of_budget"]
+
+
+@pytest.mark.parametrize(
+    ("whose", "looks"), [("the plan's", (1.0, 2.0)), ("the plain run's", (0.5, 3.0)), ("", (0.5, 2.0))]
+)
+def test_rounds_that_differ_from_the_first_looks_say_whose_drifted(whose: str, looks: tuple[float, float]) -> None:
+    trials = [
+        a_trial(number, "search", config, look)
+        for number, (config, look) in enumerate(zip(OTHERS[:2], looks, strict=True))
+    ]
+    for number in (1, 2):
+        trials += [a_trial(10 + number, "claim", OTHERS[0], 0.5, round=number)]
+        trials += [a_trial(20 + number, "claim", OTHERS[1], 2.0, round=number)]
+    plan, plain = sorted(collect_runs(trials), key=lambda runs: runs.first.number)
+    began = ClaimRounds(number=1, config=OTHERS[0], reference=OTHERS[1], rounds=2, first_round=1, budget_s=60.0)
+    said = drift(compare(plan, plain, Spread(sd=0.02, freedom=10), chosen_from=2, claim=began))
+    assert (said or "").count("times as long") == bool(whose) and (not whose or f"{whose} step took" in (said or ""))
