@@ -76,6 +76,7 @@ def run_parity(
     device: str,
     directory: Path,
     deadline_s: float,
+    time_s: float | None = None,
     cache_dir: Path | None = None,
     ranks: int | None = None,
     memory_limit_bytes: int | None = None,
@@ -92,6 +93,7 @@ def run_parity(
         device: cuda or cpu.
         directory: For the files of the check.
         deadline_s: For the whole check.
+        time_s: Seconds in which the parts that a verdict can do without have to end; None: `deadline_s`.
         cache_dir: Where the reference is kept for the next candidate of the same sizes; None: in `directory`.
         ranks: Of the candidate; None: its world size.
         memory_limit_bytes: Host memory of all processes of a run together; None: no limit.
@@ -105,9 +107,11 @@ def run_parity(
         DidNotRunError: something outside ended the plain reference each time.
         CandidateDidNotRunError: the same of the candidate.
     """
+    now = time.monotonic()
     launch = Launch(
         zygote,
-        deadline_at=time.monotonic() + deadline_s,
+        deadline_at=now + deadline_s,
+        late_at=now + (deadline_s if time_s is None else min(time_s, deadline_s)),
         memory_limit_bytes=memory_limit_bytes,
         on_attempt=on_attempt,
     )
@@ -122,7 +126,7 @@ def run_parity(
             config=config,
             device=device,
             reference=reference.measurement,
-            time_s=CANDIDATE_SHARE * left_s,
+            time_s=CANDIDATE_SHARE * launch.time_s(),
             own_shapes=own,
         )
         report, candidates = _run(launch, request, directory / "candidate", ranks or config.world_size, left_s)
@@ -320,12 +324,17 @@ class Launch:
 
     zygote: Zygote
     deadline_at: float
+    late_at: float  # from then on, no part that a verdict can do without
     memory_limit_bytes: int | None
     on_attempt: Callable[[ProcessReport], None] | None
 
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return self.deadline_at - time.monotonic()
+
+    def time_s(self) -> float:
+        """Seconds for the parts that a verdict can do without."""
+        return max(0.0, self.late_at - time.monotonic())
 
     def run(
         self, target: str, args: tuple[Any, ...], folder: Path, *, of_candidate: bool, deadline_s: float, ranks: int = 1
@@ -385,7 +394,7 @@ def _reference(
         spec=spec,
         config=config,
         device=device,
-        time_s=REFERENCE_SHARE * deadline_s,
+        time_s=REFERENCE_SHARE * launch.time_s(),
         own_shapes=own_shapes,
         plain_fits=plain_fits,
     )

@@ -59,7 +59,8 @@ def run_step_parity(
         TaskFailedError: the deadline passed; that says nothing about the configuration.
         DidNotRunError: something outside ended a run each time.
     """
-    launch = Launch(zygote, time.monotonic() + deadline_s, memory_limit_bytes, on_attempt)
+    end = time.monotonic() + deadline_s
+    launch = Launch(zygote, deadline_at=end, late_at=end, memory_limit_bytes=memory_limit_bytes, on_attempt=on_attempt)
     plain = TrainingConfig(micro_batch=config.micro_batch)
     found: list[list[float]] = []
     for name, run in (("plain", plain), ("again", plain), ("candidate", config)):

@@ -32,6 +32,11 @@ LOOK_FACTOR, LOOK_MORE_S = 3.0, 20.0
 """A look is ended after so many times what was expected, and these seconds: what takes so long is behind, or would cost
 more than it tells."""
 
+CHECK_FACTOR, CHECK_MORE_S = 1.5, 5.0
+"""The parts of a parity check that a verdict can do without have so many times what was expected, and these seconds,
+but none of the claim's: a compiled GPT-2 was compiled three times in its check, which took 200 s of 10 minutes, and no
+time was left for its rounds. `autoplan verify` makes them."""
+
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
 
@@ -113,7 +118,8 @@ def run_look(session: Session, work: Work) -> None:
     config = work.config
     if config is None:
         assert session.sampler is not None, "a look that is drawn by nobody has its configuration"
-        config = session.sampler.draw(session.left_s - needs_s(session, session.model.candidates[0]))
+        with_claim = work.cost_s + work.needs_s <= session.left_s
+        config = session.sampler.draw(session.left_s - (work.needs_s if with_claim else work.check_s))
     _look(session, "search", config)
 
 
@@ -237,6 +243,13 @@ def run_check(session: Session, work: Work) -> None:
         session.note(f"{work.config.describe()} was the fastest so far, but {what}: {why}")
 
 
+def _check_time_s(session: Session, config: TrainingConfig) -> float:
+    """Seconds of a check in which the parts that a verdict can do without have to end."""
+    expected_s = check_s(session, config)
+    claim_s = max(0.0, needs_s(session, config) - expected_s)
+    return max(expected_s, min(CHECK_FACTOR * expected_s + CHECK_MORE_S, session.left_s - claim_s))
+
+
 def check(session: Session, config: TrainingConfig) -> Parity | None:
     """The verdict on a configuration, put on disk; None if something outside ended the check each time.
 
@@ -261,7 +274,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
         own_shapes = trials.is_warm(config) and takes_own_shapes(trials, cost, config)
         plain_fits = session.plain_config is None or is_plain_run(session.plain_config)
         others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and plain_fits}
-        others["plain_fits"] = plain_fits
+        others |= {"plain_fits": plain_fits, "time_s": _check_time_s(session, config)}
     run: Callable[..., Parity] = run_step_parity if opaque else run_parity
     try:
         parity = run(

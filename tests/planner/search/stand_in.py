@@ -76,6 +76,7 @@ class World:
         fate: What becomes of a run: fields of its `Trial`, by its order and the runs before; None: it is good.
         made: The runs that were made, in order: purpose, configuration, round.
         checked: The configurations whose check was begun.
+        check_times: For each: the seconds until its deadline, and those for parts that a verdict can do without.
         orders: What was asked of each run.
     """
 
@@ -92,6 +93,7 @@ class World:
     seed: int = 0
     made: list[tuple[str, TrainingConfig, int | None]] = field(default_factory=list)
     checked: list[TrainingConfig] = field(default_factory=list)
+    check_times: list[tuple[float, float]] = field(default_factory=list)
     orders: list[TrialOrder] = field(default_factory=list)
     compiled: set[TrainingConfig] = field(default_factory=set)
 
@@ -320,6 +322,7 @@ class Searches:
 
         def check(zygote: Any, spec: Any, config: TrainingConfig, *, deadline_s: float, **rest: Any) -> Parity:
             world.checked.append(config)
+            world.check_times.append((deadline_s, rest["time_s"]))
             passed = world.passes(config)
             store.moved_s += deadline_s if passed is None else min(world.check_s, deadline_s)
             if passed is None or world.check_s > deadline_s:

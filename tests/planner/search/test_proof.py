@@ -66,6 +66,8 @@ def test_a_search_finds_checks_and_claims_and_says_where_its_time_went(searches:
     assert kinds[:2] == ["baseline", "look"]
     assert sorted(kinds[2:4]) == ["hand setting", "parity"], "the leader is checked early, and compared"
     assert kinds.count("look") > 1, "there was more to look at"
+    for left_s, time_s in world.check_times:
+        assert 0 < time_s < left_s / 2, "no check takes what is left for looks and rounds"
     first_claim = kinds.index("claim")
     assert set(kinds[first_claim:]) == {"claim"} and len(kinds[first_claim:]) >= CLAIM_ROUNDS
     assert [line.began_s for line in plan.ledger] == sorted(line.began_s for line in plan.ledger)
