@@ -284,7 +284,7 @@ def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> flo
     steps_s = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp * sample_s
     large = _is_large(cost) or steps_s > MOST_STEPS_S
     step_samples = _step_samples(config, micro_batch, large=large)
-    dropout_samples = DROPOUT_PASSES * micro_batch * config.dp
+    dropout_samples = DROPOUT_PASSES * micro_batch * config.dp if cost.has_dropout else 0
     if cost.sequence_length is None:
         samples = step_samples + dropout_samples
     else:

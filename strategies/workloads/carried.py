@@ -114,7 +114,7 @@ def _carried(model: nn.Module, name: str, why: str) -> Carried:
 
 def _is_same_loss(model: nn.Module, one: float, other: float) -> bool:
     low = [TOLERANCE.get(parameter.dtype, 0.0) for parameter in model.parameters()]
-    return abs(other - one) <= max(SAME_LOSS, *low, 0.0) * max(abs(one), 1e-12)
+    return abs(other - one) <= max(SAME_LOSS, *low) * max(abs(one), 1e-12)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
