@@ -159,8 +159,10 @@ class _Candidate:
         self.check.phase("own length")
         recorder.restore()
         update = self._own_length(watched)
-        hides_nan = ""
-        if config.pp == 1 and not reference.hides_nan:
+        hides_nan, why_not = "", "" if config.pp == 1 else "the loss of a pipeline is made in its last stage"
+        if why_not or reference.hides_nan:
+            self.left_out.append(f"a step whose loss is NaN: {why_not or reference.hides_nan}")
+        else:
             hides_nan = watched.hidden_nan(small.make_batch(samples_at_once(config), 0))
         recorder.release()
         return measurement.model_copy(update={**update, "hides_nan": hides_nan})
@@ -460,7 +462,8 @@ class _WatchedRun:
             self._part = None
             self._put_back(moments, others)
             return f"the state cannot be saved: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        for part in ("model", "optimizer"):  # a run may keep its states in buffers of its own, which it uses again
+        for part in ("model", *(("optimizer",) if run.config.offload != "none" else ())):
+            # the parameters are zeroed, and states on the host lie in buffers that the run uses again
             state[part] = {name: _cloned(value) for name, value in state[part].items()}
         saved = [value for value in run.model.state_dict().values() if isinstance(value, torch.Tensor)]
         kept = [(tensor, tensor.detach().clone()) for tensor in map(local_tensor, saved)]

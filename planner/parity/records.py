@@ -209,7 +209,10 @@ class ParityMeasurement(Measure):
         default=None, description="None: seeds make no difference to the loss; of a candidate also: its twin has it"
     )
     twin: TwinMeasure | None = None
-    hides_nan: str = Field(default="", description="what was finite after a step whose loss is NaN; empty: nothing")
+    hides_nan: str = Field(
+        default="",
+        description="of a candidate: what stays finite if the loss is NaN; of a reference: why that is not asked",
+    )
     chunk_rows: int | None = Field(default=None, description="rows of logits at once in the fused loss of the check")
     not_checked: tuple[str, ...] = Field(default=(), description="what was left out, and why, in sentences")
     global_batch: int

@@ -400,28 +400,30 @@ class _Reference:
         return self._measured(OWN_LENGTH, loss, samples, whole), ()
 
     def hides_nan(self, small: Workload) -> str:
-        """What the plain loop has finite after a step whose loss is NaN; '' where nothing is. The model is lost by it.
+        """Why the candidate takes no step whose loss is NaN; '' where it does. The model is lost by this.
 
-        An optimizer that goes by signs (Lion), and a hook on gradients, hide NaN in the plain loop too: of the
-        candidate this is then not asked.
+        An optimizer that goes by signs (Lion), and a hook on gradients, hide NaN in the plain loop too.
         """
-        if self.config.offload != "none" or not self.check.limit.allows(1.0):
-            return "not tried"
+        if self.config.offload != "none":
+            return "the plain loop has no room for another optimizer"
+        if not self.check.limit.allows(1.0):
+            return "there was no time"
         for parameter in self.parameters:
             parameter.grad = None
         try:
             optimizer = small.build_optimizer(self.parameters)
-            batch = move_batch(small.make_batch(self.config.micro_batch, 0), self.device)
+            samples = min(self.config.micro_batch, self.most_samples or self.config.micro_batch)
+            batch = move_batch(small.make_batch(samples, 0), self.device)
             loss, _ = self.workload.loss(self.model, batch)
             (loss * math.nan).backward()
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             if all(bool(gradient.isfinite().all()) for gradient in gradients):
-                return "the gradients"
+                return "the plain loop leaves the gradients finite"
             optimizer.step()
         except Exception as error:  # it is the user's; what a step of NaN raises is not asked of the candidate
-            return f"unknown: it raises {type(error).__name__}"
+            return f"the plain loop raises {type(error).__name__}"
         finite = all(bool(parameter.detach().isfinite().all()) for parameter in self.parameters)
-        return "the parameters" if finite else ""
+        return "the plain loop leaves the parameters finite" if finite else ""
 
     def lengths_that_run(self, length: int) -> tuple[int, int]:
         """Tokens per sequence in the steps and with dropout on: the whole sequence for a model that takes no shorter.
