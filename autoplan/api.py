@@ -86,7 +86,10 @@ def _with_options(call: Callable[P, R]) -> Callable[P, R]:
                 f"autoplan.{call.__name__}() got an unexpected keyword argument {name!r}"
                 + (f"; did you mean {near}?" if near else "")
             )
-        return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except AutoplanError as error:
+            raise error.with_traceback(None) from error.__cause__  # the frames inside say nothing of what was given
 
     texts = {name: as_keywords(f"{fields[name].description} {flags[name].in_python}".strip()) for name in flags}
     lines = [
@@ -134,7 +137,7 @@ def search(
             After a LightningModule: its datamodule or DataLoader.
         dataloader: The torch DataLoader of a training loop, whose batches are measured; a prepared one too.
         loss: `loss(model, batch)` gives the summed loss and the count of its items. With a dataloader also a scalar
-            mean, or a torch loss module for batches of (inputs, targets); None: `model(**batch).loss`.
+            mean, or a loss of torch for batches of (inputs, targets); None: `model(**batch).loss`.
         model: Instead of a workload: a function that builds the model, or a model.
         make_batch: `make_batch(num_samples, index)` gives a batch on the CPU, as large as the worst that comes.
         schedule: Makes the learning-rate schedule from the optimizer; with a dataloader also the loop's own schedule.

@@ -175,7 +175,7 @@ def from_loop(
         model: The loop's model, also as Accelerate, DDP or torch.compile wrapped it; or a LightningModule.
         optimizer: The loop's optimizer; after a LightningModule its datamodule or DataLoader.
         dataloader: The loop's torch DataLoader.
-        loss: `loss(model, batch)` gives a LossSum or a scalar mean; a torch loss module for batches of
+        loss: `loss(model, batch)` gives a LossSum or a scalar mean; a loss of torch for batches of
             (inputs, targets); None: `model(**batch).loss`.
         schedule, schedule_interval, max_grad_norm, loss_mean, accelerator, trainer, global_batch, sequence_length,
             name, seed: See `autoplan.search`.

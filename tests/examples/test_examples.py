@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import autoplan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("probed_machine")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,29 +69,56 @@ def test_image_classifier_is_planned(tmp_path: Path) -> None:
     assert "resumed at step 128" in run(tmp_path, *train, "--epochs", "1", "--samples", "512")
 
 
-def test_the_tutorial_searches_trains_and_resumes(tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "tutorial.py")
-    search = ["-m", "tests.time_box", "search", "--model", f"{script}:workload", "--global-batch", "8"]
-    run(
-        tmp_path,
-        *search,
-        "--budget",
-        "60s",
-        "--max-trials",
-        "2",
-        "--fix",
-        "compile=off",
-        "--device",
-        "cpu",
-        "--out",
-        "plan.json",
-    )
-    whole = run(tmp_path, script, "--steps", "40", "--checkpoint", "whole.pt")
-    assert losses(whole)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
-    run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
-    resumed = run(tmp_path, script, "--steps", "20", "--checkpoint", "parts.pt")
-    assert "resumed at step 20" in resumed
-    assert losses(resumed)[40] == pytest.approx(losses(whole)[40], abs=2e-4), "the loss differs after resuming"
+def test_the_tutorial_goes_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of the page runs, with a smaller search, and its output has the lines that the page shows."""
+    page = load_tutorial()
+    shutil.copy(EXAMPLES / "tutorial.py", tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    said: dict[str, str] = {}
+    for block in page.BLOCK.finditer(page.PAGE.read_text()):
+        for command in page.commands(block["body"]):
+            smaller = re.sub(r"--budget \w+", SMALLER, re.sub(r" \| head -\d+$", "", command))
+            said[command] = page.run(smaller.replace("autoplan search", "python -m tests.time_box search"), tmp_path)
+            missing = missing_lines(page.forms(block["body"], command), said[command])
+            assert not missing, f"{command}: the page shows {missing}\n{said[command]}"
+    first, resumed = (text for command, text in said.items() if command.startswith("python tutorial.py"))
+    assert losses(first)[20] < 5.0, "it begins near ln 256 = 5.5, and learns"
+    assert "resumed at step 20" in resumed and losses(resumed)[40] < losses(first)[20]
+    assert {"autoplan --version", "autoplan show", "autoplan verify"} <= {re.sub(r" \|.*", "", one) for one in said}
+
+
+SMALLER = "--budget 60s --max-trials 2 --fix compile=off --global-batch 8"
+BY_CHANCE = {"disturbed", "likely cause", "error", "by name", "time", "warning", "note"}
+"""Beginnings of lines that depend on the state of the machine."""
+WITH_A_GAIN = {"speed-up", "parity"}
+WITHOUT_A_GAIN = {"no gain found in", "not tried", "measured"}
+"""Beginnings of lines of a search with a gain, and of one without."""
+
+
+def missing_lines(forms: list[str], text: str) -> set[str]:
+    """The beginnings of lines that a page shows and an output lacks, without those that another plan does not have."""
+    flat = " ".join(text.split())
+    knobs = set(autoplan.TrainingConfig.model_fields) | {"accumulation", "next"}
+    missing = {form for form in forms if " ".join(form.split()) not in flat} - BY_CHANCE - knobs
+    return missing - (WITH_A_GAIN if "no gain found" in flat else WITHOUT_A_GAIN)
+
+
+def load_tutorial() -> ModuleType:
+    """docs/run_tutorial.py as a module."""
+    spec = importlib.util.spec_from_file_location("run_tutorial", ROOT / "docs" / "run_tutorial.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_form_of_an_output_is_how_its_lines_begin() -> None:
+    body = "$ a\n...\nspeed-up: 1.58 (1.48)\n  tokens/s     9,181\n  optimizer_step  fused\n$ b\nother: x\n"
+    forms = load_tutorial().forms(body, "a")
+    assert forms == ["speed-up", "tokens/s", "optimizer_step"] and load_tutorial().commands(body) == ["a", "b"]
+    assert missing_lines(forms, "speed-up: 2\ntokens per s  3") == {"tokens/s"}
+    assert missing_lines(forms, "no gain found in 9 s\n  tokens/s   3") == set()
+    assert missing_lines(forms, "tokens/s   3") == {"speed-up"}
 
 
 def test_no_example_is_long() -> None:

@@ -160,10 +160,11 @@ class TrainerLoss:
             f"the loss of {name} with {type(model).__name__} {what}, and the Trainer takes it as divided: it adds "
             f"the losses of the {times} micro-batches of a step, so its gradients are up to {times} times those of the "
             "same samples in one micro-batch, and depend on the micro-batch",
-            hint=f"Set loss_is_scaled_for_ga = False on the Trainer, or divide by {DIVIDES_BY} in compute_loss. Or "
-            f"hand in the Trainer with per_device_train_batch_size={times * self.micro_batch} and "
+            hint=f"Hand in the Trainer with per_device_train_batch_size={times * self.micro_batch} and "
             "gradient_accumulation_steps=1: its loss is then the mean over all items of the step, and the search finds "
-            "the micro-batch that fits.",
+            f"the micro-batch that fits. Or divide by {DIVIDES_BY} in compute_loss. With loss_is_scaled_for_ga = False "
+            "the Trainer takes the mean of the micro-batches' means; if they count different numbers of items, that "
+            f"needs micro_batch={self.micro_batch} fixed too.",
         )
 
     def divided(self, model: nn.Module, batch: Batch) -> Literal["all", "nothing", "part"] | None:

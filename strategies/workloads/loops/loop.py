@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoplan.errors import WorkloadError
@@ -92,7 +93,7 @@ def read_loop(
         model: A module; one that Accelerate, DDP or torch.compile wrapped is unwrapped.
         optimizer: An optimizer over its parameters; Accelerate's wrapper is unwrapped.
         dataloader: A torch DataLoader; also a prepared one.
-        loss: `loss(model, batch)` gives a LossSum, or a scalar mean; a torch loss module for batches of
+        loss: `loss(model, batch)` gives a LossSum, or a scalar mean; a torch loss (module or function) for batches of
             (inputs, targets); None: `model(**batch).loss`.
         schedule: A function that makes the learning-rate schedule from an optimizer, or the loop's own schedule.
         schedule_interval: When the loop steps its schedule: at each optimizer step, or once an epoch.
@@ -313,7 +314,7 @@ def _refuse_processes(processes: int, dataloader: Any, steps: int) -> None:
 def _loss_function(loss: Any) -> Callable[[nn.Module, Any], Any]:
     if loss is None:
         return OutputLoss()
-    if isinstance(loss, nn.Module):
+    if isinstance(loss, nn.Module) or getattr(loss, "__module__", None) == functional.__name__:
         return CriterionLoss(loss)
     if not callable(loss):
         raise WorkloadError(

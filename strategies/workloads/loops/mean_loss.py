@@ -140,24 +140,24 @@ class OutputLoss:
 
 @dataclass(frozen=True)
 class CriterionLoss:
-    """A torch loss module over the output of a model for batches of (inputs, targets).
+    """A loss of torch over the output of a model for batches of (inputs, targets).
 
     Attributes:
-        criterion: `nn.CrossEntropyLoss()` and the like.
+        criterion: `nn.CrossEntropyLoss()`, `F.cross_entropy` and the like.
     """
 
-    criterion: nn.Module
+    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The criterion of output and targets."""
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise WorkloadError(
-                f"the loss is {type(self.criterion).__name__}, which compares the model's output with targets, and a "
+                f"the loss is {getattr(self.criterion, '__name__', type(self.criterion).__name__)}, which compares the "
+                "model's output with targets, and a "
                 f"batch is {_structure(batch)}, not (inputs, targets)",
                 hint="Give a function that knows the batch: loss(model, batch).",
             )
-        result: torch.Tensor = self.criterion(model(batch[0]), batch[1])
-        return result
+        return self.criterion(model(batch[0]), batch[1])
 
 
 @dataclass(frozen=True)
