@@ -217,7 +217,7 @@ class TrainingConfig(Record):
     ] = Field(
         default="full",
         description="full: as the workload has it; fused: output head and cross-entropy in one operation that never "
-        "keeps all logits (torch's linear_cross_entropy where it exists, else chunks with recomputation)",
+        "keeps all logits (torch's linear_cross_entropy if it exists, else chunks with recomputation)",
     )
     optimizer_step: Annotated[
         OptimizerStep,

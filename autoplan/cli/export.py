@@ -32,7 +32,7 @@ def export_command(
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget", metavar="TIME", help="Time for building the model, where the target needs it. Default: 5m."
+            "--budget", metavar="TIME", help="Time for building the model, if the target needs it. Default: 5m."
         ),
     ] = None,
     memory_limit: Annotated[

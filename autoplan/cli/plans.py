@@ -20,7 +20,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="The plan's workload, where you did not search it here: file.py:function, with options and arguments "
+        help="The plan's workload, if you did not search it here: file.py:function, with options and arguments "
         "'train.py:workload seed=3 -- --lr 0.5'; or where its config.json or folder is now.",
     ),
 ]

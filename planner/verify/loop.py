@@ -83,7 +83,7 @@ class Watch(Watcher):
 def watch(
     plan: Plan, *, writer: Any = None, window_s: float = WINDOW_S, shortfall: float = SHORTFALL
 ) -> Iterator[Watch]:
-    """Watches a training loop beside its plan: throughput, memory, and one warning where it falls short.
+    """Watches a training loop beside its plan: throughput, memory, and one warning if it falls short.
 
         with autoplan.watch(plan) as watch:
             for batch in watch.batches(loader):

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,13 @@ def test_wrong_options_are_refused(given: dict, kind: type[Exception]) -> None:
     with pytest.raises(kind) as error:
         SearchOptions(spec=make_spec(model="gpt2"), **given)
     assert error.value.hint  # type: ignore[attr-defined]
+
+
+def test_an_error_shows_the_line_of_the_caller_and_no_line_inside() -> None:
+    with pytest.raises(UsageError) as raised:
+        autoplan.search("gpt2", budget="soon")
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.name for frame in frames] == [frames[0].name, "checked"]
 
 
 def test_search_takes_every_option_under_its_one_name() -> None:

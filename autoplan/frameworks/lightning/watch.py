@@ -28,7 +28,7 @@ _Callback = _callback_class()
 
 
 class LightningWatch(Watcher, _Callback):  # type: ignore[misc,valid-type]
-    """Watches a Lightning training beside its plan: throughput, memory, and one warning where it falls short.
+    """Watches a Lightning training beside its plan: throughput, memory, and one warning if it falls short.
 
         trainer = Trainer(..., callbacks=[LightningWatch(plan)])
 

@@ -12,7 +12,7 @@ from autoplan.planner.verify.meter import SHORTFALL, WINDOW_S, Figures, Meter, W
 
 
 class TransformersWatch(Watcher, TrainerCallback):
-    """Watches a Trainer beside its plan: throughput, memory, and one warning where it falls short.
+    """Watches a Trainer beside its plan: throughput, memory, and one warning if it falls short.
 
         TransformersWatch(plan).add_to(trainer)        # or callbacks=[TransformersWatch(plan)]
 
