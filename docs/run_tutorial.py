@@ -60,7 +60,7 @@ def shown(output: str, keep: str) -> list[str]:
 
 def forms(body: str, command: str) -> list[str]:
     """How each shown line of a command begins, up to its first figure or colon: what a new output must still have."""
-    text = body.partition(f"$ {command}\n")[2].partition("\n$ ")[0]
+    text = f"\n{body}".partition(f"\n$ {command}")[2].partition("\n$ ")[0]
     begins = (re.split(r"[\d(=:]|(?<=\S)\s{2,}", line)[0].strip() for line in text.splitlines() if line != "...")
     return [begin for begin in begins if begin]
 

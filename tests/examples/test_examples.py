@@ -113,9 +113,10 @@ def load_tutorial() -> ModuleType:
 
 
 def test_the_form_of_an_output_is_how_its_lines_begin() -> None:
-    body = "$ a\n...\nspeed-up: 1.58 (1.48)\n  tokens/s     9,181\n  optimizer_step  fused\n$ b\nother: x\n"
+    body = "$ a\n...\nspeed-up: 1.58 (1.48)\n  tokens/s     9,181\n  optimizer_step  fused\n$ b\n$ c\nother: x\n"
     forms = load_tutorial().forms(body, "a")
-    assert forms == ["speed-up", "tokens/s", "optimizer_step"] and load_tutorial().commands(body) == ["a", "b"]
+    assert forms == ["speed-up", "tokens/s", "optimizer_step"] and load_tutorial().commands(body) == ["a", "b", "c"]
+    assert load_tutorial().forms(body, "b") == [] and load_tutorial().forms(body, "c") == ["other"]
     assert missing_lines(forms, "speed-up: 2\ntokens per s  3") == {"tokens/s"}
     assert missing_lines(forms, "no gain found in 9 s\n  tokens/s   3") == set()
     assert missing_lines(forms, "tokens/s   3") == {"speed-up"}
