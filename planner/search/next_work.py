@@ -156,8 +156,7 @@ def next_work(state: State, left_s: float, free_devices: int = 1) -> Work:
     if state.claim_began:
         return _proof(state, left_s)
     options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices)]
-    claimed = bool(options) or 0 < state.leader_needs_s <= left_s
-    if not claimed:
+    if not options and not _holds_claim(state, left_s):
         options = [one for one in _finding(state) if _fits(one, state, left_s, free_devices, claimed=False)]
     options.sort(key=lambda one: -one.score)
     if options:
@@ -196,6 +195,14 @@ def _fits(option: Option, state: State, left_s: float, free_devices: int, *, cla
     Without the claim, if the budget has no room for one.
     """
     return option.devices <= free_devices and option.cost_s + _needed_s(option, state, claimed) <= left_s
+
+
+def _holds_claim(state: State, left_s: float) -> bool:
+    """Whether the leader's proof fits without the reserve for slow moments: then it is made, and not given up."""
+    proof_s = state.leader_needs_s
+    if state.claim is not None:
+        proof_s = min(proof_s, state.claim.cost_s + (0.0 if state.check is None else state.check.cost_s))
+    return 0 < proof_s <= left_s
 
 
 def _needed_s(option: Option, state: State, claimed: bool) -> float:

@@ -84,6 +84,10 @@ def test_the_claim_is_not_given_up_for_looks_where_the_budget_holds_it():
     state = State(looks=[look(cost_s=1.0, needs_s=25.0, check_s=2.0)], leader_needs_s=20.0, claim=option("claim", 20.0))
     assert next_work(state, 20.5).kind == "claim"
     assert next_work(replace(state, claim=None, leader_needs_s=0.0), 20.5).kind == "look", "there is none to give up"
+    slow = replace(state, leader_needs_s=23.0)  # with the reserve for slow moments
+    assert next_work(slow, 20.5).kind == "claim", "a check that took longer than expected ate the reserve alone"
+    assert next_work(slow, 19.5).kind == "look"
+    assert next_work(replace(slow, check=option("parity", 15.0)), 30.0).kind == "look", "with its check it does not fit"
 
 
 def test_the_next_best_that_fits_is_taken_where_the_best_does_not():
