@@ -49,7 +49,7 @@ def estimate_command(
     rows: Annotated[Path | None, _option("FILE", "Estimate the rows of a CSV table instead.", "--rows")] = None,
     out: Annotated[Path | None, _option("FILE", "With --rows: where the estimated table goes.", "--out")] = None,
     calibrate: Annotated[
-        Path | None, _option("FILE", "A CSV table with measured step_time_s: fits first.", "--calibrate")
+        Path | None, _option("FILE", "A CSV table with measured step_time_s: corrects by it.", "--calibrate")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -119,6 +119,8 @@ def _show_table(document: dict[str, Any], out: Path | None) -> None:
 
     count = f"{document['rows_estimated']} of {len(document['rows'])} rows estimated"
     say(count + (f", written to {out}" if out else ""))
+    if document["calibration"] is not None:
+        say(f"  {document['calibration']}")
     if document["unread"]:
         say(f"  not read: {', '.join(document['unread'])}")
     reasons = document["reasons"]

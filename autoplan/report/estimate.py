@@ -22,6 +22,8 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     )
     for line in document["assumed"]:
         _say(screen, f"  assumed: {line}")
+    if document["calibration"] is not None:
+        _say(screen, f"  {document['calibration']}")
     best = document["best"][0]
     shared = " ".join(f"{knob}={best['layout'][knob]}" for knob in ("precision", "compile", "attention", "loss"))
     _say(screen, f"  with {shared} optimizer={document['optimizer']} (--fix changes them)")

@@ -21,7 +21,7 @@ from autoplan.planner.cost.analytical.layout_search import (
     without,
 )
 from autoplan.planner.cost.analytical.memory import MEMORY_SD, RESERVE
-from autoplan.planner.cost.analytical.step_time import CALIBRATED_SD, TIME_PARTS, UNCALIBRATED_SD, node_tokens
+from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_tokens
 from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS
 from autoplan.planner.cost.prediction import spread
 
@@ -38,11 +38,10 @@ def estimate_cluster(
     started = time.perf_counter()
     answer = search_layouts(question)
     estimated_s = time.perf_counter() - started
-    sd = UNCALIBRATED_SD if question.factors is None else CALIBRATED_SD
     smallest = smallest_cluster(question)
     if answer.best is None:
         raise _fits_nowhere(question, answer, smallest, model_name)
-    best = show_layout(answer, answer.best, sd=sd)
+    best = show_layout(answer, answer.best)
     document: dict[str, Any] = {
         "status": "ok",
         "model": {"name": model_name, "parameters": question.model.parameters, **question.model.model_dump()},
@@ -52,10 +51,11 @@ def estimate_cluster(
         "optimizer": answer.settings.other.get("optimizer", DEFAULT_OPTIMIZER),
         "fixed": dict(question.fixed),
         "assumed": [*assumed, *answer.notes],
+        "calibration": None if question.correction is None else question.correction.describe(),
         "configurations_estimated": len(answer.layouts),
         "configurations_that_fit": len(answer.order),
         "estimating_s": estimated_s,
-        "best": [show_layout(answer, int(i), sd=sd) for i in answer.order[:top]],
+        "best": [show_layout(answer, int(i)) for i in answer.order[:top]],
         "training": _training(question, best, tokens),
         "smallest_cluster": smallest,
         "scaling": scaling(question),
@@ -140,19 +140,14 @@ def other_inputs(answer: Answer, i: int) -> dict[str, Any]:
     return answer.settings.other | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
 
 
-def show_layout(answer: Answer, i: int, *, sd: float) -> dict[str, Any]:
+def show_layout(answer: Answer, i: int) -> dict[str, Any]:
     """One estimated layout as a document: knobs, time by part, memory by part, MFU, HFU, verdict.
 
     `input_tokens_per_s_needed`: what the loaders of a node have to deliver so that nothing waits for them.
-
-    Args:
-        answer: The search's.
-        i: The layout.
-        sd: Standard deviation of the logarithm of the step time.
     """
     table, layouts = answer.table, answer.layouts
     step = float(table.step_time_s[i])
-    low, high = table.step_interval(i, sd)
+    low, high = table.step_interval(i)
     needed = node_tokens(layouts.take(slice(i, i + 1)))[0] / (step - table.input_s[i])
     return {
         "layout": describe(answer, i),

@@ -23,8 +23,9 @@ from autoplan.planner.cost.analytical.rows import (
     unread_columns,
     write_rows,
 )
-from autoplan.planner.cost.analytical.step_time import Factors, fit_factors
+from autoplan.planner.cost.analytical.step_time import learn_correction
 from autoplan.planner.cost.analytical.transformer import find_transformer
+from autoplan.planner.cost.correction import Correction
 
 DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
 DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
@@ -65,7 +66,8 @@ def estimate(
         top: How many layouts the answer has.
         rows: A CSV file, or one mapping per layout, in place of model and cluster.
         out: With rows: a CSV file that the estimated table is written to.
-        calibrate: A CSV file of layouts with their measured step_time_s: the factors are fitted to it first.
+        calibrate: A CSV file of layouts with their measured step_time_s, which correct the estimate where
+            that makes it better out of sample.
 
     Returns:
         What `autoplan estimate --json` prints (docs/estimate.md): seconds, bytes, tokens per second.
@@ -83,10 +85,10 @@ def estimate(
             raise UsageError(f"--{option} is {value}", hint="Give a whole number of at least 1.")
     if price_per_hour is not None and not price_per_hour > 0:
         raise UsageError(f"--price-per-hour is {price_per_hour}", hint="Give a number above 0.")
-    factors = None if calibrate is None else fit_to_table(Path(calibrate))
+    correction = None if calibrate is None else learn_from_table(Path(calibrate))
     if rows is not None:
         table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
-        return _table_document(table, factors, None if out is None else Path(out))
+        return _table_document(table, correction, None if out is None else Path(out))
     assert model is not None and cluster is not None
     links = {
         "inter_gbits_per_s_per_gpu": inter_gbits_per_gpu,
@@ -94,7 +96,7 @@ def estimate(
         "input_tokens_per_s": input_tokens_per_s,
     }
     found, assumed = _cluster(cluster, links, price_per_hour)
-    question, more = _question(model, found, sequence_length, global_batch, fix or {}, factors)
+    question, more = _question(model, found, sequence_length, global_batch, fix or {}, correction)
     return estimate_cluster(question, model_name=model, tokens=tokens, assumed=(*assumed, *more), top=top)
 
 
@@ -139,7 +141,7 @@ def _question(
     seq_len: int | None,
     global_batch: int | None,
     fix: Mapping[str, Any],
-    factors: Factors | None,
+    correction: Correction | None,
 ) -> tuple[Question, tuple[str, ...]]:
     """The question, and what was assumed where nothing was said."""
     transformer = find_transformer(model)
@@ -156,43 +158,42 @@ def _question(
         seq_len=length,
         global_batch=global_batch,
         fixed={knob.replace("-", "_"): str(value) for knob, value in fix.items()},
-        factors=factors,
+        correction=correction,
     )
     return question, assumed
 
 
-def fit_to_table(path: Path) -> Factors:
-    """Factors fitted to the measured step times of a table.
+def learn_from_table(path: Path) -> Correction:
+    """What the measured step times of a table teach.
 
     Raises:
-        UsageError: no row of it has one and can be estimated.
+        UsageError: a row that has one cannot be estimated, and why; or none has one.
     """
     table = read_rows(path)
     seconds = measured_seconds(table)
     estimated = estimate_rows(table)
+    failed = [(i, reason) for i, reason in estimated.reasons.items() if np.isfinite(seconds[i])]
     usable = [i for i in estimated.place if np.isfinite(seconds[i])]
     if not usable or estimated.layouts is None:
-        failed = [reason for i, reason in estimated.reasons.items() if np.isfinite(seconds[i])]
-        reason = failed[0] if failed else "none has a step_time_s"
+        row, reason = failed[0] if failed else (0, "")
         raise UsageError(
-            f"no row of {path} can be calibrated on: {reason}",
+            f"no row of {path} can be calibrated on: {f'row {row + 1}: {reason}' if failed else 'none has a step_time_s'}",
             hint="It takes the columns of --rows, and step_time_s as it was measured.",
         )
     layouts = estimated.layouts.take([estimated.place[i] for i in usable])
-    return fit_factors(layouts, seconds[usable])
+    return learn_correction(layouts, seconds[usable])
 
 
-def _table_document(table: list[dict[str, Any]], factors: Factors | None, out: Path | None) -> dict[str, Any]:
-    estimated: EstimatedRows = estimate_rows(table, factors)
-    calibrated = factors is not None
+def _table_document(table: list[dict[str, Any]], correction: Correction | None, out: Path | None) -> dict[str, Any]:
+    estimated: EstimatedRows = estimate_rows(table, correction)
     if out is not None:
-        write_rows(out, table, estimated, calibrated=calibrated)
+        write_rows(out, table, estimated)
     names = [name for name in (table[0] if table else {}) if name is not None]
     return {
         "status": "ok",
-        "rows": [merged_row(row, estimated, i, calibrated=calibrated) for i, row in enumerate(table)],
+        "rows": [merged_row(row, estimated, i) for i, row in enumerate(table)],
         "rows_estimated": len(estimated.place),
         "unread": unread_columns(names, (*READ, *OUTPUT)),
         "reasons": {str(i + 1): reason for i, reason in estimated.reasons.items()},
-        "factors": None if factors is None else factors.model_dump(),
+        "calibration": None if correction is None else correction.describe(),
     }

@@ -22,9 +22,10 @@ from autoplan.planner.cost.analytical.inputs import (
 )
 from autoplan.planner.cost.analytical.layouts import Layout, Layouts, contradiction, make_layouts
 from autoplan.planner.cost.analytical.memory import memory_verdicts
-from autoplan.planner.cost.analytical.step_time import EstimateTable, Factors, estimate_layouts
+from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer
 from autoplan.planner.cost.columns import CHECKPOINTING
+from autoplan.planner.cost.correction import Correction
 from autoplan.strategies.config import INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig
 from autoplan.strategies.knob_text import check_knob
 from autoplan.strategies.techniques.degrees import VIRTUAL_STAGES
@@ -42,7 +43,7 @@ class Question:
     seq_len: int
     global_batch: int
     fixed: Mapping[str, str]
-    factors: Factors | None = None
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +94,7 @@ def search_layouts(question: Question) -> Answer:
         raise _nothing_legal(question)
     columns = settings.columns | _cluster_columns(question)
     layouts = make_layouts(found, [columns], [question.model.layers] * len(found))
-    table = estimate_layouts(layouts, question.factors)
+    table = estimate_layouts(layouts, question.correction)
     verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
     order = np.flatnonzero(verdicts == "fits")
     busy = table.step_time_s - table.input_s

@@ -27,15 +27,10 @@ from autoplan.planner.cost.analytical.inputs import (
 )
 from autoplan.planner.cost.analytical.layouts import Layout, Layouts, contradiction, make_layouts
 from autoplan.planner.cost.analytical.memory import MEMORY_SD, memory_parts, memory_verdicts
-from autoplan.planner.cost.analytical.step_time import (
-    CALIBRATED_SD,
-    UNCALIBRATED_SD,
-    EstimateTable,
-    Factors,
-    estimate_layouts,
-)
+from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer, find_transformer
 from autoplan.planner.cost.columns import Floats
+from autoplan.planner.cost.correction import Correction
 from autoplan.planner.cost.prediction import spread
 from autoplan.strategies.config import KNOBS, PLAIN
 from autoplan.strategies.knob_text import check_knob
@@ -310,7 +305,7 @@ class EstimatedRows:
     notes: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-def estimate_rows(rows: Sequence[Mapping[str, Any]], factors: Factors | None = None) -> EstimatedRows:
+def estimate_rows(rows: Sequence[Mapping[str, Any]], correction: Correction | None = None) -> EstimatedRows:
     """Estimates the rows that can be estimated; the others get a reason."""
     parsed: list[ParsedRow] = []
     place: dict[int, int] = {}
@@ -329,7 +324,7 @@ def estimate_rows(rows: Sequence[Mapping[str, Any]], factors: Factors | None = N
     each = layouts.scatters_each | (sync & layouts.shards_gradients & (layouts.pp == 1))
     frozen = layouts.flat_parameters | (flat & layouts.shards_parameters & (layouts.trained_share < 1))
     return EstimatedRows(
-        table=estimate_layouts(layouts, factors),
+        table=estimate_layouts(layouts, correction),
         layouts=layouts,
         lowest_bytes=memory_parts(replace(layouts, scatters_each=each))["peak"],
         highest_bytes=memory_parts(replace(layouts, flat_parameters=frozen))["peak"],
@@ -339,7 +334,7 @@ def estimate_rows(rows: Sequence[Mapping[str, Any]], factors: Factors | None = N
     )
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], estimated: EstimatedRows, *, calibrated: bool) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], estimated: EstimatedRows) -> None:
     """The same rows with their estimates.
 
     Raises:
@@ -353,28 +348,28 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], estimated: Estimat
             writer = csv.DictWriter(file, names, extrasaction="ignore")
             writer.writeheader()
             for i, row in enumerate(rows):
-                writer.writerow(merged_row(row, estimated, i, calibrated=calibrated))
+                writer.writerow(merged_row(row, estimated, i))
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror}", hint="Give another place with --out."
         ) from error
 
 
-def merged_row(row: Mapping[str, Any], estimated: EstimatedRows, i: int, *, calibrated: bool) -> dict[str, Any]:
+def merged_row(row: Mapping[str, Any], estimated: EstimatedRows, i: int) -> dict[str, Any]:
     """One row with its estimates."""
     kept = {name: value for name, value in row.items() if name not in OUTPUT}
     if "step_time_s" in row:
         kept["measured_step_time_s"] = row["step_time_s"]
-    return kept | output_row(estimated, i, calibrated=calibrated)
+    return kept | output_row(estimated, i)
 
 
-def output_row(estimated: EstimatedRows, i: int, *, calibrated: bool) -> dict[str, Any]:
+def output_row(estimated: EstimatedRows, i: int) -> dict[str, Any]:
     """The output columns of one row."""
     if i not in estimated.place or estimated.table is None or estimated.layouts is None:
         return {"reason": estimated.reasons.get(i, "")}
     j = estimated.place[i]
     table, layouts = estimated.table, estimated.layouts
-    fastest, slowest = table.step_interval(j, CALIBRATED_SD if calibrated else UNCALIBRATED_SD)
+    fastest, slowest = table.step_interval(j)
     step, peak = float(table.step_time_s[j]), float(table.peak_memory_bytes[j])
     low, high, verdict, more = _memory_of_row(estimated, j)
     notes = "".join(f"; {note}" for note in estimated.notes.get(i, ()))

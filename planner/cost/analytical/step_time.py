@@ -16,19 +16,17 @@ that say "assumed" come from what is written beside them, and nothing was fitted
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
-from pydantic import Field
 
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, memory_parts
-from autoplan.planner.cost.calibrate import gauss_newton
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
+from autoplan.planner.cost.correction import Correction, learn
 from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY, bound_of, spread
 from autoplan.planner.cost.step import step_seconds
-from autoplan.record import Record
 
 # cuBLAS's and CUTLASS's common tile of a product's result. Source: NVIDIA "Matrix Multiplication Background".
 TILE = 128.0
@@ -76,34 +74,7 @@ STEP_BYTES = 30.0
 STEP_OVERHEAD_S = 1e-3
 
 
-class Factors(Record):
-    """Calibration: natural logarithms of factors on time, each with its physical meaning; 0 is the prior."""
-
-    matmul: float = Field(default=0.0, description="matrix products")
-    attention: float = Field(default=0.0, description="attention")
-    memory: float = Field(default=0.0, description="passes over memory: norms, activations, softmax, loss")
-    launch: float = Field(default=0.0, description="host time per operation")
-    communication: float = Field(default=0.0, description="all collectives")
-    optimizer: float = Field(default=0.0, description="the optimizer step")
-
-
-# How far off each is taken to be before any measurement, as standard deviations of logarithms: assumed. Not those of
-# the search (calibrate.py), which are about measured rates.
-FACTOR_SD = {
-    "matmul": 0.2,
-    "attention": 0.3,
-    "memory": 0.3,
-    "launch": 0.5,
-    "communication": 0.4,
-    "optimizer": 0.3,
-}
-# Scatter of a measured step around the closed form with the right factors; assumed. Larger than the 0.06 of the search
-# (calibrate.py), whose operations are those that run.
-NOISE_SD = 0.1
-# Slopes by a logarithm of a factor are taken over this difference: parts of a step overlap, so there is no closed form.
-DIFFERENCE = 0.02
-# What stays after calibration and before: standard deviations of the logarithm of the time over the tables' rows
-CALIBRATED_SD = 0.11
+# Standard deviation of the logarithm of an uncalibrated step time: of the tables' rows (docs/accuracy.md)
 UNCALIBRATED_SD = 0.17
 
 
@@ -111,7 +82,8 @@ UNCALIBRATED_SD = 0.17
 class EstimateTable:
     """Estimates as columns: seconds per optimizer step, bytes of the fullest GPU.
 
-    `input_s` is what loading (`loading_s` in all) takes beyond the rest of the step, which it runs beside.
+    `input_s` is what loading (`loading_s` in all) takes beyond the rest of the step, which it runs beside. `log_sd` is
+    the standard deviation of the logarithm of what the GPUs take.
     """
 
     step_time_s: Floats
@@ -124,6 +96,7 @@ class EstimateTable:
     optimizer_s: Floats
     input_s: Floats
     loading_s: Floats
+    log_sd: Floats
     parameters_bytes: Floats
     gradients_bytes: Floats
     optimizer_bytes: Floats
@@ -150,14 +123,13 @@ class EstimateTable:
         """The kind of work that bounds the step of a row, or input."""
         return bound_of(self.time_parts_s(i), waits_for_input=bool(self.input_s[i] > 0))
 
-    def step_interval(self, i: int, sd: float) -> tuple[float, float]:
-        """Seconds of a row's step at least and at most: a factor on what the GPUs take; the input's rate is as given.
+    def busy_parts(self) -> Floats:
+        """Seconds by part of what the GPUs take, of shape (rows, parts): the step without what the input adds."""
+        return np.column_stack([getattr(self, f"{name}_s") for name in TIME_PARTS if name != "input"])
 
-        Args:
-            i: The row.
-            sd: Standard deviation of the logarithm of the step time.
-        """
-        factor, busy = float(spread(sd)), float(self.step_time_s[i] - self.input_s[i])
+    def step_interval(self, i: int) -> tuple[float, float]:
+        """Seconds of a row's step at least and at most: a factor on what the GPUs take; the input's rate is as given."""
+        factor, busy = float(spread(self.log_sd[i])), float(self.step_time_s[i] - self.input_s[i])
         loading = float(self.loading_s[i])
         return max(busy / factor, loading), max(busy * factor, loading)
 
@@ -184,21 +156,20 @@ def product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Float
     return np.asarray(np.maximum(work, moved))
 
 
-def estimate_layouts(rows: Layouts, factors: Factors | None = None) -> EstimateTable:
+def estimate_layouts(rows: Layouts, correction: Correction | None = None) -> EstimateTable:
     """Step time and peak memory of every row.
 
     Args:
         rows: The layouts.
-        factors: What measured step times have taught; None: nothing.
+        correction: What measured step times have taught; None: nothing.
     """
-    f = factors or Factors()
-    stage, through = _compute_seconds(rows, f)
-    moved = _exchange(rows, f)
-    turn = np.where(rows.pp > 1, PIPELINE_TURN_S * np.exp(f.launch), 0.0)
+    stage, through = _compute_seconds(rows)
+    moved = _exchange(rows)
+    turn = np.where(rows.pp > 1, PIPELINE_TURN_S, 0.0)
     device = stage["matmul"] + stage["attention"] + stage["memory"]
     # collectives are launched by the same thread; what it cannot keep up with shows
     collectives = (rows.tp > 1) * np.ceil(rows.layers / rows.pp) * (4 + 2 * rows.checkpointed)
-    launched = stage["launch"] + collectives * COLLECTIVE_LAUNCH_S * np.exp(f.launch)
+    launched = stage["launch"] + collectives * COLLECTIVE_LAUNCH_S
     launch = np.maximum(launched - device - moved.tensor_s - moved.send_s, 0.0) + turn
     all_stages = np.maximum(through["matmul"] + through["attention"] + through["memory"], through["launch"])
     step = step_seconds(rows, moved, stage_s=device + launch, all_stages_s=all_stages + rows.pp * turn, device="cuda")
@@ -210,12 +181,16 @@ def estimate_layouts(rows: Layouts, factors: Factors | None = None) -> EstimateT
         "launch_s": m * launch,
         "communication_s": step.communication_s,
         "bubble_s": step.bubble_s,
-        "optimizer_s": _optimizer_seconds(rows) * np.exp(f.optimizer),
+        "optimizer_s": _optimizer_seconds(rows),
     }
-    return _as_table(rows, parts)
+    log_sd = np.full(len(rows), UNCALIBRATED_SD)
+    if correction is not None:
+        factor, log_sd = correction.predict(np.column_stack(list(parts.values())), _kinds(rows))
+        parts = {name: factor * seconds for name, seconds in parts.items()}
+    return _as_table(rows, parts, log_sd)
 
 
-def _as_table(rows: Layouts, parts: dict[str, Floats]) -> EstimateTable:
+def _as_table(rows: Layouts, parts: dict[str, Floats], log_sd: Floats) -> EstimateTable:
     """The table of what the GPUs take, with what the input adds, FLOPs and memory."""
     busy = sum(parts.values(), np.zeros(len(rows)))
     # loaders prefetch: a batch is made while the step before it runs
@@ -229,6 +204,7 @@ def _as_table(rows: Layouts, parts: dict[str, Floats]) -> EstimateTable:
         step_time_s=step,
         input_s=waited,
         loading_s=loading,
+        log_sd=log_sd,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         mfu=model_flops / available,
@@ -239,13 +215,13 @@ def _as_table(rows: Layouts, parts: dict[str, Floats]) -> EstimateTable:
     )
 
 
-def _compute_seconds(rows: Layouts, f: Factors) -> tuple[dict[str, Floats], dict[str, Floats]]:
+def _compute_seconds(rows: Layouts) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Seconds by kind of one micro-batch on the fullest stage, and through all stages.
 
     A block runs forward once and backward, and forward once more as far as it is checkpointed; the last stage has the
     head on top of its blocks.
     """
-    block, head = _block(rows, f), _head(rows, f)
+    block, head = _block(rows), _head(rows)
     stage, through = {}, {}
     for kind in KINDS:
         forward, backward = block[kind]
@@ -286,18 +262,17 @@ def flops(rows: Layouts) -> tuple[Floats, Floats]:
     return model, model + sequences * again
 
 
-def _block(rows: Layouts, f: Factors) -> dict[str, tuple[Floats, Floats]]:
+def _block(rows: Layouts) -> dict[str, tuple[Floats, Floats]]:
     """Seconds of one block and micro-batch, forward and backward, by kind."""
     forward, backward = _block_products(rows)
     attention = _attention_seconds(rows)
     memory = _block_memory_seconds(rows)
     launches = BLOCK_LAUNCHES * COMPILED_LAUNCHES[rows.compiled] * LAUNCH_S
-    by, at, me, la = (np.exp(x) for x in (f.matmul, f.attention, f.memory, f.launch))
     return {
-        "matmul": (forward * by, backward * by),
-        "attention": (attention * at, ATTENTION_BACKWARD * attention * at),
-        "memory": (memory * me, MEMORY_BACKWARD * memory * me),
-        "launch": (launches * la, LAUNCH_BACKWARD * launches * la),
+        "matmul": (forward, backward),
+        "attention": (attention, ATTENTION_BACKWARD * attention),
+        "memory": (memory, MEMORY_BACKWARD * memory),
+        "launch": (launches, LAUNCH_BACKWARD * launches),
     }
 
 
@@ -337,7 +312,7 @@ def _block_memory_seconds(rows: Layouts) -> Floats:
     return np.asarray((passes + scores) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s))
 
 
-def _head(rows: Layouts, f: Factors) -> dict[str, Floats]:
+def _head(rows: Layouts) -> dict[str, Floats]:
     """Seconds of embedding, output head and loss, forward and backward."""
     n, k = rows.vocab / rows.tp, rows.hidden
     tokens, width = rows.micro_batch * rows.seq_len, rows.compute_width
@@ -348,18 +323,17 @@ def _head(rows: Layouts, f: Factors) -> dict[str, Floats]:
     seconds = seconds * np.where(rows.fp8, 2 * FP8_EFFICIENCY, 1.0)
     moved = tokens * (LOGIT_BYTES * n + HEAD_BYTES * k) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
     return {
-        "matmul": seconds * np.exp(f.matmul),
-        "memory": moved * np.exp(f.memory),
-        "launch": np.full(len(rows), HEAD_LAUNCHES * LAUNCH_S * np.exp(f.launch)),
+        "matmul": seconds,
+        "memory": moved,
+        "launch": np.full(len(rows), HEAD_LAUNCHES * LAUNCH_S),
     }
 
 
-def _exchange(rows: Layouts, f: Factors) -> Exchange:
+def _exchange(rows: Layouts) -> Exchange:
     """The communication of a rank by kind, over links of which the datasheet is known."""
     links = datasheet_links(rows.intra_bytes_per_s, rows.inter_bytes_per_s, rows.gpus_per_node)
     boundary = boundary_width(rows) * rows.micro_batch * rows.seq_len * rows.hidden
-    moved = exchange(rows, links, rows.size, rows.widths, boundary)
-    return Exchange(**{kind.name: getattr(moved, kind.name) * np.exp(f.communication) for kind in fields(Exchange)})
+    return exchange(rows, links, rows.size, rows.widths, boundary)
 
 
 def _optimizer_seconds(rows: Layouts) -> Floats:
@@ -369,22 +343,12 @@ def _optimizer_seconds(rows: Layouts) -> Floats:
     return np.asarray(moved / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s) + STEP_OVERHEAD_S)
 
 
-def fit_factors(layouts: Layouts, seconds: Floats) -> Factors:
-    """The factors that explain measured step times, as far as they differ from the prior.
+def learn_correction(rows: Layouts, seconds: Floats) -> Correction:
+    """The correction that measured step times teach; rows of one model on as many GPUs are one group of it."""
+    groups = list(zip(rows.parameters, rows.num_ranks, strict=True))
+    return learn(estimate_layouts(rows).busy_parts(), _kinds(rows), groups, seconds)
 
-    Args:
-        layouts: One row per measurement.
-        seconds: Measured step times.
-    """
 
-    def factors(theta: Floats) -> Factors:
-        return Factors(**dict(zip(FACTOR_SD, map(float, theta), strict=True)))
-
-    def predict(theta: Floats) -> tuple[Floats, Floats]:
-        moved = [theta, *(theta + DIFFERENCE * unit for unit in np.eye(len(FACTOR_SD)))]
-        base, *others = (np.log(estimate_layouts(layouts, factors(point)).step_time_s) for point in moved)
-        return base, np.stack([(log - base) / DIFFERENCE for log in others], axis=1)
-
-    weights = np.full(len(seconds), 1 / NOISE_SD**2)
-    theta, _ = gauss_newton(predict, np.log(seconds), weights, np.array(list(FACTOR_SD.values())))
-    return factors(theta)
+def _kinds(rows: Layouts) -> Floats:
+    """Device and precision, as the rates that the datasheet has for them."""
+    return np.column_stack([rows.peak_flops_per_s, rows.memory_bytes_per_s])

@@ -17,7 +17,7 @@ from autoplan.planner.cost.analytical.cluster import find_chip, parse_cluster
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.memory import activation_bytes
 from autoplan.planner.cost.analytical.rows import OUTPUT, estimate_rows, output_row
-from autoplan.planner.cost.analytical.step_time import Factors, estimate_layouts, fit_factors, flops, node_tokens
+from autoplan.planner.cost.analytical.step_time import estimate_layouts, flops, node_tokens
 from autoplan.planner.cost.analytical.transformer import find_transformer
 from autoplan.strategies.config import KNOBS
 from autoplan.strategies.workloads.registry import list_models
@@ -143,16 +143,6 @@ def test_estimated_together_is_estimated_alone() -> None:
         alone = estimate_rows([row]).table
         assert alone is not None and alone.step_time_s[0] == together.step_time_s[i]
         assert alone.peak_memory_bytes[0] == together.peak_memory_bytes[i]
-
-
-def test_calibration_finds_the_factor_it_was_given() -> None:
-    rows = [ROW | {"micro_batch": m, "seq_len": s} for m in (1, 2, 4) for s in (1024, 4096)]
-    estimated = estimate_rows(rows)
-    assert estimated.layouts is not None
-    slow = estimate_layouts(estimated.layouts, Factors(matmul=0.25)).step_time_s
-    found = fit_factors(estimated.layouts, slow)
-    again = estimate_layouts(estimated.layouts, found).step_time_s
-    assert np.max(np.abs(again / slow - 1)) < 0.05
 
 
 def test_search_estimates_legal_layouts_only_and_sorts_them() -> None:
@@ -330,14 +320,14 @@ def test_a_flat_parameter_has_gradients_of_what_is_frozen() -> None:
     assert estimated.table is not None
     peak = estimated.table.peak_memory_bytes[0] - estimated.table.overhead_bytes[0]
     assert peak == pytest.approx(35.57e9, rel=0.03)
-    assert output_row(estimated, 1, calibrated=False)["verdict"] != "fits"
+    assert output_row(estimated, 1)["verdict"] != "fits"
 
 
 def test_what_a_row_does_not_say_is_in_its_interval() -> None:
     row = {"model": "llama2-13b", "chip": "A100 SXM 80GB", "num_gpus": 8, "global_batch": 64, "sharding": "zero3"}
     row |= {"checkpointing": "full", "seq_len": 2048, "precision": "bf16", "states": "megatron"}
     estimated = estimate_rows([row, row | {"gradient_sync": "every"}, row | {"gradient_sync": "last"}])
-    unsaid, every, last = (output_row(estimated, i, calibrated=False) for i in range(3))
+    unsaid, every, last = (output_row(estimated, i) for i in range(3))
     assert unsaid["peak_memory_bytes"] == last["peak_memory_bytes"], "TrainingConfig's default"
     assert unsaid["peak_memory_low_bytes"] == every["peak_memory_low_bytes"]
     assert unsaid["peak_memory_high_bytes"] - every["peak_memory_high_bytes"] > 4 * 13e9 * 0.9 * 7 / 8
@@ -345,7 +335,7 @@ def test_what_a_row_does_not_say_is_in_its_interval() -> None:
     assert last["verdict"] != "fits" and "gradient_sync=every" in unsaid["reason"]
     lora = row | {"trainable_parameters": 1e7, "gradient_sync": "last"}
     estimated = estimate_rows([lora, lora | {"flat_parameters": "true"}])
-    unsaid, flat = (output_row(estimated, i, calibrated=False) for i in range(2))
+    unsaid, flat = (output_row(estimated, i) for i in range(2))
     assert unsaid["peak_memory_high_bytes"] == flat["peak_memory_high_bytes"] > 2 * unsaid["peak_memory_bytes"]
 
 
@@ -382,7 +372,7 @@ def test_slow_input_binds_and_without_a_rate_nothing_changes() -> None:
     assert table.step_time_s[2] == pytest.approx(256 * 4096 / 1e4)
     assert table.input_s[2] == pytest.approx(table.step_time_s[2] - table.step_time_s[0])
     assert np.array_equal(table.peak_memory_bytes, np.full(3, table.peak_memory_bytes[0]))
-    written = [output_row(estimated, i, calibrated=False) for i in range(3)]
+    written = [output_row(estimated, i) for i in range(3)]
     assert [row["bound"] for row in written] == ["compute", "compute", "input"]
     assert written[2]["reason"].startswith("input") and float(written[2]["tokens_per_s"]) == pytest.approx(1e4)
     assert written[2]["step_time_low_s"] == written[2]["step_time_s"], "the given rate is a floor"
