@@ -2,10 +2,11 @@
 
     python -m benchmarks.accuracy [--markdown] [--draws 50] [--trials FILE_OR_FOLDER ...]
 
-Each table is estimated as it comes (uncalibrated), and again corrected by three and by ten rows of each kind of GPU, which
-are drawn at random, many times over. Rows that were drawn are left out of the error. Median change: of the mean error
-of the rest by calibration, over the draws; used: how often leaving groups out found the correction better. The data are facts as published, each row with its source (benchmarks/data). Published peaks of
-memory follow (accuracy_memory.py), then recorded searches of this machine (accuracy_trials.py): by default those in
+Each table is estimated as it comes (uncalibrated), and again corrected by three and by ten rows of each kind of GPU,
+which are drawn at random, many times over. Rows that were drawn are left out of the error. Median change: of the mean
+error of the rest by calibration, over the draws; used: how often leaving groups out found the correction better. The
+data are facts as published, each row with its source (benchmarks/data). Published peaks of memory follow
+(accuracy_memory.py), then recorded searches of this machine (accuracy_trials.py): by default those in
 benchmarks/results.
 """
 

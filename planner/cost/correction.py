@@ -77,7 +77,7 @@ class Correction:
     error_after: float | None
 
     def predict(self, parts: Floats, kinds: Floats) -> tuple[Floats, Floats]:
-        """The factor on estimated step times, and the standard deviation of its logarithm; 90 % of them are within 1.645.
+        """The factor on estimated step times, and the standard deviation of the logarithm of what is measured.
 
         Args:
             parts: Estimated seconds by part, of shape (rows, parts).

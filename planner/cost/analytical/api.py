@@ -167,7 +167,7 @@ def learn_from_table(path: Path) -> Correction:
     """What the measured step times of a table teach.
 
     Raises:
-        UsageError: a row that has one cannot be estimated, and why; or none has one.
+        UsageError: no row of it has one and can be estimated.
     """
     table = read_rows(path)
     seconds = measured_seconds(table)
@@ -175,9 +175,9 @@ def learn_from_table(path: Path) -> Correction:
     failed = [(i, reason) for i, reason in estimated.reasons.items() if np.isfinite(seconds[i])]
     usable = [i for i in estimated.place if np.isfinite(seconds[i])]
     if not usable or estimated.layouts is None:
-        row, reason = failed[0] if failed else (0, "")
+        why = f"row {failed[0][0] + 1}: {failed[0][1]}" if failed else "none has a step_time_s"
         raise UsageError(
-            f"no row of {path} can be calibrated on: {f'row {row + 1}: {reason}' if failed else 'none has a step_time_s'}",
+            f"no row of {path} can be calibrated on: {why}",
             hint="It takes the columns of --rows, and step_time_s as it was measured.",
         )
     layouts = estimated.layouts.take([estimated.place[i] for i in usable])

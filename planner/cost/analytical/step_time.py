@@ -128,7 +128,7 @@ class EstimateTable:
         return np.column_stack([getattr(self, f"{name}_s") for name in TIME_PARTS if name != "input"])
 
     def step_interval(self, i: int) -> tuple[float, float]:
-        """Seconds of a row's step at least and at most: a factor on what the GPUs take; the input's rate is as given."""
+        """Seconds of a row's step at least and at most: a factor on what GPUs take; the input's rate is as given."""
         factor, busy = float(spread(self.log_sd[i])), float(self.step_time_s[i] - self.input_s[i])
         loading = float(self.loading_s[i])
         return max(busy / factor, loading), max(busy * factor, loading)

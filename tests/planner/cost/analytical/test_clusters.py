@@ -17,7 +17,7 @@ from autoplan.planner.cost.analytical.cluster import find_chip, parse_cluster
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.memory import activation_bytes
 from autoplan.planner.cost.analytical.rows import OUTPUT, estimate_rows, output_row
-from autoplan.planner.cost.analytical.step_time import estimate_layouts, flops, node_tokens
+from autoplan.planner.cost.analytical.step_time import flops, node_tokens
 from autoplan.planner.cost.analytical.transformer import find_transformer
 from autoplan.strategies.config import KNOBS
 from autoplan.strategies.workloads.registry import list_models
