@@ -25,7 +25,9 @@ def estimate_command(
         str | None, _option("CLUSTER", "nodes x GPUs x chip (256x8xH100), GPUs x chip, or a JSON file.", "--cluster")
     ] = None,
     tokens: Annotated[str | None, _option("NUMBER", "Tokens to train on: 2T, 300B.", "--tokens")] = None,
-    price: Annotated[float | None, _option("X", "Of one GPU, for the cost.", "--price-per-hour")] = None,
+    prices: Annotated[
+        Path | None, _option("FILE", "Prices by GPU, in YAML (H100: 2.5 USD/h): what to rent.", "--prices")
+    ] = None,
     sequence_length: Annotated[
         int | None, _option("N", "Tokens per sequence. Default: the model's own length.", "--seq-len")
     ] = None,
@@ -47,7 +49,9 @@ def estimate_command(
     ] = None,
     top: Annotated[int, _option("N", "How many layouts to show.", "--top")] = 5,
     rows: Annotated[Path | None, _option("FILE", "Estimate the rows of a CSV table instead.", "--rows")] = None,
-    out: Annotated[Path | None, _option("FILE", "With --rows: where the estimated table goes.", "--out")] = None,
+    out: Annotated[
+        Path | None, _option("FILE", "Where the table of --rows goes; else a page of HTML.", "--out")
+    ] = None,
     calibrate: Annotated[
         Path | None, _option("FILE", "A CSV table with measured step_time_s: corrects by it.", "--calibrate")
     ] = None,
@@ -63,7 +67,7 @@ def estimate_command(
         model,
         cluster,
         tokens=parse_tokens(tokens) if tokens is not None else None,
-        price_per_hour=price,
+        prices=prices,
         sequence_length=sequence_length,
         global_batch=global_batch,
         fix=each_once("fix", fix or [], _parse_fix, str, "Give it once."),
@@ -72,7 +76,7 @@ def estimate_command(
         input_tokens_per_s=input_rate,
         top=top,
         rows=rows,
-        out=out,
+        out=out if rows is not None else None,
         calibrate=calibrate,
     )
     if as_json:
@@ -83,6 +87,13 @@ def estimate_command(
         from autoplan.report.estimate import show_estimate
 
         show_estimate(document, console(stderr=False))
+    if out is not None and rows is None:
+        from autoplan.cli.report import write_page
+        from autoplan.report.html import render_rent
+
+        if document["rent"] is None:
+            raise UsageError("the page shows what to rent, and no tokens are given", hint="For example: --tokens 2e9")
+        write_page(out, render_rent(document))
 
 
 def _parse_fix(text: str) -> tuple[str, str]:

@@ -24,7 +24,19 @@ def report_command(
     """
     from autoplan.report.html import render_page
 
-    page = render_page(load_plan(plan))
+    write_page(out, render_page(load_plan(plan)))
+    if json_output:
+        output.print_json({"status": "ok", "file": str(out)})
+    else:
+        print(out)
+
+
+def write_page(out: Path, page: str) -> None:
+    """Writes a page.
+
+    Raises:
+        UsageError: the place cannot be written to.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, page)
@@ -32,7 +44,3 @@ def report_command(
         raise UsageError(
             f"the report cannot be written to {out}: {error.strerror}", hint="Give another place with --out."
         ) from error
-    if json_output:
-        output.print_json({"status": "ok", "file": str(out)})
-    else:
-        print(out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoplan.units import format_number
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -14,16 +16,19 @@ NAMES = {"memory": "passes over memory", "step": "optimizer step", "bubble": "pi
 
 def show_estimate(document: dict[str, Any], screen: Console) -> None:
     """Prints an estimate: tables on a terminal and off it."""
-    model, cluster = document["model"], document["cluster"]
+    model = document["model"]
+    if "cluster" not in document:
+        _say(screen, f"{model['name']}: {model['parameters'] / 1e9:.2f}B parameters, {_step(document)}")
+        _said(document, screen)
+        show_rent(document["rent"], screen)
+        return
+    cluster = document["cluster"]
     _say(
         screen,
         f"{model['name']}: {model['parameters'] / 1e9:.2f}B parameters on {cluster['num_gpus']} x {cluster['chip']}, "
-        f"{document['global_batch']} sequences of {document['seq_len']} tokens a step",
+        f"{_step(document)}",
     )
-    for line in document["assumed"]:
-        _say(screen, f"  assumed: {line}")
-    if document["calibration"] is not None:
-        _say(screen, f"  {document['calibration']}")
+    _said(document, screen)
     best = document["best"][0]
     shared = " ".join(f"{knob}={best['layout'][knob]}" for knob in ("precision", "compile", "attention", "loss"))
     _say(screen, f"  with {shared} optimizer={document['optimizer']} (--fix changes them)")
@@ -41,13 +46,13 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     )
     _layouts(document["best"], screen)
     _parts(best, screen)
-    _training(document["training"], cluster, screen)
+    _training(document, screen)
     smallest = document["smallest_cluster"]
     if smallest is not None:
         _say(
             screen,
             f"\nfewest GPUs that hold it: {smallest['num_gpus']}, at {smallest['step_time_s']:.3g} s a step "
-            f"({_layout(smallest)})",
+            f"({describe_layout(smallest)})",
         )
     _scaling(document["scaling"], screen)
     if document["why_others_lose"]:
@@ -59,7 +64,42 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
         _say(screen, f"  {', '.join(names)}: {why}")
 
 
-def _layout(entry: dict[str, Any]) -> str:
+def _step(document: dict[str, Any]) -> str:
+    return f"{document['global_batch']} sequences of {document['seq_len']} tokens a step"
+
+
+def _said(document: dict[str, Any], screen: Console) -> None:
+    """Prints what was assumed, and what calibration did."""
+    for line in document["assumed"]:
+        _say(screen, f"  assumed: {line}")
+    if document["calibration"] is not None:
+        _say(screen, f"  {document['calibration']}")
+
+
+def show_rent(rent: dict[str, Any], screen: Console) -> None:
+    """Prints what to rent: the front of time and cost, and the fewest GPUs of each kind that hold the training."""
+    spent = "GPU hours" if rent["currency"] is None else "cost"
+    _say(screen, f"\nwhat to rent for {_tokens(rent['tokens'])} tokens: nothing is faster and has a lower {spent}")
+    for option in rent["options"]:
+        if option["on_front"]:
+            _say(screen, f"  {describe_option(option, rent['currency'])} ({describe_layout(option)})")
+    for option in sorted((one for one in rent["options"] if one["smallest"]), key=lambda one: one["gpu_hours"]):
+        _say(screen, f"  fewest that hold it: {describe_option(option, rent['currency'])}")
+    for chip, why in rent["left_out"].items():
+        _say(screen, f"  {chip}: {why}")
+
+
+def describe_option(option: dict[str, Any], currency: str | None) -> str:
+    """How many of which GPUs, how long and at what cost, with intervals."""
+    hours = [format_number(option[f"hours{end}"]) for end in ("", "_low", "_high")]
+    text = f"{option['num_gpus']} x {option['chip']}: {hours[0]} h ({hours[1]} to {hours[2]}), "
+    if currency is None:
+        return text + f"{option['gpu_hours']:,.0f} GPU hours"
+    return text + f"{option['cost']:,.0f} {currency} ({option['cost_low']:,.0f} to {option['cost_high']:,.0f})"
+
+
+def describe_layout(entry: dict[str, Any]) -> str:
+    """The knobs of a layout."""
     layout = entry["layout"]
     text = f"tp={layout['tp']} pp={layout['pp']} dp_replicate={layout['dp_replicate']} dp_shard={layout['dp_shard']}"
     other = entry.get("other_inputs", {})
@@ -74,21 +114,17 @@ def _layout(entry: dict[str, Any]) -> str:
     return text + (f" virtual_stages={layout['virtual_stages']}" if layout["virtual_stages"] > 1 else "")
 
 
-def _training(training: dict[str, Any] | None, cluster: dict[str, Any], screen: Console) -> None:
-    price = cluster["price_per_gpu_hour"]
+def _training(document: dict[str, Any], screen: Console) -> None:
+    training = document["training"]
     if training is None:
-        more = "" if price is None else f"; an hour of the cluster costs {price * cluster['num_gpus']:,.2f}"
-        _say(screen, f"\ntime to train and cost: give --tokens and --price-per-hour{more}")
+        _say(screen, "\ntime to train and cost: give --tokens, and --prices")
         return
-    cost = "cost: give --price-per-hour"
-    if training["cost"] is not None:
-        cost = f"cost {training['cost']:,.0f} ({training['cost_low']:,.0f} to {training['cost_high']:,.0f}) at "
-        cost += f"{price:g} a GPU hour"
     _say(
         screen,
         f"\n{_tokens(training['tokens'])} tokens: {training['steps']:,} steps, {training['days']:.1f} days "
-        f"({training['days_low']:.1f} to {training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours, {cost}",
+        f"({training['days_low']:.1f} to {training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours",
     )
+    show_rent(document["rent"], screen)
 
 
 def _layouts(best: list[dict[str, Any]], screen: Console) -> None:
@@ -96,7 +132,7 @@ def _layouts(best: list[dict[str, Any]], screen: Console) -> None:
     for number, entry in enumerate(best, start=1):
         _say(
             screen,
-            f"  {number}. {_layout(entry)}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
+            f"  {number}. {describe_layout(entry)}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
             f"{entry['step_time_high_s']:.3g}), {entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}, "
             f"HFU {entry['hfu']:.0%}, {entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU",
         )
@@ -131,7 +167,7 @@ def _scaling(entries: list[dict[str, Any]], screen: Console) -> None:
                 screen,
                 f"  {_count(entry['num_gpus'], 'GPU')}: {entry['step_time_s']:.3g} s, "
                 f"{entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}"
-                f"{', input binds' if entry['bound'] == 'input' else ''} ({_layout(entry)})",
+                f"{', input binds' if entry['bound'] == 'input' else ''} ({describe_layout(entry)})",
             )
 
 

@@ -1,4 +1,4 @@
-"""A plan as one page of HTML: nothing is loaded; drawings are inline SVG; one script sorts the table of trials."""
+"""A plan, or what to rent, as one page of HTML: nothing is loaded; drawings are inline SVG; one script sorts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome
 from autoplan.report import facts
+from autoplan.report.estimate import describe_layout
 from autoplan.report.pareto import pareto_rows
-from autoplan.report.svg import draw_best_so_far, draw_tradeoff, kind_of
+from autoplan.report.svg import draw_best_so_far, draw_rent, draw_tradeoff, kind_of
 from autoplan.units import format_bytes, format_number, format_seconds
 
 STYLE = """
@@ -79,6 +81,10 @@ for (const table of document.querySelectorAll("table.sorts")) {
 """The script for a click on a heading. The page says all without it; its policy runs this script alone, by its hash."""
 
 
+ENDS = ("", "_low", "_high")
+"""What the names of a figure, and of the ends of its interval, end in."""
+
+
 def render_page(plan: Plan) -> str:
     """The whole page."""
     colours = "Green: the plan; blue: plain; brown: by hand."
@@ -102,6 +108,45 @@ def render_page(plan: Plan) -> str:
         _notes(plan),
     ]
     title = f"{plan.workload.name} on {plan.hardware.device(plan.device).name}"
+    unverified = "" if plan.unverified is None else f'<p class="failed">UNVERIFIED: {escape(plan.unverified)}.</p>\n'
+    return _page(
+        title,
+        unverified + f"<p>{escape(facts.headline(plan))}.</p>\n"
+        f'<p class="soft">{escape(facts.workload_line(plan.workload))}. {escape(facts.hardware_line(plan))}. '
+        f'Found <span class="whole">{escape(plan.created)}</span>, study <code>{escape(plan.study)}</code>.</p>\n'
+        + _figures(plan)
+        + "\n".join(section for section in sections if section),
+    )
+
+
+def render_rent(document: dict[str, Any]) -> str:
+    """The page of an estimate: what to rent, time against cost, from its document with `rent`."""
+    model, rent = document["model"], document["rent"]
+    unit = rent["currency"] or "GPU hours"
+    legend = f"Green: nothing is faster with fewer {unit}. Lines: intervals of 90 %. Left and down is better."
+    headings = ("GPUs", "hours (90 %)", f"{unit} (90 %)", "peak memory", "layout", "")
+    rows = []
+    for option in rent["options"]:
+        hours = [option[f"hours{end}"] for end in ENDS]
+        spent = [option[f"cost{end}"] for end in ENDS] if rent["currency"] else [option["num_gpus"] * h for h in hours]
+        figures = ["{} ({} to {})".format(*map(format_number, three)) for three in (hours, spent)]
+        place = "on the front" if option["on_front"] else "fewest that hold it" if option["smallest"] else ""
+        memory, layout = format_bytes(option["peak_memory_bytes"]), describe_layout(option)
+        rows.append((f"{option['num_gpus']} x {option['chip']}", *figures, memory, layout, place))
+    lines = [*(f"assumed: {line}" for line in document["assumed"]), document["calibration"] or "not calibrated"]
+    lines += [f"{chip}: {why}" for chip, why in rent["left_out"].items()]
+    return _page(
+        f"What to rent for {model['name']}",
+        f"<p>{rent['tokens']:,.0f} tokens, {document['global_batch']:,} sequences of {document['seq_len']:,} a step. "
+        "Estimated; nothing was run.</p>\n"
+        + _drawing("Time against cost", draw_rent(rent), legend)
+        + _section("Every option", facts.Rows(headings, rows))
+        + f"<h2>Notes</h2>\n<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>",
+    )
+
+
+def _page(title: str, body: str) -> str:
+    """A whole page around its body."""
     script = base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'"
     return (
@@ -109,14 +154,7 @@ def render_page(plan: Plan) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}: autoplan</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n"
-        + ("" if plan.unverified is None else f'<p class="failed">UNVERIFIED: {escape(plan.unverified)}.</p>\n')
-        + f"<p>{escape(facts.headline(plan))}.</p>\n"
-        f'<p class="soft">{escape(facts.workload_line(plan.workload))}. {escape(facts.hardware_line(plan))}. '
-        f'Found <span class="whole">{escape(plan.created)}</span>, study <code>{escape(plan.study)}</code>.</p>\n'
-        + _figures(plan)
-        + "\n".join(section for section in sections if section)
-        + f"\n<script>{SORT}</script>\n</body>\n</html>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n<script>{SORT}</script>\n</body>\n</html>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Two drawings of a plan's trials as inline SVG: the best so far, and speed against memory."""
+"""Drawings as inline SVG: a plan's best so far, its speed against memory, and time against cost of what to rent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from statistics import median
+from typing import Any
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome, Trial
+from autoplan.report.estimate import describe_option
 from autoplan.strategies.config import TrainingConfig
 from autoplan.units import format_bytes, format_number, format_seconds
 
@@ -18,6 +20,9 @@ LEFT = 92
 
 LETTER = 14
 """The width of a letter there."""
+
+SLOWEST = 12
+"""The longest training that a drawing of time against cost has, in times of the shortest: others are a flat line."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
@@ -80,6 +85,37 @@ def draw_tradeoff(plan: Plan) -> str:
         words = f"{trial.number}{f' {name}' if name else ''}"
         label_x, baseline, anchor = place_label(x, y, words, taken)
         parts.append(draw_text(label_x, baseline, words, anchor=anchor))
+    return "".join([*parts, "</svg>"])
+
+
+def draw_rent(rent: dict[str, Any]) -> str:
+    """A dot per option of `autoplan estimate`, with its interval: cost (or GPU hours) across, hours up.
+
+    Options that take over SLOWEST times as long as the fastest are not drawn. Empty with fewer than two.
+    """
+    spent, unit = ("gpu_hours", "GPU hours") if rent["currency"] is None else ("cost", rent["currency"])
+    fastest = min(option["hours"] for option in rent["options"])
+    options = [option for option in rent["options"] if option["hours"] <= SLOWEST * fastest]
+    if len(options) < 2:
+        return ""
+    chart = Chart("Time against cost", max(o[spent] for o in options), max(o["hours_high"] for o in options), 380)
+    parts = [*chart.axes(lambda value: f"{format_number(value)} {unit}", f"hours, over {unit}")]
+    front = [(chart.x(o[spent]), chart.y(o["hours"])) for o in options if o["on_front"]]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in front)
+    parts.append(f'<path d="{path}" fill="none" stroke="var(--best)"/>')
+    places = [(chart.x(option[spent]), chart.y(option["hours"])) for option in options]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
+    for (x, y), option in zip(places, options, strict=True):
+        colour = "best" if option["on_front"] else "other"
+        ends = f"M{x:.1f} {chart.y(option['hours_low']):.1f}V{chart.y(option['hours_high']):.1f}"
+        parts.append(f'<path d="{ends}" stroke="var(--{colour})"/>')
+        title = escape(describe_option(option, rent["currency"]))
+        circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="var(--{colour})">'
+        parts.append(f"{circle}<title>{title}</title></circle>")
+        if option["on_front"]:
+            words = f"{option['num_gpus']} x {option['chip']}"
+            label_x, baseline, anchor = place_label(x, y, words, taken)
+            parts.append(draw_text(label_x, baseline, words, anchor=anchor))
     return "".join([*parts, "</svg>"])
 
 

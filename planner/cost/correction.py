@@ -66,6 +66,7 @@ class Correction:
         rows, groups: How many it was learned from.
         error_before, error_after: Mean relative error of the estimate and of the corrected one on the groups that were
             left out; None where there was but one row.
+        left_out: Rows that it could not be learned from, and why.
     """
 
     kinds: Floats
@@ -75,6 +76,7 @@ class Correction:
     groups: int
     error_before: float | None
     error_after: float | None
+    left_out: tuple[str, ...] = ()
 
     def predict(self, parts: Floats, kinds: Floats) -> tuple[Floats, Floats]:
         """The factor on estimated step times, and the standard deviation of the logarithm of what is measured.
@@ -90,11 +92,12 @@ class Correction:
 
     def describe(self) -> str:
         """The correction in a sentence."""
+        more = f"; left out: {'; '.join(self.left_out)}" if self.left_out else ""
         if self.error_before is None or self.error_after is None:
-            return "not calibrated: with one row nothing can be left out to judge by; give two or more"
+            return f"not calibrated: with one row nothing can be left out to judge by; give two or more{more}"
         errors = f"{self.error_before:.1%} off as it is, {self.error_after:.1%} calibrated"
         how = f"on each of {self.groups} groups of rows while it was left out the estimate was {errors}"
-        return f"calibrated on {self.rows} rows: {how}" if self.used else f"not calibrated: {how}, which is no gain"
+        return (f"calibrated on {self.rows} rows: {how}" if self.used else f"not calibrated: {how}, no gain") + more
 
 
 def learn(parts: Floats, kinds: Floats, groups: Sequence[object], seconds: Floats) -> Correction:

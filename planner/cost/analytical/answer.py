@@ -95,8 +95,6 @@ def _training(question: Question, best: dict[str, Any], tokens: float | None) ->
     seconds = tokens / best["tokens_per_s"]
     steps = tokens / (question.global_batch * question.seq_len)
     low, high = steps * best["step_time_low_s"], steps * best["step_time_high_s"]
-    price = question.cluster.price_per_gpu_hour
-    hourly = None if price is None else price * question.cluster.num_gpus
     return {
         "tokens": tokens,
         "steps": math.ceil(steps),
@@ -104,9 +102,6 @@ def _training(question: Question, best: dict[str, Any], tokens: float | None) ->
         "days_low": low / 86400,
         "days_high": high / 86400,
         "gpu_hours": seconds / 3600 * question.cluster.num_gpus,
-        "cost": None if hourly is None else seconds / 3600 * hourly,
-        "cost_low": None if hourly is None else low / 3600 * hourly,
-        "cost_high": None if hourly is None else high / 3600 * hourly,
     }
 
 
@@ -226,7 +221,7 @@ def scaling(question: Question) -> list[dict[str, Any]]:
     gpus = question.cluster.num_gpus
     shares = ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
     for count in sorted({question.cluster.of(max(1, gpus * top // bottom)).num_gpus for top, bottom in shares}):
-        answer = _try(question, count)
+        answer = best_on(question, count)
         if answer is None or answer.best is None:
             apart = count > question.cluster.gpus_per_node and question.cluster.inter_gbits_per_s_per_gpu is None
             why = "no link between nodes is given" if apart else "no legal layout" if answer is None else "nothing fits"
@@ -254,7 +249,7 @@ def smallest_cluster(question: Question) -> dict[str, Any] | None:
     per_node = question.cluster.gpus_per_node
     counts = powers(per_node) + [per_node * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)]
     for count in sorted({*counts, question.cluster.num_gpus}):
-        answer = _try(question, count)
+        answer = best_on(question, count)
         if answer is not None and answer.best is not None:
             return {
                 "num_gpus": count,
@@ -266,7 +261,8 @@ def smallest_cluster(question: Question) -> dict[str, Any] | None:
     return None
 
 
-def _try(question: Question, num_gpus: int) -> Answer | None:
+def best_on(question: Question, num_gpus: int) -> Answer | None:
+    """The answer for so many of the cluster's GPUs; None: no link between nodes is known, or no layout is legal."""
     cluster = question.cluster.of(num_gpus)
     if cluster.nodes > 1 and cluster.inter_gbits_per_s_per_gpu is None:
         return None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autoplan.errors import UsageError
+from autoplan.errors import NoFeasiblePlanError, UsageError
 from autoplan.planner.cost.analytical.answer import estimate_cluster
-from autoplan.planner.cost.analytical.cluster import Cluster, parse_cluster, with_links
+from autoplan.planner.cost.analytical.cluster import Cluster, find_chip, parse_cluster, with_links
 from autoplan.planner.cost.analytical.layout_search import Question
+from autoplan.planner.cost.analytical.rent import MOST_GPUS, Prices, advise, read_prices
 from autoplan.planner.cost.analytical.rows import (
     OUTPUT,
     READ,
@@ -28,6 +30,7 @@ from autoplan.planner.cost.analytical.transformer import find_transformer
 from autoplan.planner.cost.correction import Correction
 
 DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
+GPUS_OF_A_NODE = 8  # where only kinds of GPUs are named
 DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
 
 
@@ -36,7 +39,7 @@ def estimate(
     cluster: str | Cluster | None = None,
     *,
     tokens: float | None = None,
-    price_per_hour: float | None = None,
+    prices: str | Path | Mapping[str, Any] | None = None,
     sequence_length: int | None = None,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
@@ -50,13 +53,14 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimates memory, time and cost of training a transformer on a cluster, in closed form; nothing is run.
 
-    Either a model on a cluster, or the rows of a table. Loads no torch.
+    Either a model on a cluster, or on any of the GPUs that have a price; or the rows of a table. Loads no torch.
 
     Args:
         model: A built-in model's name, or the path of a Hugging Face config.json.
         cluster: `nodes x GPUs x chip` ("256x8xH100"), `GPUs x chip`, the path of a JSON file, or a Cluster.
-        tokens: Tokens to train on, for days and cost.
-        price_per_hour: Of one GPU, in any currency, for the cost.
+        tokens: Tokens to train on, for days, cost, and advice on what to rent.
+        prices: Of one GPU for an hour, by its name: {"H100": "2.5 USD/h"}, or a YAML file of such lines. Without a
+            cluster every kind that has a price is looked at.
         sequence_length: Tokens per sequence; None: the model's own.
         global_batch: Sequences per optimizer step; None: some 4 million tokens.
         fix: Values of knobs, under TrainingConfig's names or other trainers' (docs/estimate.md).
@@ -79,50 +83,107 @@ def estimate(
         WorkloadError: an unknown model, or a family without a closed form.
         NoFeasiblePlanError: no layout fits, and by how much.
     """
-    _check_arguments(model, cluster, rows, out)
+    _check_arguments(model, cluster, rows, out, tokens, prices)
     for option, value in {"seq-len": sequence_length, "global-batch": global_batch, "top": top}.items():
         if value is not None and value < 1:
             raise UsageError(f"--{option} is {value}", hint="Give a whole number of at least 1.")
-    if price_per_hour is not None and not price_per_hour > 0:
-        raise UsageError(f"--price-per-hour is {price_per_hour}", hint="Give a number above 0.")
     correction = None if calibrate is None else learn_from_table(Path(calibrate))
     if rows is not None:
         table = read_rows(Path(rows)) if isinstance(rows, str | Path) else [dict(row) for row in rows]
         return _table_document(table, correction, None if out is None else Path(out))
-    assert model is not None and cluster is not None
+    assert model is not None
+    priced = None if prices is None else read_prices(prices)
     links = {
         "inter_gbits_per_s_per_gpu": inter_gbits_per_gpu,
         "intra_gbytes_per_s": intra_gbytes_per_s,
         "input_tokens_per_s": input_tokens_per_s,
     }
-    found, assumed = _cluster(cluster, links, price_per_hour)
-    question, more = _question(model, found, sequence_length, global_batch, fix or {}, correction)
-    return estimate_cluster(question, model_name=model, tokens=tokens, assumed=(*assumed, *more), top=top)
+    places: Sequence[str | Cluster]
+    if cluster is not None:
+        places = [cluster]
+    else:
+        assert priced is not None, "checked above"
+        places = [f"{GPUS_OF_A_NODE}x{name}" for name in priced.names]
+    asked = []
+    for place in places:
+        found, assumed = _cluster(place, links)
+        question, more = _question(model, found, sequence_length, global_batch, fix or {}, correction)
+        of_kind = assumed if cluster is not None else tuple(f"{question.cluster.chip}: {line}" for line in assumed)
+        asked.append((question, (*of_kind, *more)))
+    question, all_assumed = asked[0]
+    if cluster is None:
+        assert priced is not None and tokens is not None, "checked above"
+        all_assumed = tuple(dict.fromkeys(line for _, lines in asked for line in lines))
+        return _advice([question for question, _ in asked], model, tokens, priced, all_assumed)
+    if priced is not None:
+        _check_price(priced, question.cluster.chip)
+    document = estimate_cluster(question, model_name=model, tokens=tokens, assumed=all_assumed, top=top)
+    most = question.cluster.num_gpus
+    document["rent"] = None if tokens is None else advise([question], tokens, priced, most)
+    return document
 
 
-def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any) -> None:
+def _check_price(prices: Prices, chip: str) -> None:
+    name = find_chip(chip).sheet.name
+    if name not in prices.per_hour:
+        raise UsageError(
+            f"the {name} has no price, only {', '.join(prices.per_hour)}",
+            hint="Add a line for it to the prices, or leave out --cluster to compare the kinds that have one.",
+        )
+
+
+def _advice(
+    questions: list[Question], model: str, tokens: float, prices: Prices, assumed: tuple[str, ...]
+) -> dict[str, Any]:
+    """The document if no cluster is given.
+
+    Raises:
+        NoFeasiblePlanError: no kind of GPU holds the training.
+    """
+    rent = advise(questions, tokens, prices, MOST_GPUS)
+    if not rent["options"]:
+        raise NoFeasiblePlanError(
+            f"{model} fits none of {', '.join(prices.names)}, on up to {MOST_GPUS} of them",
+            hint="Add larger GPUs, give --inter-gbits-per-gpu, shorter sequences, or a lighter optimizer.",
+        )
+    question = questions[0]
+    return {
+        "status": "ok",
+        "model": {"name": model, "parameters": question.model.parameters, **question.model.model_dump()},
+        "seq_len": question.seq_len,
+        "global_batch": question.global_batch,
+        "fixed": dict(question.fixed),
+        "assumed": assumed,
+        "calibration": None if question.correction is None else question.correction.describe(),
+        "rent": rent,
+    }
+
+
+def _check_arguments(model: Any, cluster: Any, rows: Any, out: Any, tokens: Any, prices: Any) -> None:
     """Raises where arguments do not go together.
 
     Raises:
         UsageError: which, and what to give.
     """
-    if rows is not None and not (model is None and cluster is None):
+    if prices is not None and tokens is None:
         raise UsageError(
-            "a table of rows and a model or a cluster do not go together",
+            "prices go with tokens, of which the cost is", hint="Give --tokens too: how many the training takes."
+        )
+    if rows is not None and not (model is None and cluster is None and prices is None):
+        raise UsageError(
+            "a table of rows does not go with a model, a cluster or prices",
             hint="A table has a column for each: model, chip, num_gpus, ... (docs/estimate.md).",
         )
     if out is not None and rows is None:
         raise UsageError("out goes with rows alone", hint="A cluster's estimate is what is returned, or printed.")
-    if rows is None and (model is None or cluster is None):
+    if rows is None and (model is None or (cluster is None and prices is None)):
         raise UsageError(
-            "an estimate needs a model and a cluster, or a table of rows",
+            "an estimate needs a model and a cluster or prices, or a table of rows",
             hint="For example: autoplan estimate --model llama2-70b --cluster 256x8xH100 --tokens 2T",
         )
 
 
-def _cluster(
-    cluster: str | Cluster, links: Mapping[str, float | None], price_per_hour: float | None
-) -> tuple[Cluster, tuple[str, ...]]:
+def _cluster(cluster: str | Cluster, links: Mapping[str, float | None]) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster, and what was assumed of it."""
     assumed: tuple[str, ...] = ()
     if isinstance(cluster, str):
@@ -130,8 +191,6 @@ def _cluster(
     else:
         given = {name: value for name, value in links.items() if value is not None}
         cluster, assumed = with_links(cluster.model_copy(update=given), usual=False)
-    if price_per_hour is not None:
-        cluster = cluster.model_copy(update={"price_per_gpu_hour": price_per_hour})
     return cluster, assumed
 
 
@@ -172,16 +231,18 @@ def learn_from_table(path: Path) -> Correction:
     table = read_rows(path)
     seconds = measured_seconds(table)
     estimated = estimate_rows(table)
-    failed = [(i, reason) for i, reason in estimated.reasons.items() if np.isfinite(seconds[i])]
-    usable = [i for i in estimated.place if np.isfinite(seconds[i])]
+    timed = np.isfinite(seconds)
+    failed = [f"row {i + 1}: {reason}" for i, reason in estimated.reasons.items() if timed[i]]
+    failed += [f"row {i + 1}: no step_time_s" for i in np.flatnonzero(~timed)] if timed.any() else []
+    usable = [i for i in estimated.place if timed[i]]
     if not usable or estimated.layouts is None:
-        why = f"row {failed[0][0] + 1}: {failed[0][1]}" if failed else "none has a step_time_s"
+        why = failed[0] if failed else "none has a step_time_s"
         raise UsageError(
             f"no row of {path} can be calibrated on: {why}",
             hint="It takes the columns of --rows, and step_time_s as it was measured.",
         )
     layouts = estimated.layouts.take([estimated.place[i] for i in usable])
-    return learn_correction(layouts, seconds[usable])
+    return replace(learn_correction(layouts, seconds[usable]), left_out=tuple(failed))
 
 
 def _table_document(table: list[dict[str, Any]], correction: Correction | None, out: Path | None) -> dict[str, Any]:

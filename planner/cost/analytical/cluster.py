@@ -114,7 +114,7 @@ def _find_sheet(name: str) -> tuple[ChipSheet, tuple[str, ...]]:
     known = ", ".join(sorted(sheet.short_name for sheet in catalog.chips().values()))
     raise UsageError(
         f"no chip is called {name!r}",
-        hint=(f"Did you mean {' or '.join(near)}? " if near else "") + f"Known are: {known}.",
+        hint=f"Did you mean {' or '.join(near)}?" if near else f"Known are: {known}.",
     )
 
 
@@ -134,7 +134,6 @@ class Cluster(Record):
     input_tokens_per_s: float | None = Field(
         default=None, gt=0, description="what all loader workers of a node deliver together; None: no limit"
     )
-    price_per_gpu_hour: float | None = Field(default=None, ge=0)
 
     @property
     def num_gpus(self) -> int:
@@ -181,6 +180,8 @@ def parse_cluster(
             f"the cluster {text!r} cannot be: {'.'.join(map(str, first['loc']))}: {first['msg']}",
             hint="For example: --cluster 4x8xA100 is four nodes of eight GPUs each."
             if size
+            else f"A cluster file has {', '.join(Cluster.model_fields)}; what GPUs cost goes with --prices."
+            if first["type"] == "extra_forbidden"
             else "nodes, gpus_per_node and chip must be given; what is not known is left out (docs/estimate.md).",
         ) from None
     return with_links(cluster, usual=not text.endswith(".json"))

@@ -140,6 +140,10 @@ def _links(values: Mapping[str, str], chip: Chip, gpus: int) -> dict[str, Any]:
     intra = number(values, "intra_gbytes_per_s", chip.intra_bytes_per_s / 1e9)
     # on one node nothing passes between nodes
     inter = number(values, "inter_gbits_per_s_per_gpu", 1e3)
+    if gpus > per_node and gpus % per_node:
+        raise UsageError(
+            f"{gpus} GPUs are no whole nodes of {per_node}", hint="num_gpus is a multiple of gpus_per_node, or less."
+        )
     if gpus > per_node and "inter_gbits_per_s_per_gpu" not in values:
         raise UsageError(
             f"{gpus} GPUs at {per_node} a node need a link between nodes, and none is given",

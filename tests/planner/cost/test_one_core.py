@@ -454,8 +454,8 @@ def test_a_fix_that_contradicts_itself_is_an_error(fixed: dict[str, str], words:
 
 def test_estimate_from_python_is_the_commands_document() -> None:
     """Same arguments by keyword: a cluster's document, a table's rows, and errors that say what goes together."""
-    document = autoplan.estimate("llama2-7b", "8xA100", tokens=1e9, price_per_hour=2.0, global_batch=64, top=2)
-    assert len(document["best"]) == 2 and document["training"]["cost"] > 0
+    document = autoplan.estimate("llama2-7b", "8xA100", tokens=1e9, prices={"A100": "2 USD/h"}, global_batch=64, top=2)
+    assert len(document["best"]) == 2 and document["rent"]["options"][-1]["cost"] > 0
     table = autoplan.estimate(rows=[{"model": "gpt2", "chip": "L4"}, {"model": "gpt2", "chip": "none"}])
     assert table["rows_estimated"] == 1 and "none" in table["reasons"]["2"]
     with pytest.raises(autoplan.AutoplanError, match="needs a model and a cluster"):

@@ -124,14 +124,16 @@ def command(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_screen_has_all_that_was_asked_for() -> None:
+def test_the_screen_has_all_that_was_asked_for(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("A100: 2 USD/h")
     code, text, _ = command(
-        "--model", "llama2-7b", "--cluster", "8xA100", "--tokens", "1B", "--price-per-hour", "2",
+        "--model", "llama2-7b", "--cluster", "8xA100", "--tokens", "1B", "--prices", str(prices),
         "--global-batch", "256", "--input-tokens-per-s", "5000", "--fix", "precision=bf16",
     )  # fmt: skip
     assert code == 0
     for words in (
-        "MFU", "HFU", "days", "cost", "fewest GPUs", "how it scales", "why the others lose", "gradient_sync=every",
+        "MFU", "HFU", "days", "cost", "USD", "fewest GPUs", "how it scales", "why the others lose", "gradient_sync=every",
         "input binds", "5,000 tokens/s from the loaders", "fixed: precision=bf16", "optimizer=adamw", "4 GPUs:",
     ):  # fmt: skip
         assert words in text, words
