@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -20,9 +21,6 @@ LEFT = 92
 
 LETTER = 14
 """The width of a letter there."""
-
-SLOWEST = 12
-"""The longest training that a drawing of time against cost has, in times of the shortest: others are a flat line."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
@@ -89,30 +87,35 @@ def draw_tradeoff(plan: Plan) -> str:
 
 
 def draw_rent(rent: dict[str, Any]) -> str:
-    """A dot per option of `autoplan estimate`, with its interval: cost (or GPU hours) across, hours up.
-
-    Options that take over SLOWEST times as long as the fastest are not drawn. Empty with fewer than two.
-    """
+    """A dot per option of `autoplan estimate`, with its interval: cost (or GPU hours) across, hours up by their
+    logarithm. Empty with fewer than two."""
     spent, unit = ("gpu_hours", "GPU hours") if rent["currency"] is None else ("cost", rent["currency"])
-    fastest = min(option["hours"] for option in rent["options"])
-    options = [option for option in rent["options"] if option["hours"] <= SLOWEST * fastest]
+    options = rent["options"]
     if len(options) < 2:
         return ""
-    chart = Chart("Time against cost", max(o[spent] for o in options), max(o["hours_high"] for o in options), 380)
+    least, most = (end(o[f"hours_{name}"] for o in options) for end, name in ((min, "low"), (max, "high")))
+
+    def up(hours: float) -> float:
+        return chart.y(math.log(hours / least))
+
+    dearest = max(option[spent] for option in options)
+    chart = Chart(
+        "Time against cost", dearest, math.log(most / least), 420, lambda y: format_number(least * math.exp(y))
+    )
     parts = [*chart.axes(lambda value: f"{format_number(value)} {unit}", f"hours, over {unit}")]
-    front = [(chart.x(o[spent]), chart.y(o["hours"])) for o in options if o["on_front"]]
+    front = [(chart.x(o[spent]), up(o["hours"])) for o in options if o["on_front"]]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in front)
     parts.append(f'<path d="{path}" fill="none" stroke="var(--best)"/>')
-    places = [(chart.x(option[spent]), chart.y(option["hours"])) for option in options]
+    places = [(chart.x(option[spent]), up(option["hours"])) for option in options]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
     for (x, y), option in zip(places, options, strict=True):
         colour = "best" if option["on_front"] else "other"
-        ends = f"M{x:.1f} {chart.y(option['hours_low']):.1f}V{chart.y(option['hours_high']):.1f}"
+        ends = f"M{x:.1f} {up(option['hours_low']):.1f}V{up(option['hours_high']):.1f}"
         parts.append(f'<path d="{ends}" stroke="var(--{colour})"/>')
         title = escape(describe_option(option, rent["currency"]))
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="var(--{colour})">'
         parts.append(f"{circle}<title>{title}</title></circle>")
-        if option["on_front"]:
+        if option["on_front"] or option["smallest"]:
             words = f"{option['num_gpus']} x {option['chip']}"
             label_x, baseline, anchor = place_label(x, y, words, taken)
             parts.append(draw_text(label_x, baseline, words, anchor=anchor))
@@ -152,12 +155,14 @@ class Chart:
         title: For who cannot see it.
         across, up: The largest figures.
         height: Of the drawing, in its own units; it is WIDTH wide.
+        words: For a figure of the upward axis.
     """
 
     title: str
     across: float
     up: float
     height: int
+    words: Callable[[float], str] = format_number
 
     def x(self, value: float) -> float:
         """Where a figure is, across."""
@@ -176,7 +181,7 @@ class Chart:
             x, y = self.x(share * self.across), self.y(share * self.up)
             figure = words(share * self.across) if share else "0"
             parts.append(draw_text(x, self.y(0) + 27, figure, anchor="middle", css="soft"))
-            parts.append(draw_text(LEFT - 8, y + 4, format_number(share * self.up), anchor="end", css="soft"))
+            parts.append(draw_text(LEFT - 8, y + 4, self.words(share * self.up), anchor="end", css="soft"))
         return parts
 
     def dot(self, plan: Plan, trial: Trial, across: float, rate: float) -> str:

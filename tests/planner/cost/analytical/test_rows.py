@@ -133,7 +133,7 @@ def test_the_screen_has_all_that_was_asked_for(tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == 0
     for words in (
-        "MFU", "HFU", "days", "cost", "USD", "fewest GPUs", "how it scales", "why the others lose", "gradient_sync=every",
+        "MFU", "HFU", "days", "USD", "fewest GPUs", "how it scales", "why the others lose", "gradient_sync=every",
         "input binds", "5,000 tokens/s from the loaders", "fixed: precision=bf16", "optimizer=adamw", "4 GPUs:",
     ):  # fmt: skip
         assert words in text, words
