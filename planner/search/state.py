@@ -27,7 +27,7 @@ from autoplan.planner.search.objective import devices_of
 from autoplan.planner.search.references import hand_setting, plain_configs
 from autoplan.planner.search.selection import MOST_PAIRS, CandidateRuns, is_decided, shared_rounds
 from autoplan.planner.search.setup import probe_cost_s, trace_cost_s
-from autoplan.planner.search.trial_cost import parity_s
+from autoplan.planner.search.trial_cost import first_steps_s, parity_s
 from autoplan.strategies.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _plain_run(session: Session) -> Option:
         kind="baseline",
         config=config,
         cost_s=fixed_s + optimism * max(0.0, session.model.cost_s(config) - fixed_s),
-        needs_s=optimism * parity_s(session.trial_cost, session.parity_cost, config),
+        needs_s=optimism * first_steps_s(session.trial_cost, session.parity_cost, config),
         why="all others are compared with it",
     )
 

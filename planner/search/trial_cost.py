@@ -278,9 +278,8 @@ def _running_with_own_shapes_s(cost: ModelCost, config: TrainingConfig) -> float
 
 
 def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
-    micro_batch = config.micro_batch if cost.fixed_micro_batch else min(config.micro_batch, CHECK_MICRO_BATCH)
-    share = 1.0 if cost.sequence_length is None else min(1.0, _longest(cost) / cost.sequence_length)
-    sample_s = SMALL_BATCH_FACTOR * share * cost.sample_s
+    micro_batch = _micro_batch(cost, config)
+    sample_s = SMALL_BATCH_FACTOR * _share(cost) * cost.sample_s
     steps_s = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp * sample_s
     large = _is_large(cost) or steps_s > MOST_STEPS_S
     step_samples = _step_samples(config, micro_batch, large=large)
@@ -315,6 +314,22 @@ def _is_large(cost: ModelCost) -> bool:
 def _longest(cost: ModelCost) -> int:
     """The length of the check's own sequences."""
     return LARGE_MODEL_SEQUENCE_LENGTH if _is_large(cost) else CHECK_SEQUENCE_LENGTH
+
+
+def first_steps_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
+    """Expected seconds of the shortest check: the first steps of both runs, which are always made."""
+    steps, micro_batch = 2 * WHOLE_STEPS, _micro_batch(cost, config)
+    samples = steps * check_accumulation(config) * micro_batch * config.dp * _share(cost)
+    return 2 * trials.fixed_s + SMALL_BATCH_FACTOR * samples * cost.sample_s + OPTIMIZER_STEP * steps * cost.optimizer_s
+
+
+def _micro_batch(cost: ModelCost, config: TrainingConfig) -> int:
+    return config.micro_batch if cost.fixed_micro_batch else min(config.micro_batch, CHECK_MICRO_BATCH)
+
+
+def _share(cost: ModelCost) -> float:
+    """Of the workload's own sequence length, the check's."""
+    return 1.0 if cost.sequence_length is None else min(1.0, _longest(cost) / cost.sequence_length)
 
 
 def parity_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:

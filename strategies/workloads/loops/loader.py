@@ -59,7 +59,8 @@ def check_loader(loader: Any, what: str = "dataloader") -> DataLoader[Any]:
     Raises:
         WorkloadError: it is none, it streams, or it has no batches.
     """
-    inner = getattr(loader, "base_dataloader", loader)  # what accelerator.prepare makes of one
+    fabric = type(loader).__name__ == "_FabricDataLoader"
+    inner = getattr(loader, "_dataloader" if fabric else "base_dataloader", loader)  # what fabric, accelerator made of
     if not isinstance(inner, DataLoader):
         raise WorkloadError(
             f"{what} is {_kind_of(loader)}; it is a torch.utils.data.DataLoader",

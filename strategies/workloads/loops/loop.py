@@ -211,7 +211,6 @@ def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any
     Raises:
         WorkloadError: a part is missing, of the wrong kind, or spread over processes.
     """
-    model, optimizer, dataloader = map(_without_fabric, (model, optimizer, dataloader))
     parts = {"model": model, "optimizer": optimizer, "dataloader": dataloader}
     missing = [name for name, value in parts.items() if value is None]
     if missing:
@@ -241,19 +240,8 @@ def unwrap_loop(model: Any, optimizer: Any, dataloader: Any, *, accelerator: Any
     )
 
 
-_FABRIC = {"_FabricModule": "_original_module", "_FabricDataLoader": "_dataloader"}
-"""The attribute that holds the user's own object in a wrapper that fabric.setup makes, by the wrapper's class name."""
-
-
-def _without_fabric(part: Any) -> Any:
-    """The object given to fabric.setup, which names its optimizer's class `Fabric` plus the user's class name."""
-    if type(part).__name__.startswith("Fabric") and isinstance(part, torch.optim.Optimizer):
-        return getattr(part, "_optimizer", part)
-    return getattr(part, _FABRIC.get(type(part).__name__, ""), part)
-
-
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, torch.compile and Accelerate; parameters are the same objects.
+    """The user's own module inside DDP, torch.compile, Accelerate and Fabric; parameters are the same objects.
 
     Raises:
         WorkloadError: its parameters are sharded.
@@ -265,6 +253,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             inner = inner.module  # type: ignore[assignment]
         elif kind == "OptimizedModule" and isinstance(vars(inner).get("_modules", {}).get("_orig_mod"), nn.Module):
             inner = inner._orig_mod  # type: ignore[assignment]
+        elif kind == "_FabricModule":
+            inner = inner._original_module  # type: ignore[assignment]
         else:
             break
     sharded = any(type(parameter).__name__ == "DTensor" for parameter in inner.parameters())

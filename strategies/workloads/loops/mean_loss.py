@@ -43,6 +43,7 @@ RELATIVE = 2e-5
 LOW_PRECISION = 1e-2
 
 SUMMED, DRAWS = "that is a sum over samples", "it is another one with each random seed"
+NOISE_SEEDS = 8
 
 LOSS_RULE = (
     "loss(model, batch) returns autoplan.LossSum(sum of the losses, number of items), or the mean over the batch's "
@@ -237,7 +238,8 @@ def read_loss(
         if mean == "batches":
             return MeanLoss(loss, CountSamples()), CountSamples()
         found = _measured_count(probe, batch)
-        if isinstance(found, str) and mean is None and found.endswith(SUMMED):
+        drawn_sum = found == DRAWS and mean == "samples" and _is_drawn_sum(probe, batch)
+        if drawn_sum or (isinstance(found, str) and mean is None and found.endswith(SUMMED)):
             if sum_divided is None:
                 return SummedLoss(loss, global_batch), CountSamples()
             raise WorkloadError(
@@ -357,6 +359,15 @@ def _measured_count(probe: _Probe, batch: Batch) -> Count | str:
     tokens = [count for count in fitting if isinstance(count, CountLabels)]
     # labels on a GPU are not masked for a test: one out of range would end its context. Equal counts are the same mean
     return best if told_apart or not tokens or not _is_cuda(batch) else tokens[0]
+
+
+def _is_drawn_sum(probe: _Probe, batch: Batch) -> bool:
+    """Whether a loss that draws noise is a sum over samples: over some seeds, it grows with them."""
+    samples = batch_size(batch)
+    together = sum(probe.number(batch, seed) for seed in range(NOISE_SEEDS))
+    parts = [slice_batch(batch, i, i + 1) for i in range(samples)]
+    alone = sum(probe.number(part, seed) for part in parts for seed in range(NOISE_SEEDS)) / samples
+    return samples > 2 and abs(together) > 0.6 * samples * abs(alone)
 
 
 def candidate_counts(batch: Batch) -> list[Count]:

@@ -21,7 +21,7 @@ MOST_STEPS = 20_000
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Torch's optimizer, without what Accelerate puts around it.
+    """Torch's optimizer, without what Accelerate and Fabric put around it.
 
     Raises:
         WorkloadError: it is none.
@@ -29,6 +29,8 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     inner = optimizer
     if hasattr(optimizer, "accelerator_state"):
         inner = optimizer.optimizer
+    elif type(optimizer).__name__.startswith("Fabric"):  # then the name of the user's class
+        inner = getattr(optimizer, "_optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise WorkloadError(
             f"the optimizer is {type(optimizer).__name__}; with a dataloader it is a torch.optim.Optimizer over the "

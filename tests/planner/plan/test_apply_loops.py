@@ -268,3 +268,15 @@ def test_a_step_function_draws_as_it_did_without_a_plan() -> None:
     torch.manual_seed(7)
     planned = plan.apply_to(make_step)
     assert [planned(index) for index in range(3)] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_fabric_put_around_the_parts_is_taken_off() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    parts = parts_of()
+    plan = plan_of(parts)
+    model, optimizer, loader, loss = parts
+    model, optimizer = fabric.setup(model, optimizer)
+    wrapped = (model, optimizer, fabric.setup_dataloaders(loader), loss)
+    run, own = plan.apply_to(*wrapped)
+    run.step(next(iter(own)))
+    assert run.model is parts[0] and type(run.optimizer) is torch.optim.SGD

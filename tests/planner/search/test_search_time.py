@@ -17,6 +17,7 @@ from autoplan.planner.search.trial_cost import (
     WARM_SHARE,
     ModelCost,
     TrialCost,
+    first_steps_s,
     parity_s,
     takes_own_shapes,
 )
@@ -199,6 +200,7 @@ def test_the_check_grows_with_the_model():
     cost = trial_cost()
     small = ModelCost(sequence_length=128, parameters=1e6, sample_s=0.01)
     assert parity_s(cost, small, PLAIN) < 8.0
+    assert 2 * cost.fixed_s < first_steps_s(cost, small, PLAIN) < parity_s(cost, small, PLAIN) / 2
     slow = ModelCost(sequence_length=1024, parameters=124e6, sample_s=20.0, optimizer_s=1.0)
     assert parity_s(cost, slow, PLAIN) > 80.0
     # a GPT-2 of 124M on two cores: 44 CPU-seconds were measured, where a sample takes 8 to 10

@@ -308,6 +308,8 @@ def test_what_a_mean_is_over_is_measured() -> None:
         read(lambda net, batch: cross_entropy(net, batch) * torch.rand(()))
     noisy = read(lambda net, batch: cross_entropy(net, batch) * torch.rand(()), loss_mean="samples")
     assert float(noisy.loss(model, points[:4]).count) == 4 and noisy.fixed_micro_batch is None
+    drawn = read(lambda net, batch: summed.loss.summed(net, batch) * (0.9 + torch.rand(()) / 5), loss_mean="samples")
+    assert type(drawn.loss) is type(summed.loss), "a VAE's: a sum stays one"
     with pytest.raises(WorkloadError, match="tensor of shape"):
         read(lambda net, batch: net(batch[0]))
     with pytest.raises(WorkloadError, match=r"ZeroDivisionError.*\n.*loss\(model, batch\)"):
