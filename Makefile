@@ -4,6 +4,7 @@
 # make quick:  the same without the slow tests
 # make test-all: what `make test` leaves out because others are like it: about two hours
 # make test-timing: the tests that compare measured times, on an idle machine
+# make test-engines: searches shared through a real PostgreSQL server; what cannot start here fails with its reason
 # make test-screenshots [ACCEPT=1]: the report page in Chromium, wide and narrow, against the accepted screenshots
 # make docs:   the documentation with the API reference, in site/; ends with an error if a link is dead
 # make test-torchao: the tests that need torchao, which gets a folder of its own (a part of `make test`)
@@ -43,7 +44,7 @@ search: $(VENV)/.installed
 tested = $(PYTEST) $(1) -m "$(2)" || { test $$? -eq 1 && $(PYTEST) --last-failed --maxfail=3 -m "$(2)"; }
 
 test: lint types
-	$(call tested,$(TWO_WORKERS) --durations=15,not alone and not timing and not exhaustive and not environment and not torchao)
+	$(call tested,$(TWO_WORKERS) --durations=15,not alone and not timing and not exhaustive and not environment and not engines and not torchao)
 	$(call tested,--durations=5,alone and not exhaustive)
 	$(MAKE) test-torchao
 
@@ -57,7 +58,7 @@ test-parity: $(VENV)/.installed-test
 
 .PHONY: test-all
 test-all: $(VENV)/.installed-test
-	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "exhaustive and not alone and not environment"
+	$(PYTEST) $(TWO_WORKERS) --durations=15 -m "exhaustive and not alone and not environment and not engines"
 	$(PYTEST) -m "exhaustive and alone and not environment"
 
 # What is measured here is what other work on the machine changes, so it is no part of `make test`.
@@ -68,6 +69,14 @@ test-timing: $(VENV)/.installed-test
 .PHONY: test-plans
 test-plans: $(VENV)/.installed-test
 	$(PYTEST) -s tests/planner/records/test_plan_fuzz.py
+
+# Not in `make test`: it needs a PostgreSQL server (apt-get install postgresql), which it starts itself.
+.PHONY: test-engines
+test-engines: $(VENV)/.installed-test
+	$(PIP) -e '.[postgres]'
+	$(PYTEST) --durations=10 tests/engines
+	$(TEST_ENV) $(BIN)/python -m tests.engines.soak --kills $(or $(KILLS),100)
+	$(TEST_ENV) $(BIN)/python -m tests.engines.clients --clients $(or $(CLIENTS),1000)
 
 # Not in `make test`: it needs Chromium, and the accepted pictures are of one machine's fonts.
 .PHONY: test-screenshots
@@ -92,7 +101,7 @@ test-packages: $(VENV)/.installed-test
 	  $(TRAININGS) $(if $(BUDGET),--budget $(BUDGET))
 
 quick: lint $(TYPES)
-	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not timing and not environment"
+	$(PYTEST) $(TWO_WORKERS) -m "not slow and not exhaustive and not alone and not timing and not environment and not engines"
 	$(PYTEST) -m "alone and not slow and not exhaustive"
 
 lint: $(VENV)/.installed-test

@@ -161,20 +161,29 @@ class HardwareProfile(Record):
         """A hash of what makes this machine this machine: not of readings that move from run to run."""
         return fingerprint(self.host, self.devices)
 
+    @property
+    def kind(self) -> str:
+        """The same for all machines of one kind: without the GPUs' numbers, and memory in whole GiB."""
+        return fingerprint(self.host, self.devices, of_kind=True)
 
-def fingerprint(host: Host, devices: tuple[Device, ...]) -> str:
+
+def fingerprint(host: Host, devices: tuple[Device, ...], *, of_kind: bool = False) -> str:
     """16 hex digits over the CPU, its core and memory limits, the GPUs, driver, CUDA and torch versions.
 
     Available memory, clocks, load and measured rates are left out: they change without the machine changing.
     """
+
+    def size(reading: Reading) -> float | None:
+        return round(reading.value / 2**30) if of_kind and reading.value is not None else reading.value
+
     identity = {
         "cpu": host.cpu_model,
         "cores": host.cores_usable,
-        "memory_total_bytes": host.memory_total_bytes.value,
-        "cgroup_memory_limit_bytes": host.cgroup_memory_limit_bytes.value,
+        "memory_total_bytes": size(host.memory_total_bytes),
+        "cgroup_memory_limit_bytes": size(host.cgroup_memory_limit_bytes),
         "torch": host.torch,
         "driver": host.driver,
         "cuda": host.cuda,
-        "devices": [(d.type, d.name, d.uuid, d.memory_total_bytes.value) for d in devices],
+        "devices": [(d.type, d.name, None if of_kind else d.uuid, size(d.memory_total_bytes)) for d in devices],
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

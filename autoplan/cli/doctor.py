@@ -20,6 +20,7 @@ FEATURES = {
     "accelerate": "Trainers, and the check of autoplan export --to transformers or accelerate",
     "trl": "Trainers of TRL",
     "lightning": "LightningModules, and autoplan.LightningWatch",
+    "psycopg": "a study in PostgreSQL (--storage)",
 }
 """Packages that are not always installed, and what each is for."""
 

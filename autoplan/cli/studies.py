@@ -20,17 +20,20 @@ StoreOption = Annotated[
     Path | None,
     typer.Option("--store", metavar="DIR", help="The folder of records. Default: the one in your state folder."),
 ]
+StorageOption = Annotated[
+    str | None, typer.Option("--storage", metavar="URL", help="The PostgreSQL database, where --storage was given.")
+]
 
 
-def ls_command(store: StoreOption = None, json_output: output.JsonOption = False) -> None:
+def ls_command(
+    store: StoreOption = None, storage: StorageOption = None, json_output: output.JsonOption = False
+) -> None:
     """List the searches that were made here.
 
     Each with its age, size and result. They are the folders of the store, which autoplan clean removes.
     """
-    from autoplan.planner.store.studies import list_studies
-
-    place = _place(store)
-    studies = list_studies(place)
+    place = _place(store, storage)
+    studies = _list(place)
     if json_output:
         output.print_json({"status": "ok", "store": str(place), "searches": [_document(one) for one in studies]})
         return
@@ -47,6 +50,7 @@ def clean_command(
         str | None, typer.Option("--older-than", metavar="TIME", help="Only those that old: 30d, 12h.")
     ] = None,
     store: StoreOption = None,
+    storage: StorageOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_output: output.JsonOption = False,
 ) -> None:
@@ -54,11 +58,9 @@ def clean_command(
 
     It lists them and asks first. A search that runs is never removed. Plan files elsewhere stay.
     """
-    from autoplan.planner.store.studies import list_studies, remove_study
-
-    place = _place(store)
+    place = _place(store, storage)
     least_s = 0.0 if older_than is None else parse_duration_s(older_than, option="--older-than")
-    studies = list_studies(place)
+    studies = _list(place)
     chosen = _named(names, studies, place) if names else [one for one in studies if one.status != "running"]
     chosen = [one for one in chosen if one.age_s >= least_s]
     if chosen and not yes:
@@ -69,7 +71,7 @@ def clean_command(
     failed: list[StoreBusyError | StoreError] = []
     for one in chosen:
         try:
-            remove_study(one)
+            _remove(place, one)
         except (StoreBusyError, StoreError) as error:
             failed.append(error)
         else:
@@ -82,7 +84,7 @@ def clean_command(
         print(f"removed {len(removed)} search(es), {format_bytes(sum(one.size_bytes for one in removed))}")
 
 
-def _named(names: list[str], studies: list[Study], place: Path) -> list[Study]:
+def _named(names: list[str], studies: list[Study], place: Path | str) -> list[Study]:
     """The searches that are named, each by its whole name or by a beginning that fits no other.
 
     Raises:
@@ -122,7 +124,7 @@ def _not_removed(failed: list[StoreBusyError | StoreError], removed: list[Study]
     return type(failed[0])(f"{len(failed)} search(es) not removed: {why}. Removed: {went}", hint=" ".join(hints))
 
 
-def _is_wanted(studies: list[Study], place: Path) -> bool:
+def _is_wanted(studies: list[Study], place: Path | str) -> bool:
     """The answer of a person; UsageError if there is nobody to ask."""
     if not sys.stdin.isatty():
         raise UsageError("autoplan clean asks first, and nobody can answer here", hint="Add --yes.")
@@ -132,10 +134,33 @@ def _is_wanted(studies: list[Study], place: Path) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _place(store: Path | None) -> Path:
+def _place(store: Path | None, storage: str | None) -> Path | str:
+    """The folder of the records, or the URL of their database."""
+    from autoplan.planner.store.database import check_storage
     from autoplan.planner.store.store import study_folder
 
+    if storage is not None:
+        if store is not None:
+            raise UsageError("--store and --storage were given", hint="Give one of them.")
+        return check_storage(storage)
     return study_folder(store, "any").parent
+
+
+def _list(place: Path | str) -> list[Study]:
+    from autoplan.planner.store.database import list_shared
+    from autoplan.planner.store.studies import list_studies
+
+    return list_shared(place) if isinstance(place, str) else list_studies(place)
+
+
+def _remove(place: Path | str, study: Study) -> None:
+    from autoplan.planner.store.database import remove_shared
+    from autoplan.planner.store.studies import remove_study
+
+    if isinstance(place, str):
+        remove_shared(place, study.name)
+    else:
+        remove_study(study)
 
 
 def _show(studies: list[Study]) -> None:
@@ -165,4 +190,4 @@ def _result(study: Study) -> str:
 
 
 def _document(study: Study) -> dict[str, object]:
-    return dataclasses.asdict(study) | {"folder": str(study.folder), "name": study.name}
+    return dataclasses.asdict(study) | {"folder": None if study.folder is None else str(study.folder)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,12 @@ from autoplan.planner.search.session import Session, budget_of
 from autoplan.planner.search.setup import SearchContext
 from autoplan.planner.search.untried import find_untried
 from autoplan.planner.space.prune import HOST_LIMIT
-from autoplan.planner.store.store import Store
+from autoplan.planner.store.store import PLAN_FILE, Store
 from autoplan.planner.trials.runner import make_attempt
 from autoplan.processes import ProcessReport
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import format_bytes
-
-PLAN_FILE = "plan.json"
 
 ENDED = {
     "interrupted": "the search was interrupted",
@@ -49,6 +48,7 @@ class SearchRun:
         context: None until the machine and the workload are known.
         session: None until trials can run.
         kept: The configuration of the unverified plan in the store; None: there is none of this run of the search.
+        finished_before: The end that the record had as this run began.
     """
 
     options: SearchOptions
@@ -58,6 +58,7 @@ class SearchRun:
     context: SearchContext | None = None
     session: Session | None = None
     kept: TrainingConfig | None = None
+    finished_before: Mapping[str, Any] | None = None
 
     def finish(self, status: Status, reason: str, hint: str, *, ended_by: str = "time") -> SearchResult:
         """Ends the search without a plan: the record keeps it, so that the same call is answered from there.
@@ -101,6 +102,10 @@ class SearchRun:
             store=str(self.store.folder),
             **(known | facts),
         )
+
+    def ended_elsewhere(self) -> bool:
+        """Whether another planner has ended the study since this one began to search."""
+        return self.store.shared and self.store.finished is not None and self.store.finished != self.finished_before
 
     @property
     def workload(self) -> WorkloadSpec:
@@ -234,6 +239,23 @@ def finished_before(run: SearchRun) -> SearchResult | None:
     )
 
 
+def finished_elsewhere(run: SearchRun) -> SearchResult:
+    """The answer of a study that another planner ended while this one worked on it."""
+    assert run.store.finished is not None and run.session is not None
+    finished, plan = run.store.finished, _stored_plan(run)
+    if finished["status"] != "plan_found" or plan is None:
+        plan = None
+    run.session.note("another planner of this study ended it; this is its answer")
+    return run.result(
+        finished["status"],
+        reason=finished.get("reason"),
+        hint=finished.get("hint"),
+        plan=plan,
+        plan_path=None if plan is None else _place(run, plan),
+        from_record=True,
+    )
+
+
 def _stored_plan(run: SearchRun) -> Plan | None:
     """The plan that the search found before; None: its file is gone, or is not what was found."""
     try:
@@ -273,6 +295,7 @@ def plan_found(run: SearchRun, plan: Plan, ended_by: str) -> SearchResult:
     path = plan.save(run.store.folder / PLAN_FILE, private=True)
     if run.options.out is not None:
         path = plan.save(run.options.out)
+    run.store.share_plan()
     if not run.did_not_run:
         run.store.finish("plan_found", ended_by=ended_by)
     return run.result("plan_found", plan=plan, plan_path=str(path))

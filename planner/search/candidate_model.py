@@ -95,6 +95,7 @@ class CandidateModel:
         self.memory_limit_bytes = memory_limit_bytes
         self.trials: list[Trial] = []
         self.out_of_turn: set[TrainingConfig] = set()
+        self._elsewhere: frozenset[TrainingConfig] = frozenset()
         self._cost = cost
         self._allows = allows
         self._slow_mode_limit_s = slow_mode_limit_s
@@ -119,6 +120,10 @@ class CandidateModel:
         self.out_of_turn.add(config)
         self._assessment = None
 
+    def set_elsewhere(self, configs: frozenset[TrainingConfig]) -> None:
+        """Leaves out of what is untried, for now, what other planners are looking at."""
+        self._elsewhere, self._assessment = configs, None
+
     def observe_ahead(self, config: TrainingConfig, alone_s: float | None) -> None:
         """Takes in that a configuration was compiled ahead of its trial (`TrialCost.observe_ahead`)."""
         if self._cost is not None:
@@ -128,7 +133,7 @@ class CandidateModel:
     def assess(self) -> Assessment:
         """The assessment after the trials so far."""
         if self._assessment is None:
-            tried = tried_configs(self.trials) | self.out_of_turn
+            tried = tried_configs(self.trials) | self.out_of_turn | self._elsewhere
             prior = self._prior(self.candidates)
             trial_prior = self._prior([trial.config for trial in self.trials]) if self.trials else prior
             posterior = self._surrogate.posterior(prior, self.trials, trial_prior)

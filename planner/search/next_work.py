@@ -45,6 +45,9 @@ SPARED_LOOKS = 3.0
 predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
 needed 1 to 6 looks more (benchmarks/trials_saved.py)."""
 
+ALONE: Sequence[Kind] = ("baseline", "claim", "end")
+"""Work during which no other planner of the study has any: what all others wait for, and what rests on all of it."""
+
 HAND_GAIN = 0.05
 """The gain of the hand setting, if its own expected gain is less: it shows how the plan compares with what a careful
 person would set. With this it comes when looks gain little, and before the pairs. Chosen, not measured."""
@@ -87,6 +90,17 @@ class Option:
     def score(self) -> float:
         """The score that the pieces are compared by."""
         return float(score(np.float64(self.gain), np.float64(self.cost_s)))
+
+    @property
+    def key(self) -> str | None:
+        """The name under which a planner claims it; None: each planner of a study does it for itself.
+
+        Of a look that is not drawn yet it is not known.
+        """
+        kind = "look" if self.kind == "hand setting" else self.kind  # it is a look like any other
+        if kind in ("look", "parity") and self.config is not None:
+            return f"{kind} {self.config.model_dump_json(exclude_defaults=True)}"
+        return kind if kind in (*ALONE, "pair") else None
 
     def describe(self) -> str:
         """`look micro_batch=2 (gain 4.1%, 23 s)`."""

@@ -130,6 +130,12 @@ def _check_path(value: Any, info: ValidationInfo) -> Path | None:
     return Path(value)
 
 
+def _check_storage(value: Any, info: ValidationInfo) -> str | None:
+    from autoplan.planner.store.database import check_storage
+
+    return None if value is None else check_storage(str(value))
+
+
 def _check_sampler(value: Any, info: ValidationInfo) -> Any:
     is_sampler = (callable(getattr(value, name, None)) for name in ("infer_relative_search_space", "sample_relative"))
     if value in ("autoplan", "tpe", "random") or all(is_sampler):
@@ -325,6 +331,11 @@ class SearchOptions(BaseModel):
         description="Folder for the records of searches; each search has a folder of its own in it. Default: a folder "
         "in the user's state folder.",
     )
+    storage: Annotated[str | None, PlainValidator(_check_storage), Flag(RECORD, "URL", everyday=False)] = Field(
+        default=None,
+        description="Keep the record in a PostgreSQL database, postgresql://host/database, which several planners "
+        "share (docs/postgresql.md). The password comes from PGPASSWORD or a service file.",
+    )
     fresh: Annotated[Switch, _switch(RECORD)] = Field(
         default=False, description="Start this search from zero. Its earlier record is moved aside, not deleted."
     )
@@ -437,6 +448,7 @@ class SearchKeywords(TypedDict, total=False):
     sampler: SamplerName | optuna.samplers.BaseSampler
     seed: int
     store: str | Path | None
+    storage: str | None
     fresh: bool
     recheck: bool
     wait: bool

@@ -16,7 +16,7 @@ from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.inspection import Means, longest_inspection_s
 from autoplan.planner.search.loading import loading_s, measure_loading
-from autoplan.planner.search.next_work import next_work
+from autoplan.planner.search.next_work import ALONE, next_work
 from autoplan.planner.search.options import (
     DEFAULT_BUDGET_S,
     BudgetState,
@@ -31,9 +31,9 @@ from autoplan.planner.search.session import BudgetOver, Session, make_model
 from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search, trace_more
 from autoplan.planner.search.state import plain_needs_s, read_state
 from autoplan.planner.search.target import Target, find_target
-from autoplan.planner.search.work import do
+from autoplan.planner.search.work import do, drawn
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.journal import check_out
+from autoplan.planner.store.journal import LeaseLostError, check_out
 from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.store.store import Store, study_folder, study_identity
 from autoplan.planner.trials.runner import TrialRunner
@@ -78,7 +78,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
             return _dry_run(options, observer)
     identity = study_identity(
         options.spec,
-        profile.fingerprint,
+        profile.fingerprint if options.storage is None else profile.kind,
         device=target.device,
         fix=options.fix,
         bound=options.bound,
@@ -89,7 +89,9 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
     )
     folder = study_folder(None if options.store is None else Path(options.store), identity)
     summary = _summary(options, target, profile.fingerprint)
-    with Store(folder, identity, summary=summary, fresh=options.fresh, wait=options.wait) as store:
+    with Store(
+        folder, identity, summary=summary, fresh=options.fresh, wait=options.wait, storage=options.storage
+    ) as store:
         if store.renamed_to is not None:
             observer.on_note(f"the earlier search was kept as {store.renamed_to}")
         budget_s = options.budget_s or store.budget_s or DEFAULT_BUDGET_S
@@ -104,6 +106,7 @@ def run_search(options: SearchOptions, *, observer: SearchObserver | None = None
         before = answer.finished_before(run)
         if before is not None:
             return before
+        run.finished_before = store.finished
         try:
             with DeviceLock(devices, wait=options.wait, on_wait=observer.on_note):
                 store.start_clock()
@@ -250,14 +253,25 @@ def _open_session(run: SearchRun, context: SearchContext, zygote: Zygote) -> Ses
 
 def _find(run: SearchRun, session: Session) -> SearchResult:
     """Piece after piece, as `next_work` names them, and the end that they come to."""
-    ahead = CompileAhead(session)
+    ahead, waits_for = CompileAhead(session), ""
     while True:
-        work = next_work(read_state(session, ahead), session.left_s, session.context.nproc)
+        session.take_in_others()
+        if run.ended_elsewhere():
+            return answer.finished_elsewhere(run)
+        work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
+        if work.key is not None and not session.store.claim(work.key, alone=work.kind in ALONE):
+            waits_for = session.wait_for_others(waits_for)
+            continue
         session.ended_by = work.ended_by
         if work.kind == "end":
             break
         session.observer.on_work(work, session.best, session.budget())
-        do(session, work, ahead)
+        try:
+            do(session, work, ahead)
+        except LeaseLostError as lost:
+            session.note(f"{lost.flag_message}. The database had not heard of this planner for too long")
+        if work.kind != "claim":  # its rounds are one planner's
+            session.store.release()
         answer.keep_leader(run, session)
     ahead.say()
     if not session.plain_is_known:

@@ -6,6 +6,7 @@ decided in `next_work.py`; what a piece of work does is in `work.py`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ OVERRUN = 0.05
 """A running trial is ended when it is this share of the budget past the budget; the whole search stays within 10 %."""
 
 
+POLL_S = 0.5
+"""Seconds between two looks at what other planners do."""
+
 REMEASURE = 1.0
 """A trial may take so many times longer to measure disturbed stretches again; not at all under a load that lasts."""
 
@@ -73,6 +77,7 @@ class Session:
         ended_claims: Numbers of claims whose rounds ended early.
         traced: Configurations whose variants were traced in this run of the search, as far as there was time.
         unpaired: Configurations whose pair with the leader ended early or is void: this run makes no other.
+        taken: Keys of the pieces of work that other planners of the study have (`Option.key`).
     """
 
     options: SearchOptions
@@ -93,6 +98,7 @@ class Session:
     ended_claims: set[int] = field(default_factory=set)
     unpaired: set[TrainingConfig] = field(default_factory=set)
     traced: set[TrainingConfig] = field(default_factory=set)
+    taken: frozenset[str] = frozenset()
 
     @property
     def objective(self) -> Objective:
@@ -270,6 +276,35 @@ class Session:
         claim = self.claim_rounds(runs.config)
         return compare(runs, plain, self.run_spread, chosen_from=len(candidates), claim=claim)
 
+    # Other planners of the study.
+
+    @property
+    def elsewhere(self) -> frozenset[TrainingConfig]:
+        """The configurations that other planners are looking at."""
+        keys = (key.partition(" ") for key in self.taken)
+        return frozenset(TrainingConfig.model_validate_json(config) for kind, _, config in keys if kind == "look")
+
+    def take_in_others(self) -> None:
+        """Takes in what other planners did since the last call, and what they work on now."""
+        if not self.store.shared:
+            return
+        for trial in self.store.refresh():
+            if not trial.is_repeat:
+                self.model.observe(trial)
+            self.observer.on_trial_finished(trial, self.best, self.budget())
+        self.taken = frozenset(self.store.others())
+        self.model.set_elsewhere(self.elsewhere)
+
+    def wait_for_others(self, said: str) -> str:
+        """Waits for a moment, where only others can do what is next; says once what for, and returns what was said."""
+        kinds = ", ".join(sorted({key.partition(" ")[0] for key in self.taken}))
+        text = f"waiting for other planners of this study: {kinds}" if kinds else said
+        if text != said:
+            self.observer.on_note(text)
+        self.store.tick()
+        time.sleep(POLL_S)
+        return text
+
     # What is done.
 
     @contextmanager
@@ -315,7 +350,7 @@ class Session:
             method: As an earlier run of it was timed.
             round: Of a pair or a round of the claim.
         """
-        number = self.store.next_number
+        number = self.store.take_number()
         prediction = self.predict(config)
         self.observer.on_trial_started(number, purpose, config, prediction, self.budget())
         order = TrialOrder(

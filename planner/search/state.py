@@ -67,7 +67,7 @@ def read_state(session: Session, ahead: CompileAhead) -> State:
     needs_s = 0.0 if leader is None else leader_needs_s(session, leader)
     claim = None if leader is None else _claim(session, leader)
     most = session.options.max_trials
-    out_of_looks = most is not None and session.trials_done >= most
+    out_of_looks = most is not None and session.trials_done + len(session.elsewhere) >= most
     looks = [] if out_of_looks else list(_looks(session))
     began = leader is not None and session.claim_rounds(leader.config) is not None
     return State(
@@ -181,7 +181,7 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
     if session.hand_is_known or leader.config == session.plain_config:
         return None
     config = session.hand_config or hand_setting(session)
-    if config is None:
+    if config is None or config in session.elsewhere:
         return None
     tried = session.has_verdict(config)
     return Option(
@@ -199,6 +199,8 @@ def _hand(session: Session, leader: CandidateRuns) -> Option | None:
 def _pairs(session: Session, leader: CandidateRuns) -> Iterator[Option]:
     """The leader beside each configuration that may be as fast: two fresh processes, in an order that is drawn."""
     spread, cost = session.run_spread, session.trial_cost
+    if "pair" in session.taken:  # rounds are numbered one after the other
+        return
     for other in session.contenders(leader):
         made = len(shared_rounds((leader, other)))
         if other.config in session.unpaired or made >= MOST_PAIRS or (made and is_decided(leader, other, spread)):
@@ -299,7 +301,8 @@ def _check(session: Session, leader: CandidateRuns) -> Option | None:
             max(0.0, math.log(base_s / safe_s)),
             kind_has_passed=numerics_of(leader.config) in known,
         )
-    return _check_of(session, leader.config, gain, "it leads, and is the plan only if it trains the same")
+    option = _check_of(session, leader.config, gain, "it leads, and is the plan only if it trains the same")
+    return None if option.key in session.taken else option
 
 
 def _check_of(session: Session, config: TrainingConfig, gain: float, why: str) -> Option:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,15 @@ time was left for its rounds. `autoplan verify` makes them."""
 
 DEADLINE_FACTOR, DEADLINE_LEAST_S = 4.0, 15.0
 """A further run is ended after so many times the longest good run of its configuration, and these seconds at least."""
+
+
+def drawn(session: Session, work: Work) -> Work:
+    """The piece of work with its configuration: of a look that `--sampler` draws, the one that it draws now."""
+    if work.kind != "look" or work.config is not None:
+        return work
+    assert session.sampler is not None, "a look that is drawn by nobody has its configuration"
+    with_claim = work.cost_s + work.needs_s <= session.left_s
+    return replace(work, config=session.sampler.draw(session.left_s - (work.needs_s if with_claim else work.check_s)))
 
 
 def do(session: Session, work: Work, ahead: CompileAhead) -> None:
@@ -115,12 +125,8 @@ def run_look(session: Session, work: Work) -> None:
     """The first trial of a configuration: does it fit, and may it be faster than the leader?"""
     if session.lost_in_a_row >= MOST_LOST_IN_A_ROW:
         raise DidNotRunError(f"{MOST_LOST_IN_A_ROW} trials, one after the other; the last: {session.did_not_run[-1]}")
-    config = work.config
-    if config is None:
-        assert session.sampler is not None, "a look that is drawn by nobody has its configuration"
-        with_claim = work.cost_s + work.needs_s <= session.left_s
-        config = session.sampler.draw(session.left_s - (work.needs_s if with_claim else work.check_s))
-    _look(session, "search", config)
+    assert work.config is not None
+    _look(session, "search", work.config)
 
 
 def run_hand_setting(session: Session, work: Work) -> None:

@@ -1,5 +1,8 @@
 """The append-only record of a search: one JSON document per line, on disk before append() returns.
 
+`StudyRecord` is what a store needs of a record; `RecordFile` is the one in a file, which has one owner. The other one,
+which several planners share, is in database.py.
+
 A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. The lines
 before it are untouched.
 """
@@ -10,18 +13,71 @@ import errno
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from autoplan.errors import StoreError, UsageError
 from autoplan.files import PRIVATE_FILE, read_regular, refuse_special, replace_file
 
-RECORD = "record.jsonl"
+RECORD, CLOCK = "record.jsonl", "clock.json"
+LONGEST_CLOCK_BYTES = 4096
 ROOM_HINT = "Free some space there, or give another place with --store DIR. What finished so far is kept."
 
 
+class LeaseLostError(StoreError):
+    """Another planner has taken over the work that a line is about: the line is not written."""
+
+
+class StudyRecord(Protocol):
+    """The record of one study, opened by one planner.
+
+    Attributes:
+        documents: The lines as it was opened; the first says what the study is.
+        place: Where it is, for errors.
+        shared: Whether other planners may work on the study meanwhile.
+    """
+
+    documents: list[dict[str, Any]]
+    place: str
+    shared: bool
+
+    def begin(self, head: dict[str, Any]) -> None:
+        """Adds the first line, if there is none."""
+
+    def append(self, document: dict[str, Any], *, key: str | None = None) -> None:
+        """Adds a line. With a key: only if this planner still has that piece of work, else LeaseLostError."""
+
+    def news(self) -> list[dict[str, Any]]:
+        """The lines that other planners added since the last call, in order."""
+
+    def others(self) -> Mapping[str, bool]:
+        """The pieces of work that other living planners have, and whether they have them alone."""
+
+    def claim(self, key: str, *, alone: bool = False) -> bool:
+        """Takes a piece of work; False: another planner has it, or has written about it since the last `news`.
+
+        Alone: no other planner has any work meanwhile, and none has written anything since.
+        """
+
+    def release(self, key: str) -> None:
+        """Gives a piece of work back."""
+
+    def take_number(self, least: int) -> int:
+        """A number for a trial, at least `least`."""
+
+    def keep_clock(self, spent_s: float) -> None:
+        """Notes the seconds spent, so that a killed planner's time still counts."""
+
+    def kept_clock(self) -> float:
+        """The seconds that were noted; 0: none were, or what is there is no time."""
+
+    def close(self) -> None:
+        """Closes it; closing twice is fine."""
+
+
 class RecordFile:
-    """Lines of JSON in a file that is only ever added to.
+    """Lines of JSON in a file that is only ever added to. It has one owner, who has all the work.
 
     Args:
         path: The file; it is made if it is not there.
@@ -30,8 +86,10 @@ class RecordFile:
         StoreError: the file cannot be opened, or a line before the last is damaged.
     """
 
+    shared = False
+
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.place = path, str(path)
         try:
             existed = path.exists()
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_FILE)
@@ -54,7 +112,12 @@ class RecordFile:
                 raise store_error(path, error) from error
             raise
 
-    def append(self, document: dict[str, Any]) -> None:
+    def begin(self, head: dict[str, Any]) -> None:
+        """Adds the first line, if there is none."""
+        if not self.documents:
+            self.append(head)
+
+    def append(self, document: dict[str, Any], *, key: str | None = None) -> None:
         """Adds a line and waits until it is on disk.
 
         Raises:
@@ -75,6 +138,37 @@ class RecordFile:
             raise store_error(self.path, error) from error
         self._end += len(line)
         self.documents.append(document)
+
+    def news(self) -> list[dict[str, Any]]:
+        """There are none: nobody else adds to it."""
+        return []
+
+    def others(self) -> Mapping[str, bool]:
+        """There are none."""
+        return {}
+
+    def claim(self, key: str, *, alone: bool = False) -> bool:
+        """It is its owner's."""
+        return True
+
+    def release(self, key: str) -> None:
+        """It stays its owner's."""
+
+    def take_number(self, least: int) -> int:
+        """The next number."""
+        return least
+
+    def keep_clock(self, spent_s: float) -> None:
+        """Writes the seconds spent beside the record."""
+        write_atomically(self.path.with_name(CLOCK), json.dumps({"spent_s": round(spent_s, 3)}))
+
+    def kept_clock(self) -> float:
+        """The seconds that were written; 0 where the file is torn, or is none."""
+        try:
+            clock = json.loads(read_regular(self.path.with_name(CLOCK), limit_bytes=LONGEST_CLOCK_BYTES))
+            return float(clock["spent_s"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return 0.0
 
     def close(self) -> None:
         """Closes the file; closing twice is fine."""

@@ -34,7 +34,8 @@ def load_study(folder: str | Path, storage: str | optuna.storages.BaseStorage | 
     A search may own the folder and run meanwhile: nothing there is changed.
 
     Args:
-        folder: Of the search (`SearchResult.store`).
+        folder: Of the search (`SearchResult.store`). Of one in a database: `postgresql://host/database#SEARCH`, with
+            the name that `autoplan ls --storage` gives it.
         storage: Where the study is written, as Optuna takes it, for example "sqlite:///study.sqlite3"; it has no study
             of that name. None: in memory.
 
@@ -44,9 +45,16 @@ def load_study(folder: str | Path, storage: str | optuna.storages.BaseStorage | 
     """
     import optuna
 
+    url, hash_sign, name = str(folder).partition("#")
     path = Path(folder) / RECORD
     try:
-        found = [doc["trial"] for doc in read_documents(path) if doc.get("kind") == "trial"]
+        if hash_sign and url.startswith(("postgresql://", "postgres://")):
+            from autoplan.planner.store.database import read_record
+
+            documents = read_record(url, name)
+        else:
+            documents = read_documents(path)
+        found = [doc["trial"] for doc in documents if doc.get("kind") == "trial"]
         trials = [Trial.model_validate(trial) for trial in found]
     except (OSError, ValueError, KeyError) as error:
         raise StoreError(

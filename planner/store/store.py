@@ -11,6 +11,9 @@ FOLDER/record.jsonl   the record: study, budget, trials, attempts, what was comp
        hardware.json  the hardware profile that every run of the search uses
        plan.json      the plan
        plan.unverified.json  the best so far as a plan, where nothing is verified yet
+
+With `--storage` the record is in a database (database.py), which several planners share, and the verified plan too.
+Each planner has a folder of its own for the rest, IDENTITY.shared-1 and on.
 """
 
 from __future__ import annotations
@@ -21,17 +24,18 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from autoplan.errors import StoreBusyError, StoreError
-from autoplan.files import is_special, make_private_folder, read_regular, refuse_foreign
+from autoplan.files import is_special, make_private_folder, refuse_foreign
 from autoplan.planner.records.trials import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.journal import RECORD, RecordFile, store_error, write_atomically
+from autoplan.planner.store.journal import RECORD, RecordFile, StudyRecord, store_error, write_atomically
 from autoplan.planner.store.locks import OwnedLock
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
@@ -39,7 +43,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 
 RECORD_SCHEMA = 1
 CLOCK_PERIOD_S = 2.0
-LONGEST_CLOCK_BYTES = 4096
+PLAN_FILE = "plan.json"
 
 KINDS: Mapping[str, type[Record]] = {
     "trial": Trial,
@@ -98,16 +102,17 @@ def study_folder(store: Path | None, identity: str) -> Path:
 
 
 class Store:
-    """The open store of one study; a context manager. One process owns it at a time.
+    """The open store of one study; a context manager. One process owns it at a time, or several share its record.
 
     Args:
-        folder: The study's folder.
+        folder: The study's folder; with `storage` the beginning of its name.
         identity: The study's identity.
         summary: What the study is, for people; kept in the record's first line.
         fresh: Move what is there of this study aside and begin anew.
         wait: Wait while another search owns it.
+        storage: The URL of the database that has its record; None: the record is a file.
 
-    `renamed_to` is where an earlier record was moved; None: it was not.
+    `renamed_to` is where an earlier record was moved, or its new name in the database; None: it was not.
 
     Raises:
         StoreBusyError: another search owns it, and `wait` is False.
@@ -115,9 +120,15 @@ class Store:
     """
 
     def __init__(
-        self, folder: Path, identity: str, *, summary: Mapping[str, Any], fresh: bool = False, wait: bool = False
+        self,
+        folder: Path,
+        identity: str,
+        *,
+        summary: Mapping[str, Any],
+        fresh: bool = False,
+        wait: bool = False,
+        storage: str | None = None,
     ) -> None:
-        self.folder = folder
         self.identity = identity
         self._found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         self._parities: dict[TrainingConfig, Parity] = {}
@@ -127,19 +138,39 @@ class Store:
         self._plan_found: dict[str, Any] | None = None  # the last end with a plan, also where the search goes on
         self._spent_before_s = 0.0
         self._clock_written = 0.0
-        self._lock = _take(folder, wait=wait)
+        self._key: str | None = None  # of the piece of work that this planner has
+        self.folder, self._lock = (folder, _take(folder, wait=wait)) if storage is None else _take_free(folder)
         self._run_began = time.monotonic()
+        self.renamed_to: Path | str | None = None
+        head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": identity, "summary": dict(summary)}
+        head["created"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         try:
-            self.renamed_to: Path | None = None
-            if fresh and (folder / RECORD).exists():
-                self.renamed_to = _move_aside(folder)
-                self._lock.release()
-                self._lock = _take(folder)
-            self._record = RecordFile(folder / RECORD)
-            self._load(summary)
+            self._record = self._open_file(fresh) if storage is None else self._open_shared(storage, head, fresh)
+            try:
+                self._record.begin(head)
+                self._load()
+            except BaseException:
+                self._record.close()
+                raise
         except BaseException:
             self._lock.release()
             raise
+
+    def _open_file(self, fresh: bool) -> StudyRecord:
+        if fresh and (self.folder / RECORD).exists():
+            self.renamed_to = _move_aside(self.folder)
+            self._lock.release()
+            self._lock = _take(self.folder)
+        return RecordFile(self.folder / RECORD)
+
+    def _open_shared(self, url: str, head: Mapping[str, Any], fresh: bool) -> StudyRecord:
+        from autoplan.planner.store.database import SharedRecord
+
+        for path in self.folder.glob("plan*.json"):  # of another run, which may have been of another database
+            path.unlink()
+        record = SharedRecord(url, self.identity, head, fresh=fresh)
+        self.renamed_to = record.renamed_to
+        return record
 
     def __enter__(self) -> Store:
         return self
@@ -168,12 +199,11 @@ class Store:
         """All finished trials, in order; those of earlier runs are marked as resumed."""
         return tuple(self._found["trial"])
 
-    @property
-    def next_number(self) -> int:
+    def take_number(self) -> int:
         """The number of the next trial; one that did not run keeps its number."""
         numbers = [trial.number for trial in self.trials]
         numbers += [attempt.number for attempt in self.attempts if attempt.number is not None]
-        return 1 + max(numbers, default=-1)
+        return self._record.take_number(1 + max(numbers, default=-1))
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -218,6 +248,49 @@ class Store:
     def plan_was_found(self) -> bool:
         """Whether the search came to a plan before, also where it goes on now."""
         return self._plan_found is not None
+
+    # What is shared with other planners.
+
+    @property
+    def shared(self) -> bool:
+        """Whether other planners may work on the study meanwhile."""
+        return self._record.shared
+
+    def refresh(self) -> tuple[Trial, ...]:
+        """Takes in what other planners added to the record since the last call, and returns their trials."""
+        known = len(self._found["trial"])
+        self._spent_before_s, self._run_began = self.spent_s, time.monotonic()
+        self._take_in(self._record.news(), resumed=False)
+        return tuple(self._found["trial"][known:])
+
+    def others(self) -> Mapping[str, bool]:
+        """The keys of the pieces of work that other living planners have; True: alone."""
+        return self._record.others()
+
+    def claim(self, key: str, *, alone: bool = False) -> bool:
+        """Takes a piece of work, so that no other planner does it too, and gives back the one that it has.
+
+        Returns False where another planner has it, or has written about it since the last `refresh`. Alone: no other
+        planner has any work meanwhile. Until `release`, what is added is refused (LeaseLostError) if another planner
+        has taken the work over.
+        """
+        if self._key not in (None, key):
+            self.release()
+        if self._record.claim(key, alone=alone):
+            self._key = key
+            return True
+        return False
+
+    def release(self) -> None:
+        """Gives back the piece of work that this planner has."""
+        key, self._key = self._key, None
+        if key is not None:
+            self._record.release(key)
+
+    def share_plan(self) -> None:
+        """Puts the plan of the folder beside the record, if others share it."""
+        if self.shared:
+            self._append({"kind": "plan", "text": (self.folder / PLAN_FILE).read_text()})
 
     # What is added.
 
@@ -273,7 +346,7 @@ class Store:
         now = time.monotonic()
         if force or now - self._clock_written >= CLOCK_PERIOD_S:
             self._clock_written = now
-            write_atomically(self.folder / "clock.json", json.dumps({"spent_s": round(self.spent_s, 3)}))
+            self._record.keep_clock(self.spent_s)
 
     def _take_budget(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -292,29 +365,28 @@ class Store:
         self._found[kind].append(record)
 
     def _append(self, document: dict[str, Any]) -> None:
-        self._record.append(document | {"spent_s": round(self.spent_s, 3)})
+        self._record.append(document | {"spent_s": round(self.spent_s, 3)}, key=self._key)
 
-    def _load(self, summary: Mapping[str, Any]) -> None:
+    def _load(self) -> None:
         documents = self._record.documents
-        if not documents:
-            head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": self.identity, "summary": dict(summary)}
-            self._record.append(head | {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
-            return
         self._check_head(documents[0])
-        for number, document in enumerate(documents[1:], start=2):
+        self._take_in(documents[1:], resumed=True)
+        try:
+            self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(self._record.kept_clock()))
+        except ValueError:
+            pass  # no time that a search can take: the record's own figure counts
+
+    def _take_in(self, documents: Sequence[dict[str, Any]], *, resumed: bool) -> None:
+        for number, document in enumerate(documents, start=2):
             try:
-                self._load_one(document)
+                self._load_one(document, resumed=resumed)
             except (ValueError, KeyError, TypeError) as error:  # pydantic's ValidationError is a ValueError
+                which = f"line {number}" if resumed else "a line"
                 raise StoreError(
-                    f"line {number} of {self._record.path} is one that this version does not read: {_reason(error)}",
+                    f"{which} of {self._record.place} is one that this version does not read: {_reason(error)}",
                     hint="Another version of autoplan wrote it, or it was edited. Start over with --fresh; the old "
                     "folder is kept.",
                 ) from None
-        try:
-            clock = json.loads(read_regular(self.folder / "clock.json", limit_bytes=LONGEST_CLOCK_BYTES))
-            self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(clock["spent_s"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass  # never written, torn, or no time that a search can take: the record's own figure counts
 
     def _check_head(self, head: dict[str, Any]) -> None:
         if head.get("kind") != "study" or head.get("schema") != RECORD_SCHEMA:
@@ -324,21 +396,23 @@ class Store:
         else:
             return
         raise StoreError(
-            f"{self._record.path} {why}",
+            f"{self._record.place} {why}",
             hint="Give another folder with --store DIR, or start over here with --fresh (the old folder is kept under "
             "another name).",
         )
 
-    def _load_one(self, document: dict[str, Any]) -> None:
+    def _load_one(self, document: dict[str, Any], *, resumed: bool) -> None:
         self._spent_before_s = max(self._spent_before_s, SECONDS.validate_python(document.get("spent_s", 0.0)))
         match document["kind"]:
             case "trial":
-                self._found["trial"].append(Trial.model_validate(document["trial"] | {"resumed": True}))
+                self._found["trial"].append(Trial.model_validate(document["trial"] | {"resumed": resumed}))
             case "parity":
                 parity = Parity.model_validate(document["parity"])
                 self._parities[TrainingConfig.model_validate(document["config"])] = parity
             case "attempt" | "compiled_ahead" | "work" | "claim" as kind:
                 self._found[kind].append(KINDS[kind].model_validate(document[kind]))
+            case "plan":
+                write_atomically(self.folder / PLAN_FILE, TypeAdapter(str).validate_python(document["text"]))
             case "budget":
                 self._take_budget(SECONDS.validate_python(document["budget_s"]))
             case "finished":
@@ -376,6 +450,17 @@ def _take(folder: Path, *, wait: bool = False) -> OwnedLock:
         f"the store {folder} is in use by another search, {lock.owner}",
         hint="Wait for it with --wait, end it, or give this search a folder of its own with --store DIR.",
     )
+
+
+def _take_free(folder: Path) -> tuple[Path, OwnedLock]:
+    """The first of FOLDER.shared-1 and on that no other planner on this machine has, and its lock."""
+    for number in count(1):
+        place = folder.with_name(f"{folder.name}.shared-{number}")
+        try:
+            return place, _take(place)
+        except StoreBusyError:
+            continue
+    raise AssertionError("there is always a further folder")
 
 
 def _move_aside(folder: Path) -> Path:

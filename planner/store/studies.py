@@ -23,7 +23,8 @@ class Study:
     """One search of a store.
 
     Attributes:
-        folder: Its folder.
+        folder: Its folder; None: it is in a database.
+        name: The folder's name: the identity of the search, or IDENTITY.old-DATE of one that was moved aside.
         summary: What is trained and how it was asked for, as its record begins.
         age_s: Seconds since its record was last written.
         size_bytes: Of all its files.
@@ -32,18 +33,14 @@ class Study:
         speedup: Of its plan over the plain run, the median and the interval; None: it has none.
     """
 
-    folder: Path
+    folder: Path | None
+    name: str
     summary: Mapping[str, Any]
     age_s: float
     size_bytes: int
     trials: int
     status: str
     speedup: Mapping[str, float] | None
-
-    @property
-    def name(self) -> str:
-        """The folder's name: the identity of the search, or IDENTITY.old-DATE of one that was moved aside."""
-        return self.folder.name
 
 
 def list_studies(store: Path) -> list[Study]:
@@ -55,12 +52,13 @@ def list_studies(store: Path) -> list[Study]:
 
 
 def remove_study(study: Study) -> None:
-    """Removes a search with all its files.
+    """Removes a search of a store with all its files.
 
     Raises:
         StoreBusyError: it runs.
         StoreError: it cannot be removed.
     """
+    assert study.folder is not None, "one of a database is removed there"
     lock = OwnedLock(study.folder / "lock")
     try:
         if not lock.acquire():
@@ -95,6 +93,7 @@ def _read(folder: Path) -> Study | None:
         return None
     return Study(
         folder=folder,
+        name=folder.name,
         summary=lines[0].get("summary") or {},
         age_s=max(0.0, time.time() - written_s),
         size_bytes=folder_bytes(folder),

@@ -146,6 +146,7 @@ WRONG: dict[str, tuple[Any, type[Exception]]] = {
     "sampler": ("grid", UsageError),
     "out": (3, UsageError),
     "store": ("", UsageError),
+    "storage": ("sqlite:///here", UsageError),
     "fresh": ("yes", UsageError),
     "wait": ("yes", UsageError),
     "numerics": ("rough", UsageError),

@@ -208,6 +208,11 @@ class ClockedStore(Store):
     def spent_s(self) -> float:
         return self._spent_before_s + self.moved_s
 
+    def refresh(self) -> tuple[Trial, ...]:
+        trials = super().refresh()
+        self.moved_s = 0.0  # it is in what was spent before
+        return trials
+
 
 def context_of(world: World) -> Any:
     """What the setup found: all is traced, and the machine is probed."""
@@ -284,7 +289,7 @@ class Searches:
         """A run with an open store and session; the caller closes the store."""
         given = {"spec": make_plan().workload, "budget": 120.0, "device": "cpu"} | options
         settings = SearchOptions(**given)
-        store = ClockedStore(self.folder, "0" * 16, summary={})
+        store = ClockedStore(self.folder, "0" * 16, summary={}, storage=settings.storage)
         budget_s = settings.budget_s or 120.0
         store.set_budget(budget_s)
         run = SearchRun(
@@ -299,9 +304,11 @@ class Searches:
         run.session = search_run._open_session(run, context, SimpleNamespace())  # type: ignore[arg-type]
         return run
 
-    def search(self, world: World, *, die_before: int | None = None, **options: Any) -> Searched:
+    def search(
+        self, world: World, *, die_before: int | None = None, observer: Observer | None = None, **options: Any
+    ) -> Searched:
         """From the plain run to the plan."""
-        observer = Observer(die_before=die_before)
+        observer = observer or Observer(die_before=die_before)
         run = self.open(world, observer=observer, **options)
         session = run.session
         assert session is not None

@@ -258,7 +258,7 @@ def test_the_record_keeps_what_was_compiled_ahead(tmp_path: Path) -> None:
     session = searching(tmp_path)
     with session.store as store:
         store.add_compiled_ahead(group)
-        assert store.next_number == 0 and not store.trials, "no trial"
+        assert store.take_number() == 0 and not store.trials, "no trial"
     with Store(tmp_path, "0" * 16, summary={}) as store:
         assert store.compiled_ahead == (group,)
         session.store = store

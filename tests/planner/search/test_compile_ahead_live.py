@@ -131,7 +131,7 @@ def test_a_fault_while_compiling_ahead_is_no_verdict(
         assert (len(failed) == 2) if all_lost else (len(failed) == 1)
         assert found.attempts == (["compile ahead"] if kind == "kill_zygote" else [])
         assert any("were not compiled ahead" in text for text in found.said)
-        assert not found.store.trials and found.store.next_number == 0
+        assert not found.store.trials and found.store.take_number() == 0
         assert ahead.option() is None, "they are left to their own trials"
         trials = measure(found, tmp_path)
         assert [trial.outcome.value for trial in trials] == ["ok", "ok"], [trial.reason for trial in trials]

@@ -133,7 +133,7 @@ def test_what_was_added_is_there_again(tmp_path: Path):
     with open_store(tmp_path / "s") as store:
         assert [trial.number for trial in store.trials] == [0]
         assert store.trials[0].resumed
-        assert store.next_number == 1
+        assert store.take_number() == 1
         assert store.budget_s == 60.0
         assert store.parity_of(TrainingConfig(micro_batch=1)) == parity
         assert store.finished is None

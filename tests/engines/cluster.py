@@ -1,0 +1,145 @@
+"""A PostgreSQL server of its own, in a folder, on a free port of 127.0.0.1; and a proxy that can cut the network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PASSWORD = "not-for-any-file-3141"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Cluster:
+    """A server that is started, stopped and killed at will; as root it runs as the user postgres or nobody.
+
+    Raises:
+        RuntimeError: PostgreSQL is not installed, or does not start; and why.
+    """
+
+    def __init__(self, folder: Path, *, connections: int = 200) -> None:
+        self.folder, self.port = folder / "pg", free_port()
+        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+        initdb = str(found[-1]) if found else shutil.which("initdb")
+        if initdb is None:
+            raise RuntimeError("PostgreSQL is not installed here: apt-get install postgresql")
+        self.bin = Path(initdb).resolve().parent
+        self.user: dict[str, Any] = {}
+        self.folder.mkdir()
+        if os.geteuid() == 0:  # initdb refuses root
+            import pwd
+
+            known = {entry.pw_name for entry in pwd.getpwall()}
+            name = "postgres" if "postgres" in known else "nobody"
+            self.user = {"user": name, "group": pwd.getpwnam(name).pw_gid, "extra_groups": []}
+            shutil.chown(self.folder, name)
+            folder.chmod(0o711)
+        (self.folder / "password").write_text(PASSWORD)
+        (self.folder / "password").chmod(0o644)
+        asked = ["-U", "planner", "-A", "scram-sha-256", f"--pwfile={self.folder / 'password'}", "--no-sync"]
+        self._run("initdb", "-D", self.data, *asked)
+        with open(self.data / "postgresql.conf", "a") as file:
+            file.write(f"port = {self.port}\nlisten_addresses = '127.0.0.1'\nmax_connections = {connections}\n")
+            file.write("unix_socket_directories = ''\n")
+        self.start()
+        os.environ["PGPASSWORD"] = PASSWORD
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    def url(self, name: str, port: int | None = None) -> str:
+        return f"postgresql://planner@127.0.0.1:{port or self.port}/{name}"
+
+    def start(self) -> None:
+        self._run("pg_ctl", "-D", self.data, "-w", "-l", self.folder / "log", "start")
+
+    def stop(self, mode: str = "fast") -> None:
+        self._run("pg_ctl", "-D", self.data, "-w", "-m", mode, "stop")
+
+    def restart(self, mode: str = "immediate") -> None:
+        self.stop(mode)
+        self.start()
+
+    def make(self, name: str) -> str:
+        """The URL of a new database."""
+        self.query("postgres", f'CREATE DATABASE "{name}"')
+        return self.url(name)
+
+    def query(self, database: str, text: str, *asked: Any) -> list[Any]:
+        import psycopg
+
+        with psycopg.connect(self.url(database), autocommit=True) as connection:
+            cursor = connection.execute(text, asked)
+            return cursor.fetchall() if cursor.description is not None else []
+
+    def terminate(self) -> int:
+        """Ends the connections of all planners; returns how many there were."""
+        text = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'autoplan'"
+        return len(self.query("postgres", text))
+
+    def _run(self, name: str, *arguments: Any) -> None:
+        command = [str(self.bin / name), *map(str, arguments)]
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/", timeout=120, **self.user
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def running_cluster(folder: Path, **options: Any) -> Iterator[Cluster]:
+    cluster = Cluster(folder, **options)
+    try:
+        yield cluster
+    finally:
+        cluster.stop("immediate")
+
+
+class Proxy:
+    """Passes connections on to a server; while it is cut, nothing gets through, and nobody is told."""
+
+    def __init__(self, port: int) -> None:
+        self._target, self._open = port, threading.Event()
+        self._open.set()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self, seconds: float) -> None:
+        self._open.clear()
+        time.sleep(seconds)
+        self._open.set()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            self._open.wait()
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # the server is down
+                client.close()
+                continue
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._open.wait()
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
