@@ -32,7 +32,14 @@ from autoplan.planner.parity.records import (
     step_part,
     twin_of,
 )
-from autoplan.planner.parity.reference import Check, dropout_rates, dropout_sources, learning_rates, noise_seed
+from autoplan.planner.parity.reference import (
+    Check,
+    dropout_rates,
+    dropout_sources,
+    learning_rates,
+    masks_alike,
+    noise_seed,
+)
 from autoplan.planner.parity.replay import replay
 from autoplan.planner.parity.rounded_products import product_distances
 from autoplan.strategies.config import TrainingConfig
@@ -148,6 +155,7 @@ class _Candidate:
             buffers=buffers,
             data_rank=data_position(run.mesh)[0],
             data_ranks=1 if config.batch_norm == "sync" else config.dp,  # synchronised statistics are one process's
+            lost=watched.lost,
             schedule_steps=getattr(run.schedule, "last_epoch", None),
             learning_rates=learning_rates(run.optimizer),
             replay=replay(small, reference.parameters, recorder, self.check.device),
@@ -246,19 +254,26 @@ class _Candidate:
         if self.check.own_shapes and not fixed:  # what a 16-bit candidate fits in may be too little
             config = config.model_copy(update={"micro_batch": math.gcd(config.micro_batch, CHECK_MICRO_BATCH)})
         watched = self._watched(small, config)
-        watched.noise_seed = noise_seed(small, 0) + data_position(watched.run.mesh)[0] * watched.run.accumulation
+        first_seed = data_position(watched.run.mesh)[0] * watched.run.accumulation
+        watched.noise_seed = noise_seed(small, 0) + first_seed
         batch = small.make_batch(small.global_batch, 0)
         rows = _rows_for_chunks(config.micro_batch * reference.length) if config.loss == "fused" else None
         with limit_chunk_rows(rows):
             step = watched.measure_pass(TWIN + step_part(0), batch, reference.sequence_length)
-        own, wanted = None, reference.own_length
+        buffers = self.recorder.buffer_changes(watched.run.model)
+        own, second, wanted = None, None, reference.own_length
         if wanted is not None and reference.trained == len(reference.steps):
             length = wanted.sequence_length or reference.length
             if self._has_time(2 * wanted.samples * length / reference.length, compiles=False):
                 watched.noise_seed = noise_seed(self.workload, CHECK_STEPS) + data_position(watched.run.mesh)[0]
                 batch = self.workload.make_batch(wanted.samples, 0)
                 own = watched.measure_pass(TWIN + OWN_LENGTH, batch, length)
-        return TwinMeasure(step=step, own_length=own)
+        if reference.trained == len(reference.steps) and self.config.parameters == self.config.optimizer_state == "own":
+            for number, part in enumerate(("", TWIN + step_part(1))):  # the first step is taken now
+                watched.noise_seed = noise_seed(small, number) + first_seed
+                batch = small.make_batch(small.global_batch, number)
+                second = watched.measure_pass(part, batch, reference.sequence_length, steps=number == 0)
+        return TwinMeasure(step=step, second=second, own_length=own, buffers=buffers)
 
     def _dropout(self, config: TrainingConfig, prefix: str = "") -> DropoutMeasure | None:
         """A pass for each seed of the reference, and the first once more, on a run that is built with dropout on.
@@ -286,14 +301,16 @@ class _Candidate:
             with buffers_kept(run.model):
                 seed = self.workload.seed + 1 + number
                 found.append(watched.measure_pass(f"{prefix}{DROPOUT}{number}", batch, length, seed))
-        sources = {}
+        sources, alike = {}, ()
         if config.compile == "off" and config.pp == 1 and self.reference.dtypes == {"float32"}:
             sources = dropout_sources(run.model, lambda: watched.loss(micro), self.workload.seed)
+            alike = masks_alike(run.model, lambda: watched.loss(micro))
         return DropoutMeasure(
             passes=tuple(found[:-1]),
             repeated_loss=found[-1].loss,
             rates=dropout_rates(run.model),
             unseeded=unseeded,
+            alike=alike,
             sources=sources,
         )
 
@@ -314,6 +331,7 @@ class _WatchedRun:
         self._norms: dict[str, float] = {}
         self.noise_seed = 0
         self.losses: list[float] = []  # of each micro-step
+        self.lost = ""  # by loading
         self.factor = 1.0  # of each loss
         self._micro_step = 0
         self._module, run.module = run.module, self._watched_module
@@ -366,7 +384,9 @@ class _WatchedRun:
         total, count = self.run.micro_step(own, divisor, sync=True)
         return self.run.optimizer_step(total, count, divisor)
 
-    def measure_pass(self, part: str, batch: Batch, length: int | None, seed: int | None = None) -> PassMeasure:
+    def measure_pass(
+        self, part: str, batch: Batch, length: int | None, seed: int | None = None, *, steps: bool = False
+    ) -> PassMeasure:
         """One forward and backward, up to where the optimizer would step: parameters stay as they are.
 
         Args:
@@ -374,6 +394,7 @@ class _WatchedRun:
             batch: A whole step of a run or of a pipeline; else one micro-batch of each rank.
             length: Of its sequences, for the record.
             seed: Set before the forward.
+            steps: The optimizer steps after all.
         """
         self._part = part
 
@@ -382,7 +403,7 @@ class _WatchedRun:
                 seed_generators(seed if self.run.mesh is None else rank_seed(seed, self.run.mesh))
             return self._train(batch)
 
-        with _without_steps(self.run):
+        with contextlib.nullcontext() if steps else _without_steps(self.run):
             result = self._until_taken(micro_step)
         self._part = None
         return PassMeasure(
@@ -455,6 +476,7 @@ class _WatchedRun:
         """
         run = self.run
         moments, others = dict(run.optimizer.state), self.kept_state()
+        torch.rand(1)  # the generators are not as they were before the first step
         self._part = ""  # torch makes a step of zeros before it saves an optimizer without state, and before it loads
         try:
             state = run.state_dict()
@@ -467,11 +489,19 @@ class _WatchedRun:
             state[part] = {name: _cloned(value) for name, value in state[part].items()}
         saved = [value for value in run.model.state_dict().values() if isinstance(value, torch.Tensor)]
         kept = [(tensor, tensor.detach().clone()) for tensor in map(local_tensor, saved)]
+        buffers = {local_tensor(buffer).data_ptr() for buffer in run.model.buffers()}
         for tensor, _ in kept:
             tensor.zero_()
+        generators = torch.get_rng_state()
+        torch.rand(1)
         try:
             self._put_back({}, fresh)
             run.load_state_dict(state)
+            of_buffers = [pair for pair in kept if pair[0].data_ptr() in buffers]
+            if not all(torch.equal(tensor.nan_to_num(), value.nan_to_num()) for tensor, value in of_buffers):
+                self.lost = "buffers"
+            elif run.mesh is None and not torch.equal(generators, torch.get_rng_state()):
+                self.lost = "the random state"
         except Exception as error:
             for tensor, value in kept:
                 tensor.copy_(value)

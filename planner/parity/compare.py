@@ -27,6 +27,7 @@ from autoplan.planner.parity.judge import (
     SAME_MASKS,
     Judgement,
     buffers_to_compare,
+    is_replayed,
     judge,
     names_of,
     not_finite,
@@ -36,6 +37,7 @@ from autoplan.planner.parity.records import (
     CHECK_MICRO_BATCH,
     ParityMeasurement,
     ParityRequest,
+    Rung,
     check_accumulation,
     dropout_accumulation,
 )
@@ -48,7 +50,7 @@ from autoplan.strategies.workloads.spec import WorkloadSpec
 MEASUREMENTS = "measurements.json"
 LIMITS = "What no check of a few steps can see is listed in docs/parity.md"
 
-FORMAT = 5
+FORMAT = 6
 """Of the kept reference. One of an earlier format is made anew."""
 
 REFERENCE_SHARE = 0.5
@@ -82,7 +84,7 @@ def run_parity(
     memory_limit_bytes: int | None = None,
     on_attempt: Callable[[ProcessReport], None] | None = None,
     own_shapes: bool = False,
-    plain_fits: bool = True,
+    rung: Rung = "plain",
 ) -> Parity:
     """Checks a configuration against one plain process, on fewer and shorter samples.
 
@@ -100,7 +102,7 @@ def run_parity(
         on_attempt: Is told of each run that something outside ended; it is then made again.
         own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
             that does not come to its end (its copies of the parameters may not fit beside them), small ones are taken.
-        plain_fits: The plain run fits; if it does not, the sequences of the workload's own length are left out.
+        rung: Which plain run fits, for a pass of the workload's own length.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
@@ -116,7 +118,7 @@ def run_parity(
         on_attempt=on_attempt,
     )
     for own in (True, False) if own_shapes else (False,):
-        reference = _reference(launch, spec, config, device, cache_dir or directory, own, plain_fits)
+        reference = _reference(launch, spec, config, device, cache_dir or directory, own, rung)
         if isinstance(reference, str):
             verdict = unfinished(config, reference)
             continue
@@ -159,7 +161,7 @@ def compare(reference: Samples, candidates: Sequence[Samples], config: TrainingC
         problems.append(same_masks)
     failures = (*problems, *describe_failures(worst.checks))
     ours = candidates[0].measurement
-    left_out = not_checked(measurement, ours)
+    left_out = (*not_checked(measurement, ours), *([worst.too_sensitive] if worst.too_sensitive else []))
     note = describe_check(ours, worst.checks)
     if left_out:
         note += "; not checked: " + "; ".join(left_out)
@@ -205,6 +207,8 @@ def _reference_problems(measurement: ParityMeasurement, config: TrainingConfig) 
             f"the plain run itself has parameters that are not finite after its steps ({names_of(lost)}), so nothing "
             "can be compared: look at the optimizer and its schedule (a learning rate or an eps that divides by zero)"
         )
+    if measurement.unproved and config.checkpointing != "none":
+        problems.append(f"{measurement.unproved}, and this configuration has checkpointing too")
     noisy = measurement.deterministic is False
     if measurement.additive is False and not noisy and measurement.fixed_micro_batch != config.micro_batch:
         problems.append(
@@ -243,7 +247,7 @@ def describe_check(ours: ParityMeasurement, checks: Sequence[ParityCheck]) -> st
     scaled = [step.gradient_factor for step in ours.steps if step.gradient_factor != 1.0]
     if scaled:
         phrases.append(f"clipping did not bind by itself, and was checked on gradients scaled by {scaled[0]:.3g}")
-    if ours.replay is not None and ours.replay.method != "norms":
+    if is_replayed(ours):
         phrases.append("the workload's own optimizer replayed on the candidate's gradients")
     if ours.own_length is not None:
         phrases.append(f"one forward and backward at {ours.own_length.sequence_length} tokens")
@@ -372,7 +376,7 @@ def _reference(
     device: str,
     folder: Path,
     own_shapes: bool,
-    plain_fits: bool,
+    rung: Rung,
 ) -> Samples | str:
     """The plain run, kept by what decides it; or why there is none.
 
@@ -381,7 +385,7 @@ def _reference(
     micro_batch = config.micro_batch if own_shapes else min(config.micro_batch, CHECK_MICRO_BATCH)
     sizes = [micro_batch, config.dp, config.pp, check_accumulation(config), dropout_accumulation(config)]
     key = [FORMAT, spec.identity, device, *sizes, *(["own shapes"] if own_shapes else [])]
-    key += [] if plain_fits else ["the plain run does not fit"]
+    key += [] if rung == "plain" else [rung]
     key += ["bf16 parameters"] if config.parameters != "own" else []
     key += [f"fp8={config.fp8}"] if config.fp8 != "off" else []
     key += [config.batch_norm] if config.batch_norm != "own" else []
@@ -396,7 +400,7 @@ def _reference(
         device=device,
         time_s=REFERENCE_SHARE * launch.time_s(),
         own_shapes=own_shapes,
-        plain_fits=plain_fits,
+        rung=rung,
     )
     report, samples = _run(launch, request, kept, 1, deadline_s)
     return samples[0] if samples else why_unfinished(report, "the plain reference")

@@ -23,7 +23,10 @@ from autoplan.planner.parity.differences import (
     relatives,
 )
 from autoplan.planner.parity.records import (
+    AGAIN,
     DROPOUT,
+    MASKS,
+    NOISE,
     OWN_LENGTH,
     START,
     TWIN,
@@ -35,6 +38,7 @@ from autoplan.planner.parity.records import (
     step_part,
 )
 from autoplan.planner.parity.tolerances import (
+    AMPLIFIED,
     CHANCE_DEVIATIONS,
     CHANGE_NORM,
     DROPOUT_NOISE,
@@ -43,6 +47,7 @@ from autoplan.planner.parity.tolerances import (
     SAME_GRADIENT,
     SAME_MASK,
     SAME_STREAM,
+    SENSITIVE,
     TOLERANCES,
     Tolerance,
 )
@@ -61,6 +66,7 @@ class Judgement:
 
     checks: tuple[ParityCheck, ...]
     problems: tuple[str, ...]
+    too_sensitive: str = ""  # which steps are not compared for that, in a sentence
 
     @property
     def worst(self) -> ParityCheck:
@@ -86,21 +92,23 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
     rates_apart = {f"group {number}": relative(one, other) for number, (one, other) in rates}
     first = Gradients(reference, candidate, step_part(0), tolerance)
     all_steps = len(ours.steps) == len(plain.steps)
+    amplified = amplification(reference)
+    steps = _comparable_steps(amplified, first.distance(), tolerance, min(plain.trained, len(ours.steps)))
     checks = [
         largest("start", START_TOLERANCE, distances_of(reference.part(START), candidate.part(START))),
         *first.checks("step 1", plain.steps[0].gradient_norms, ours.steps[0].gradient_norms),
         make_check("loss", relative(plain.steps[0].loss, ours.steps[0].loss, 1e-12), tolerance.loss, "step 1"),
-        *_later_steps(reference, candidate, tolerance),
+        *_later_steps(reference, candidate, tolerance, steps, amplified),
         *_clipping(ours, tolerance),
         largest("parameter groups", 1e-6, _groups(plain.steps, ours.steps)),
         *([largest("learning rate after the last step", 1e-6, rates_apart)] if all_steps else []),
-        _optimizer(plain, ours, tolerance),
+        *([_optimizer(plain, ours, tolerance)] if is_replayed(ours) or steps >= plain.trained else []),
         *_rounding(ours, states),
         *([largest("products in fp8", PRODUCTS, ours.products)] if ours.products else []),
         largest("frozen parameters", 0.0, _frozen(plain, ours)),
     ]
     buffers = buffers_to_compare(plain, ours)
-    if buffers and len(ours.steps) >= plain.trained:
+    if buffers and steps >= plain.trained:
         checks.append(largest("buffers", tolerance.norm, relatives(buffers, ours.buffers, tolerance)))
     if plain.own_length is not None and ours.own_length is not None:
         own = Gradients(reference, candidate, OWN_LENGTH, tolerance)
@@ -109,7 +117,32 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
         checks += _dropout(reference, candidate, plain.dropout, ours.dropout, tolerance)
     if ours.twin is not None:
         checks += _twin(reference, candidate, ours.twin)
-    return Judgement(checks=tuple(checks), problems=tuple(_problems(reference, candidate)))
+    too_sensitive = ""
+    if steps < min(plain.trained, len(ours.steps)):
+        too_sensitive = (
+            f"steps {steps + 1} to {plain.trained} beside the plain run: the training is too sensitive, gradients of "
+            f"the plain run that are off by {NOISE:.1%} are off by {amplified[steps] * NOISE:.2g} in step {steps + 1}"
+        )
+    return Judgement(
+        checks=tuple(checks), problems=tuple(_problems(reference, candidate)), too_sensitive=too_sensitive
+    )
+
+
+def amplification(reference: Samples) -> list[float]:
+    """By step, how far the gradient is off, over what each one before it was off by; empty without a second run."""
+    if not reference.part(AGAIN + step_part(0)):
+        return []
+    steps, tolerance = range(1, reference.measurement.trained), TOLERANCES["fp32"]
+    apart = [Gradients(reference, reference, step_part(step), tolerance, AGAIN).distance() for step in steps]
+    return [1.0, *(distance / NOISE for distance in apart)]
+
+
+def _comparable_steps(amplified: Sequence[float], first: float, tolerance: Tolerance, steps: int) -> int:
+    """Of so many steps, those before the first one where rounding alone may be more than what passes."""
+    for number, factor in enumerate(amplified[:steps]):
+        if factor > SENSITIVE and 2 * factor * first > tolerance.later_whole:
+            return number
+    return steps
 
 
 def buffers_to_compare(plain: ParityMeasurement, ours: ParityMeasurement) -> dict[str, float]:
@@ -136,6 +169,8 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
             where = f"in step {number}: {names_of(one ^ other)} is in one of the two only"
             problems.append(f"gradients are not of the same parameters {where}")
             break
+    if ours.lost:
+        problems.append(f"saving and loading between two steps loses {ours.lost}")
     if ours.hides_nan:
         problems.append(f"a loss that is NaN leaves {ours.hides_nan} finite: the plain loop hides it nowhere")
     for measured in (ours.dropout, None if ours.twin is None else ours.twin.dropout):
@@ -179,21 +214,31 @@ def names_of(names: set[str]) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _later_steps(reference: Samples, candidate: Samples, tolerance: Tolerance) -> list[ParityCheck]:
-    """The whole gradient and the loss of later steps, which are taken with parameters that differ a little."""
+def _later_steps(
+    reference: Samples, candidate: Samples, tolerance: Tolerance, steps: int, amplified: Sequence[float]
+) -> list[ParityCheck]:
+    """The whole gradient and the loss of later steps, which are taken with parameters that differ a little.
+
+    Where it is known how much a training amplifies, the whole gradient may be off by AMPLIFIED times what is
+    expected of the first step's distance.
+    """
     plain, ours = reference.measurement, candidate.measurement
     scales: dict[str, float] = {}
-    distances: dict[str, float] = {}
     losses: dict[str, float] = {}
-    for number in range(1, min(plain.trained, len(ours.steps))):
+    whole = make_check("whole gradient, later steps", 0.0, tolerance.later_whole)
+    first = Gradients(reference, candidate, step_part(0), tolerance).distance()
+    for number in range(1, steps):
         where = f"step {number + 1}"
         found = Gradients(reference, candidate, step_part(number), tolerance)
-        (scales if number < _NEAR_STEPS else distances)[f"scale, {where}"] = abs(found.scale() - 1)
-        distances[where] = found.distance()
+        expected = first * amplified[number] if number < len(amplified) else math.inf
+        allowed = min(tolerance.later_whole, max(tolerance.later, AMPLIFIED * expected))
+        offs = {where: found.distance()}
+        (scales if number < _NEAR_STEPS else offs)[f"scale, {where}"] = abs(found.scale() - 1)
+        whole = max(whole, largest(whole.name, allowed, offs), key=excess)
         losses[where] = relative(plain.steps[number].loss, ours.steps[number].loss, 1e-12)
     return [
         largest("gradient scale, later steps", tolerance.later, scales),
-        largest("whole gradient, later steps", tolerance.later_whole, distances),
+        whole,
         largest("loss, later steps", tolerance.later_loss, losses),
     ]
 
@@ -253,7 +298,7 @@ def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tol
     name = "parameters after the optimizer's steps"
     if any(step.optimizer_steps == 0 for step in ours.steps):
         return make_check(name, 1.0, tolerance.optimizer, "all parameters")
-    if ours.replay is not None and ours.replay.method != "norms":
+    if ours.replay is not None and is_replayed(ours):
         return largest(name, tolerance.optimizer, ours.replay.differences)
     if len(ours.steps) < plain.trained:
         return make_check("change of the parameters", 0.0, CHANGE_NORM, "not compared")
@@ -262,9 +307,14 @@ def _optimizer(plain: ParityMeasurement, ours: ParityMeasurement, tolerance: Tol
     return largest("change of the parameters", allowed, relatives(trained, ours.changes, tolerance))
 
 
+def is_replayed(ours: ParityMeasurement) -> bool:
+    """Whether the optimizer ran again on what the candidate recorded."""
+    return ours.replay is not None and ours.replay.method != "norms"
+
+
 def _rounding(ours: ParityMeasurement, states: str) -> list[ParityCheck]:
     """Parameters and moments that are kept rounded, beside what the steps gave."""
-    if ours.replay is None or ours.replay.method == "norms":
+    if ours.replay is None or not is_replayed(ours):
         return []
     checks = []
     if ours.replay.rounding:
@@ -325,11 +375,13 @@ def _dropout_problems(plain: DropoutMeasure | None, ours: DropoutMeasure | None)
     problems: list[str] = []
     if plain is None or ours is None:
         return problems
+    new_alike = set(ours.alike) - set(plain.alike)
     if plain.unseeded and ours.unseeded and _are_apart([loss for step in plain.unseeded for loss in step]):
         if all(len(step) > 1 and _are_equal(step) for step in ours.unseeded):
             problems.append("dropout draws the same masks in every micro-batch of a step")
         if all(_are_equal(losses) for losses in zip(*ours.unseeded, strict=True)):
             problems.append("dropout draws the same masks in every step")
+    problems += [f"dropout draws the same masks {where}" for name, where in MASKS.items() if name in new_alike]
     for kind, losses in ours.sources.items():
         if _are_apart(plain.sources.get(kind, ())) and _are_equal(losses):
             problems.append(f"dropout that is on in the plain run does nothing: {kind or 'of no dropout module'}")
@@ -377,6 +429,13 @@ def _twin(reference: Samples, candidate: Samples, ours: TwinMeasure) -> list[Par
         *first.checks("step 1" + IN_FP32, plain.steps[0].gradient_norms, ours.step.gradient_norms),
         make_check("loss" + IN_FP32, loss, tolerance.loss, "step 1"),
     ]
+    if ours.second is not None:
+        second, factors = Gradients(reference, candidate, step_part(1), tolerance, TWIN), amplification(reference)
+        allowed = max(tolerance.later, AMPLIFIED * first.distance() * factors[1]) if len(factors) > 1 else CAP
+        checks.append(make_check("whole gradient" + IN_FP32, second.distance(), allowed, "step 2"))
+    if candidate.measurement.data_ranks == 1 and ours.buffers:
+        statistics = relatives(plain.first_buffers, ours.buffers, tolerance)
+        checks.append(largest("buffers" + IN_FP32, tolerance.norm, statistics))
     if plain.own_length is not None and ours.own_length is not None:
         own = Gradients(reference, candidate, OWN_LENGTH, tolerance, TWIN)
         norms = plain.own_length.gradient_norms, ours.own_length.gradient_norms

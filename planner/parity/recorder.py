@@ -199,6 +199,10 @@ class Recorder:
             if name in self._buffers
         }
 
+    def add_steps(self, prefix: str, other: Recorder) -> None:
+        """Keeps the gradients of another run's steps, under their names with a prefix."""
+        self._elements |= {prefix + name: sample for name, sample in other._elements.items() if name.startswith("step")}
+
     def samples(self) -> dict[str, Any]:
         """The sampled elements as `part/parameter`, in fp32 as NumPy arrays."""
         return {name: sample.float().numpy() for name, sample in self._elements.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
@@ -37,8 +38,18 @@ LEAST_CHUNKS = 3
 
 # The parts of a check, by the prefix of the names under which the sampled elements are kept.
 START, OWN_LENGTH, DROPOUT = "start", "own_length", "dropout"
+MASKS = {"samples": "for two samples of a micro-batch", "places": "in two places of the model"}
+AGAIN = "again "
+"""Before the name of a part: the same of a second plain run, whose gradients are off by NOISE of themselves."""
+
+NOISE = 1e-3
 TWIN = "fp32 "
 """Before the name of a part: the same of the candidate's knobs in fp32."""
+
+
+Rung = Literal["plain", "checkpointing", "none"]
+"""Which plain run fits at the workload's own length: as it is, with full checkpointing, or one that moves or fuses
+more, in whose place that length is not checked."""
 
 
 def step_part(number: int) -> str:
@@ -145,6 +156,9 @@ class DropoutMeasure(Measure):
     unseeded: tuple[tuple[float, ...], ...] = Field(
         default=(), description="losses of one micro-batch again and again, nothing seeded: by step, of each of its own"
     )
+    alike: tuple[str, ...] = Field(
+        default=(), description="MASKS that are the same in one forward, as far as dropout modules draw them"
+    )
     sources: dict[str, tuple[float, ...]] = Field(
         default_factory=dict, description="by kind of dropout, alone: the losses of some seeds; '': no module's"
     )
@@ -154,8 +168,10 @@ class TwinMeasure(Measure):
     """The measurements of the candidate's knobs in fp32, beside the same reference."""
 
     step: PassMeasure = Field(description="the first step, up to where the optimizer would step")
+    second: PassMeasure | None = Field(default=None, description="the second step, after the optimizer's first")
     own_length: PassMeasure | None = None
     dropout: DropoutMeasure | None = None
+    buffers: dict[str, float] = Field(default_factory=dict, description="by saved buffer, its change in the first step")
 
 
 class ReplayMeasure(Measure):
@@ -192,6 +208,9 @@ class ParityMeasurement(Measure):
     buffers: dict[str, float] = Field(
         default_factory=dict, description="by saved buffer, the norm of its change; of a candidate, on its own rank"
     )
+    first_buffers: dict[str, float] = Field(
+        default_factory=dict, description="of a reference, by saved buffer, the norm of its change in the first step"
+    )
     rank_buffers: tuple[dict[str, float], ...] = Field(
         default=(), description="of a reference, the same for each data-parallel rank of the candidate"
     )
@@ -213,6 +232,8 @@ class ParityMeasurement(Measure):
         default="",
         description="of a candidate: what stays finite if the loss is NaN; of a reference: why that is not asked",
     )
+    unproved: str = Field(default="", description="of a reference: what is wrong with the checkpointing that it needs")
+    lost: str = Field(default="", description="of a candidate: what was not as it had been saved after loading")
     chunk_rows: int | None = Field(default=None, description="rows of logits at once in the fused loss of the check")
     not_checked: tuple[str, ...] = Field(default=(), description="what was left out, and why, in sentences")
     global_batch: int
@@ -253,9 +274,7 @@ class ParityRequest(Measure):
     own_shapes: bool = Field(
         default=False, description="with the candidate's own micro-batch and sequences, whose kernels are in the cache"
     )
-    plain_fits: bool = Field(
-        default=True, description="the plain run at its own sequence length; else that length is not checked"
-    )
+    rung: Rung = Field(default="plain", description="what fits at the workload's own sequence length")
     time_s: float | None = Field(
         default=None, description="seconds for all of it; what is not needed for a verdict is left out where it is late"
     )

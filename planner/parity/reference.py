@@ -7,6 +7,8 @@ that the user fixed. Gradients of summed losses add up and are divided by the co
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autoplan.planner.parity.batches import (
     can_mask_labels,
@@ -28,13 +31,16 @@ from autoplan.planner.parity.batches import (
 )
 from autoplan.planner.parity.recorder import Recorder
 from autoplan.planner.parity.records import (
+    AGAIN,
     CHECK_MICRO_BATCH,
     CHECK_STEPS,
     DROPOUT,
     DROPOUT_SEEDS,
     DROPOUT_SEQUENCE_LENGTH,
     LARGE_MODEL_STEPS,
+    MASKS,
     MOST_STEPS_S,
+    NOISE,
     OWN_LENGTH,
     SMALL_MODEL_PARAMETERS,
     SOURCE_SEEDS,
@@ -42,27 +48,31 @@ from autoplan.planner.parity.records import (
     DropoutMeasure,
     ParityMeasurement,
     PassMeasure,
+    Rung,
     check_accumulation,
     dropout_accumulation,
     samples_at_once,
 )
 from autoplan.planner.parity.rounded_products import RoundedProducts
-from autoplan.planner.parity.tolerances import SAME_MASK
+from autoplan.planner.parity.tolerances import SAME_MASK, TOLERANCES
+from autoplan.planner.trace.variant_tracer import truncate_model
 from autoplan.strategies.analysis.additivity import check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout, find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.fp8 import selected_linears
 from autoplan.strategies.techniques.host_activations import HostActivations
 from autoplan.strategies.techniques.host_states import keep_states_on_host
+from autoplan.strategies.techniques.mesh import local_tensor
 from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.batch import Batch, move_batch, split_batch
 from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.randomness import seed_generators
-from autoplan.strategies.workloads.training_mode import enter_training_mode
+from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode
 from autoplan.strategies.workloads.workload import Workload
 
 _CLIPPED_TO = 0.25  # of their norm, where gradients are scaled up so that clipping has something to do
+_DROPPED = 16  # elements that two masks drop alike: by chance, once in 10**16 pairs of a rate of 0.1
 _MOST_KINDS = 8  # of dropout that are tried one by one
 _DIVERGED = 4.0  # a loss that is so many times the first one: what follows is sensitive to every rounding
 _SAFETY = 1.5  # a part is begun where this many times its expected time is left
@@ -106,7 +116,7 @@ class Check:
         limit: If it is late, the parts that no verdict needs are left out.
         own_shapes: With the candidate's own micro-batch and sequence length. The plain loop takes fewer samples at
             once: what a checkpointed or 16-bit candidate fits in may be too little for it.
-        plain_fits: The plain run fits at its own sequence length, so that a pass of that length can be compared.
+        rung: Which plain run fits at the workload's own length, so that a pass of that length can be compared.
     """
 
     workload: Workload
@@ -116,7 +126,7 @@ class Check:
     phase: Callable[[str], None] = lambda name: None
     limit: TimeLimit = field(default_factory=TimeLimit)
     own_shapes: bool = False
-    plain_fits: bool = True
+    rung: Rung = "plain"
 
     @property
     def small_config(self) -> TrainingConfig:
@@ -154,12 +164,14 @@ def run_reference(check: Check) -> ParityMeasurement:
         reference.rank_buffers = RankBuffers(model, config.dp, accumulation)
     large = check.own_shapes or size > SMALL_MODEL_PARAMETERS
     schedule, optimizer = reference.steps(small, large=large)
-    sample_s = (time.monotonic() - began) / sum(step.samples for step in recorder.steps)
+    steps_s = time.monotonic() - began
+    sample_s = steps_s / sum(step.samples for step in recorder.steps)
     measurement = ParityMeasurement(
         steps=tuple(recorder.steps),
         parameters=recorder.parameters(model),
         changes=recorder.changes(len(recorder.stepped)),
         buffers=recorder.buffer_changes(model),
+        first_buffers=reference.first_buffers,
         rank_buffers=reference.rank_buffer_changes(),
         schedule_steps=getattr(schedule, "last_epoch", None),
         learning_rates=learning_rates(optimizer),
@@ -176,14 +188,20 @@ def run_reference(check: Check) -> ParityMeasurement:
         additive=additive,
         deterministic=deterministic,
     )
-    recorder.restore()
     reference.rank_buffers = None
+    reference.steps_again(small, steps_s)
+    recorder.restore()
     del schedule, optimizer  # whose state leaves its room to the own length
     check.phase("own length")
     own, left_out = reference.own_length(length, sample_s)
     not_checked = (*reference.left_out, *left_out)
     return measurement.model_copy(
-        update={"own_length": own, "hides_nan": reference.hides_nan(small), "not_checked": not_checked}
+        update={
+            "own_length": own,
+            "unproved": reference.unproved,
+            "hides_nan": reference.hides_nan(small),
+            "not_checked": not_checked,
+        }
     )
 
 
@@ -244,6 +262,9 @@ class _Reference:
         self.rank_buffers: RankBuffers | None = None  # set during the steps, where ranks have buffers of their own
         self.rounded: list[nn.Parameter] = []  # those that the candidate keeps in bf16
         self.left_out: tuple[str, ...] = ()  # of the steps
+        self.unproved = ""  # what is wrong with checkpointing, where it stands for the plain run
+        self.noise = 0.0  # of each gradient, as a share
+        self.first_buffers: dict[str, float] = {}  # the changes of the first step
         self.products: RoundedProducts | None = None  # those that the candidate makes in fp8
         self.noisy_micro_batch: int | None = None  # set where the loss draws noise: each micro-batch is then seeded
         if config.parameters != "own":
@@ -360,6 +381,10 @@ class _Reference:
                 norm_now = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
                 factor = 1.0 if norm_now == 0.0 or norm_now > limit else limit / (_CLIPPED_TO * norm_now)
             self.recorder.before_clipping(self.model, factor)
+            for gradient in [p.grad for p in self.parameters if p.grad is not None] if self.noise else []:
+                there = gradient != 0  # rows of an embedding that no sample has stay as they are
+                size = gradient.norm() / there.sum().clamp(min=1) ** 0.5
+                gradient.add_(self.noise * size * torch.randn_like(gradient) * there)
             if limit is not None:
                 norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
                 bound = bound or norm > limit
@@ -372,7 +397,29 @@ class _Reference:
             optimizer.zero_grad(set_to_none=True)
             self.recorder.after_step(self.model, samples=small.global_batch, loss=loss, clipping_norm=norm)
             exact = self.round_parameters(self.rounded)
+            if index == 0:
+                self.first_buffers = self.recorder.buffer_changes(self.model)
         return schedule, optimizer
+
+    def steps_again(self, small: Workload, seconds: float) -> None:
+        """The steps once more, each gradient off by a share as rounding is: they show how sensitive a training is.
+
+        Left out where a few steps alone were taken, which amplify little, and where there is no time for so many
+        seconds.
+        """
+        first, left_out = self.recorder, self.left_out
+        if len(first.stepped) <= WHOLE_STEPS or not self.check.limit.allows(seconds):
+            return
+        first.restore()
+        for parameter in self.parameters:
+            parameter.grad = None  # of a step that was not followed
+        self.recorder, self.noise = Recorder(), NOISE
+        self.recorder.begin(self.model, keep=False)
+        self.steps(small, large=False)
+        first.add_steps(AGAIN, self.recorder)
+        self.recorder, self.noise, self.left_out = first, 0.0, left_out
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def own_length(self, length: int, sample_s: float) -> tuple[PassMeasure | None, tuple[str, ...]]:
         """One forward and backward at the workload's own length, or why there was none.
@@ -386,18 +433,56 @@ class _Reference:
             return None, ()
         if self.config.pp > 1:
             return None, (f"a forward at its own {whole} tokens: the stages of a pipeline are built for one length",)
-        if not self.check.plain_fits:
+        if self.check.rung == "none":
             return None, (f"a forward and backward at its own {whole} tokens: the plain run does not fit",)
         samples = (self.workload.fixed_micro_batch or 1) * self.config.dp
         if not self.check.limit.allows(sample_s * samples * whole / length):
             return None, (f"a forward and backward at its own {whole} tokens: there was no time",)
+        if self.check.rung == "checkpointing" and (why_not := self.climb(whole)):
+            return None, (f"a forward and backward at its own {whole} tokens: {why_not}",)
         batch = self.workload.make_batch(samples, 0)
-        by_rank = self.noisy_micro_batch is not None or self.products is not None
+        by_rank = self.noisy_micro_batch is not None or self.products is not None or self.check.rung != "plain"
         micro_batch = samples // self.config.dp if by_rank else samples
         loss = self.backward(
             batch, self.workload.fixed_micro_batch or micro_batch, noise_seed(self.workload, CHECK_STEPS)
         )
         return self._measured(OWN_LENGTH, loss, samples, whole), ()
+
+    def climb(self, whole: int) -> str:
+        """Has the blocks checkpointed, as in the plain run that fits; gives '', or why that cannot be the reference.
+
+        It is proved first, at the same length, on the first two blocks of each stack: what is wrong with it would be
+        wrong in the candidate too. The model has all its blocks again afterwards.
+        """
+        size, found = self.workload.fixed_micro_batch or 1, list[list[torch.Tensor]]()
+        batch = self.workload.make_batch(size, 0)
+        settings = getattr(getattr(self.model, "config", None), "__dict__", {})
+        kept, stacks = dict(settings), find_structure(self.model).stacks
+        lists: list[Any] = [self.model.get_submodule(stack[0][0].rpartition(".")[0]) for stack in stacks]
+        left = [list(blocks) for blocks in lists]
+        try:
+            truncate_model(self.model, 2)
+            for rung in ("plain", "checkpointing"):
+                if rung == "checkpointing":
+                    for config in caching_configs(self.model):
+                        config.use_cache = kept["use_cache"] = False
+                    for block in itertools.chain(*left):
+                        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+                self.backward(batch, size, noise_seed(self.workload, CHECK_STEPS))
+                found.append([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+                for parameter in self.parameters:
+                    parameter.grad = None
+            norms = [float((one - other).norm()) for one, other in zip(*found, strict=True)]
+            apart = math.hypot(*norms) / math.hypot(*(float(gradient.norm()) for gradient in found[0]))
+        except Exception as error:  # blocks in no list, a model that needs them all
+            return f"two of the model's blocks alone do not run with checkpointing: {type(error).__name__}: {error}"
+        finally:
+            settings.update(kept)
+            for blocks, all_of_them in zip(lists, left, strict=True):
+                blocks.extend(all_of_them[2:])
+        if apart > TOLERANCES["fp32"].whole:
+            self.unproved = f"full checkpointing changes the gradient of two blocks at {whole} tokens by {apart:.2g}"
+        return self.unproved
 
     def hides_nan(self, small: Workload) -> str:
         """Why the candidate takes no step whose loss is NaN; '' where it does. The model is lost by this.
@@ -473,6 +558,7 @@ class _Reference:
             passes=tuple(passes),
             rates=dropout_rates(self.model),
             unseeded=unseeded,
+            alike=masks_alike(self.model, lambda: self._loss(micro)),
             sources=dropout_sources(self.model, lambda: self._loss(micro), self.workload.seed),
         )
 
@@ -532,6 +618,42 @@ def dropout_sources(model: nn.Module, loss: Callable[[], float], seed: int) -> d
     for name, module in modules.items():
         module.p = rates[name]
     return found
+
+
+def masks_alike(model: nn.Module, loss: Callable[[], float]) -> tuple[str, ...]:
+    """Which MASKS are the same in one forward: those of two samples, or of two dropout modules one after the other.
+
+    An element is dropped that is zero behind a module and not before it. Two masks that drop the same _DROPPED or more
+    are the same.
+
+    Args:
+        model: Its dropout is on.
+        loss: Runs it once.
+    """
+    alike: set[str] = set()
+    before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        dropped, both = one[0] & other[0], one[1] & other[1]
+        return int(dropped.sum()) >= _DROPPED and not bool(((one[0] ^ other[0]) & both).any())
+
+    def look(module: nn.Module, given: Any, found: Any) -> None:
+        value, result = local_tensor(given[0]), local_tensor(found)
+        if value.dim() < 2 or result.shape != value.shape:
+            return
+        mask = (result == 0) & (value != 0), value != 0
+        if len(value) > 1 and same((mask[0][0], mask[1][0]), (mask[0][1], mask[1][1])):
+            alike.add("samples")
+        if value.shape in before and same(before[value.shape], mask):
+            alike.add("places")
+        before[value.shape] = mask
+
+    kinds = nn.modules.dropout._DropoutNd
+    hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, kinds)]
+    loss()
+    for hook in hooks:
+        hook.remove()
+    return tuple(name for name in MASKS if name in alike)
 
 
 def _kind(name: str) -> str:

@@ -98,6 +98,12 @@ tensor cores that add up in some 14 bits may leave a few in a thousand more (ass
 CHANCE_DEVIATIONS = 6.0
 """Standard deviations that rounding by chance may be from its probabilities: once in 500 million checks by itself."""
 
+AMPLIFIED = 50.0
+"""Times what is expected of a later step's gradient: the first step's distance, as two plain runs amplify theirs."""
+
+SENSITIVE = 10.0
+"""Times further off than the gradients before it: from there on rounding may be all that a step shows."""
+
 CHANGE_NORM = 1e-2
 """Of the norm of a parameter's change, where the optimizer is not replayed: it may depend on a sum that cancels."""
 

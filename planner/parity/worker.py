@@ -35,7 +35,7 @@ def run_parity_rank(context: RankContext, request: ParityRequest) -> ParityMeasu
         phase=context.phase,
         limit=TimeLimit(request.time_s, mesh),
         own_shapes=request.own_shapes,
-        plain_fits=request.plain_fits,
+        rung=request.rung,
     )
     measurement = run_reference(check) if request.reference is None else run_candidate(check, request.reference)
     recorder.save_samples(context.directory / f"elements.{context.rank}.npz")

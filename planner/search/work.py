@@ -264,6 +264,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
         DidNotRunError: the plain reference did not run, without which nothing can be checked.
     """
     from autoplan.planner.parity.compare import CandidateDidNotRunError, run_parity, where_ended
+    from autoplan.planner.parity.records import Rung
     from autoplan.planner.parity.step_losses import run_step_parity
 
     trials, cost = session.trial_cost, session.parity_cost
@@ -278,9 +279,11 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
     others: dict[str, Any] = {}
     if not opaque:
         own_shapes = trials.is_warm(config) and takes_own_shapes(trials, cost, config)
-        plain_fits = session.plain_config is None or is_plain_run(session.plain_config)
-        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and plain_fits}
-        others |= {"plain_fits": plain_fits, "time_s": _check_time_s(session, config)}
+        plain = session.plain_config
+        knobs = set() if plain is None else plain.knobs_off_default().keys() - {"micro_batch"}
+        rung: Rung = "plain" if not knobs else "checkpointing" if knobs == {"checkpointing"} else "none"
+        others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and rung == "plain"}
+        others |= {"rung": rung, "time_s": _check_time_s(session, config)}
     run: Callable[..., Parity] = run_step_parity if opaque else run_parity
     try:
         parity = run(

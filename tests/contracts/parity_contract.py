@@ -5,26 +5,34 @@ A test of another technique (more ranks, another precision) calls `check_parity`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autoplan.planner.parity.candidate import run_candidate
 from autoplan.planner.parity.compare import Samples, compare
 from autoplan.planner.parity.recorder import Recorder
+from autoplan.planner.parity.records import Rung
 from autoplan.planner.parity.reference import Check, run_reference
 from autoplan.planner.records.trials import Parity
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
 
 
-def make_check(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Check:
+def make_check(
+    workload: Workload, config: TrainingConfig, *, own_shapes: bool = False, rung: Rung = "plain"
+) -> Check:
     """What a rank is given: here, on the CPU, without a limit of time."""
     device = torch.device("cpu")
-    return Check(workload=workload, config=config, device=device, recorder=Recorder(), own_shapes=own_shapes)
+    shapes: dict[str, Any] = {"own_shapes": own_shapes, "rung": rung}
+    return Check(workload=workload, config=config, device=device, recorder=Recorder(), **shapes)
 
 
-def reference(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False) -> Samples:
+def reference(
+    workload: Workload, config: TrainingConfig, *, own_shapes: bool = False, rung: Rung = "plain"
+) -> Samples:
     """The plain run that a config is compared with."""
-    check = make_check(workload, config, own_shapes=own_shapes)
+    check = make_check(workload, config, own_shapes=own_shapes, rung=rung)
     return Samples(run_reference(check), check.recorder.samples())
 
 

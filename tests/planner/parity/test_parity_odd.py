@@ -7,7 +7,7 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.own_gradients import OwnGradients
 from tests.contracts.parity_contract import check_parity
-from tests.strategies.tiny import language
+from tests.strategies.tiny import classifier, language
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -50,6 +50,33 @@ def test_a_schedule_without_a_state():
     parity = check_parity(workload, TrainingConfig(micro_batch=2))
     assert parity.passed, parity.failures
     assert "saving and loading" in " ".join(parity.not_checked)
+
+
+class Secretive(torch.optim.SGD):
+    """An optimizer whose state nobody can save."""
+
+    def state_dict(self):
+        raise RuntimeError("ask the server")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_state_that_cannot_be_saved_is_said(precision):
+    workload = language()
+    workload.build_optimizer = lambda parameters: Secretive(parameters, lr=1e-2, momentum=0.9)
+    parity = check_parity(workload, TrainingConfig(micro_batch=2, precision=precision))
+    assert parity.passed, parity.failures
+    assert "the state cannot be saved: RuntimeError: ask the server" in " ".join(parity.not_checked)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_training_too_sensitive_for_twelve_steps_is_told_so(precision):
+    """What fp32 rounds away is far above what passes in bf16: later steps say nothing of that candidate."""
+    workload = classifier()
+    workload.build_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.95)
+    parity = check_parity(workload, TrainingConfig(micro_batch=2, precision=precision))
+    assert parity.passed, parity.failures
+    told = "beside the plain run: the training is too sensitive" in " ".join(parity.not_checked)
+    assert told == (precision == "bf16"), parity.not_checked
 
 
 def test_moments_are_loaded_beside_gradients_that_stay():

@@ -486,12 +486,12 @@ FEW = (moments_cleared_every_8_steps, second_moments_lost_on_resume, micro_batch
 FEW = (*FEW, elements_past_16384_never_stepped, padding_mask_lost, masks_alike_in_all_steps, nan_losses_left_out)
 
 
-def rows() -> list[Any]:
+def rows_of(rows: list[tuple[Callable[[Any], None], str, dict[str, Any]]], few: tuple[Any, ...]) -> list[Any]:
     """Every row in both precisions; of a few one belongs to `make test`."""
     found = []
-    for change, name, knobs in ROWS:
+    for change, name, knobs in rows:
         for precision in ("fp32", "bf16"):
-            everywhere = change in FEW and precision == "bf16"
+            everywhere = change in few and precision == "bf16"
             marks = [pytest.mark.slow] if everywhere else [pytest.mark.slow, pytest.mark.exhaustive]
             label = f"{change.__name__}-{name}-{precision}"
             found.append(pytest.param(change, name, {"precision": precision, **knobs}, marks=marks, id=label))
@@ -499,26 +499,26 @@ def rows() -> list[Any]:
 
 
 @functools.cache
-def plain_run(name: str) -> Any:
+def plain_run(build: Callable[[], Workload]) -> Any:
     """The reference is the same for all knobs here."""
-    return reference(WORKLOADS[name](), TrainingConfig(micro_batch=2))
+    return reference(build(), TrainingConfig(micro_batch=2))
 
 
-def verdict(name: str, knobs: dict[str, Any]) -> Any:
+def verdict(build: Callable[[], Workload], knobs: dict[str, Any]) -> Any:
     config = TrainingConfig.model_validate({"micro_batch": 2, **knobs})
-    plain = plain_run(name)
-    return compare(plain, [candidate(WORKLOADS[name](), config, plain)], config)
+    plain = plain_run(build)
+    return compare(plain, [candidate(build(), config, plain)], config)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_nothing_planted_passes(name: str, precision: str) -> None:
-    parity = verdict(name, {"precision": precision})
+    parity = verdict(WORKLOADS[name], {"precision": precision})
     assert parity.passed, parity.failures
 
 
-@pytest.mark.parametrize(("change", "name", "knobs"), rows())
+@pytest.mark.parametrize(("change", "name", "knobs"), rows_of(ROWS, FEW))
 def test_planted(monkeypatch: pytest.MonkeyPatch, change: Any, name: str, knobs: dict[str, Any]) -> None:
     planted.plant(monkeypatch, change)
-    parity = verdict(name, knobs)
+    parity = verdict(WORKLOADS[name], knobs)
     assert not parity.passed, parity.note

@@ -1,17 +1,22 @@
-"""About a hundred correct ways to run small workloads: none of them may fail the parity check.
+"""A hundred correct ways to run small workloads in fp32, and in bf16: none of them may fail the parity check.
 
 python -m tests.planner.parity.variants        # prints the largest difference of each comparison, by precision
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from autoplan.planner.parity.compare import compare
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
+from tests.contracts.parity_contract import candidate, reference
 from tests.strategies.tiny import BERT, GPT2, LLAMA, T5, classifier, language
 
 MIXTRAL: dict[str, Any] = {
@@ -27,25 +32,13 @@ MIXTRAL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-LANGUAGE_KNOBS: tuple[dict[str, Any], ...] = (
-    {},
-    {"optimizer_step": "foreach"},
-    {"optimizer_step": "fused"},
-    {"checkpointing": "full"},
-    {"checkpointing": "selective", "optimizer_step": "for_loop"},
-    {"precision": "bf16"},
-    {"precision": "bf16", "checkpointing": "full", "optimizer_step": "fused"},
-    {"precision": "bf16", "checkpointing": "selective"},
-    {"precision": "fp16"},
-    {"precision": "fp16", "checkpointing": "full", "optimizer_step": "fused"},
-)
-CAUSAL_KNOBS: tuple[dict[str, Any], ...] = (
-    {"loss": "fused"},
-    {"loss": "fused", "precision": "bf16", "checkpointing": "selective", "optimizer_step": "fused"},
-    {"loss": "fused", "precision": "fp16", "checkpointing": "every_2"},
-    {"attention": "eager"},
-    {"attention": "sdpa", "precision": "bf16"},
-    {"attention": "eager", "precision": "bf16", "loss": "fused"},
+CHECKPOINTING = ("none", "full", "selective")
+STEPS = ("own", "for_loop", "foreach", "fused")
+CAUSAL = ("gpt2", "llama", "moe", "long")
+FP16: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (name, knobs)
+    for name in ("gpt2", "llama", "t5", "bert", "moe", "classifier", "batch_norm")
+    for knobs in ({}, {"checkpointing": "full", "optimizer_step": "fused"})
 )
 COMPILED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpt2", {"compile": "block"}),
@@ -77,26 +70,30 @@ def in_bf16(workload: Workload) -> Workload:
 
 
 def variants(*, compiled: bool = True) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(workload, seed, knobs) of each variant."""
-    for name in ("gpt2", "llama", "t5", "bert"):
-        for number, knobs in enumerate(LANGUAGE_KNOBS):
-            yield name, number % SEEDS, knobs
-    for name in ("gpt2", "llama", "moe"):
-        for number, knobs in enumerate(CAUSAL_KNOBS):
-            yield name, number % SEEDS, knobs
-    for name in ("classifier", "batch_norm"):
-        for number, knobs in enumerate(LANGUAGE_KNOBS):
-            yield name, number % SEEDS, knobs
-    for name in ("moe", "long", "bf16_model"):
-        for number, knobs in enumerate(knobs for knobs in LANGUAGE_KNOBS if name != "bf16_model" or is_full(knobs)):
-            yield name, number % SEEDS, knobs
+    """(workload, seed, knobs) of each variant: 12 of each workload in fp32 and in bf16, some in fp16 or compiled."""
+    for precision in ("fp32", "bf16"):
+        for name in MODELS:
+            for number, (checkpointing, step) in enumerate(itertools.product(CHECKPOINTING, STEPS)):
+                knobs = {"precision": precision, "checkpointing": checkpointing, "optimizer_step": step}
+                if name in CAUSAL:
+                    knobs |= {"loss": ("own", "fused")[number % 2], "attention": ("own", "eager", "sdpa")[number % 3]}
+                yield name, number % SEEDS, knobs
+    yield from ((name, 0, {"precision": "fp16", **knobs}) for name, knobs in FP16)
     if compiled:
         yield from ((name, 0, knobs) for name, knobs in COMPILED)
 
 
-def is_full(knobs: dict[str, Any]) -> bool:
-    """Whether parameters keep their own dtype in the forward."""
-    return knobs.get("precision", "fp32") != "fp16"
+@functools.cache
+def plain_run(name: str, seed: int) -> Any:
+    """The reference, which is the same for all knobs here."""
+    return reference(MODELS[name](seed), TrainingConfig(micro_batch=micro_batch_of(name)))
+
+
+def verdict(name: str, seed: int, knobs: dict[str, Any]) -> Any:
+    """The verdict on a variant."""
+    config = TrainingConfig.model_validate({"micro_batch": micro_batch_of(name)} | knobs)
+    plain = plain_run(name, seed)
+    return compare(plain, [candidate(MODELS[name](seed), config, plain)], config)
 
 
 def micro_batch_of(name: str) -> int:
@@ -104,21 +101,16 @@ def micro_batch_of(name: str) -> int:
 
 
 def main() -> None:
-    from tests.contracts.parity_contract import check_parity
-
     torch.set_num_threads(1)
     worst: dict[tuple[str, str], tuple[float, float, str]] = {}
     alarms = total = 0
-    import sys
-
     for name, seed, knobs in variants(compiled="--compiled" in sys.argv):
-        config = TrainingConfig.model_validate({"micro_batch": micro_batch_of(name)} | knobs)
-        parity = check_parity(MODELS[name](seed), config)
+        parity = verdict(name, seed, knobs)
         total += 1
         if not parity.passed:
             alarms += 1
             print("ALARM", name, seed, knobs, parity.failures, flush=True)
-        kind = "bf16 model" if name == "bf16_model" else config.precision
+        kind = "bf16 model" if name == "bf16_model" else knobs.get("precision", "fp32")
         for check in parity.checks:
             key = (check.name.replace("own length", "step 1"), kind)
             if check.difference >= worst.get(key, (-1.0, 0.0, ""))[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,39 @@ def test_a_search_measures_two_ranks(tmp_path: Path, knobs: dict[str, Any]) -> N
     assert {trial.outcome for trial in shared} <= {Outcome.OK, Outcome.PRUNED}, [t.reason for t in shared]
     assert result.plan is not None and result.plan.parity.passed
     assert {reading.group_size for reading in result.plan.hardware.collectives} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dp_replicate": 2, "tp": 2},
+        {"dp_replicate": 2, "pp": 2},
+        {"tp": 2, "pp": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 2, "tp": 2, "pp": 2},
+        {"dp_replicate": 8},
+    ],
+    ids=str,
+)
+def test_four_and_eight_ranks_end_in_a_verified_plan(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    nproc = math.prod(knobs.values())
+    result = search(tmp_path, fix=SMALL | knobs, nproc=nproc, max_trials=2, budget=200.0)
+    assert result.status == "plan_found", result.reason
+    plan = result.plan
+    assert plan is not None and plan.unverified is None
+    assert plan.config.world_size == nproc and plan.config.model_dump().items() >= knobs.items()
+    assert plan.parity.passed and plan.parity.finished and plan.parity.checks
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_search_that_is_free_to_use_eight_ranks_ends_in_a_plan(tmp_path: Path) -> None:
+    result = search(tmp_path, fix=SMALL, nproc=8, budget=200.0)
+    assert result.status == "plan_found", result.reason
+    assert result.plan is not None and result.plan.unverified is None and result.plan.parity.passed
+    assert any(trial.config.world_size > 1 for trial in result.trials)
 
 
 def test_a_fixed_degree_that_is_not_legal_says_why(tmp_path: Path) -> None:
