@@ -590,10 +590,10 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
 
 
 def dropout_sources(model: nn.Module, loss: Callable[[], float], seed: int) -> dict[str, tuple[float, ...]]:
-    """The losses of a few seeds where one kind of dropout alone is on, by kind.
+    """The losses where one kind of dropout alone is on, by kind: without it and with it, of one seed.
 
-    Modules of the same name in each block are one kind. '' is what no dropout module draws: its rate is a number that
-    the model passes to a function. Rates are put back.
+    Modules of the same name in each block are one kind. '' is what no dropout module draws, of two seeds: its rate is
+    a number that the model passes to a function. Rates are put back.
 
     Args:
         model: Its dropout is on.
@@ -606,12 +606,12 @@ def dropout_sources(model: nn.Module, loss: Callable[[], float], seed: int) -> d
         if isinstance(module, nn.modules.dropout._DropoutNd)
     }
     rates = {name: module.p for name, module in modules.items()}
-    found = {}
+    found: dict[str, tuple[float, ...]] = {}
     for kind in ["", *dict.fromkeys(map(_kind, modules))][:_MOST_KINDS]:
         for name, module in modules.items():
             module.p = rates[name] if _kind(name) == kind else 0.0
-        losses = []
-        for number in range(SOURCE_SEEDS):
+        losses = [found[""][0]] if found else []
+        for number in range(SOURCE_SEEDS - len(losses)):
             seed_generators(seed + number)
             losses.append(loss())
         found[kind] = tuple(losses)

@@ -76,7 +76,7 @@ def variants(*, compiled: bool = True) -> Iterator[tuple[str, int, dict[str, Any
             for number, (checkpointing, step) in enumerate(itertools.product(CHECKPOINTING, STEPS)):
                 knobs = {"precision": precision, "checkpointing": checkpointing, "optimizer_step": step}
                 if name in CAUSAL:
-                    knobs |= {"loss": ("own", "fused")[number % 2], "attention": ("own", "eager", "sdpa")[number % 3]}
+                    knobs |= {"loss": ("full", "fused")[number % 2], "attention": ("own", "eager", "sdpa")[number % 3]}
                 yield name, number % SEEDS, knobs
     yield from ((name, 0, {"precision": "fp16", **knobs}) for name, knobs in FP16)
     if compiled:
