@@ -99,7 +99,7 @@ CHANCE_DEVIATIONS = 6.0
 """Standard deviations that rounding by chance may be from its probabilities: once in 500 million checks by itself."""
 
 AMPLIFIED = 50.0
-"""Times what is expected of a later step's gradient: the first step's distance, as two plain runs amplify theirs."""
+"""Times what is expected of the second step's gradient: the first one's distance, as the plain run amplifies it."""
 
 SENSITIVE = 10.0
 """Times further off than the gradients before it: from there on rounding may be all that a step shows."""

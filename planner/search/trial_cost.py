@@ -296,10 +296,11 @@ def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> flo
 
 
 def _step_samples(config: TrainingConfig, micro_batch: int, *, large: bool) -> float:
-    """Samples of the steps of both runs, and of the first step once more in fp32."""
+    """Samples of the steps of both runs, and of the first once more in fp32; there again and the second, if small."""
     whole = check_accumulation(config) * micro_batch * config.dp
     few = (LARGE_MODEL_STEPS - WHOLE_STEPS) * micro_batch * config.dp if large else 0
-    return 2.0 * (WHOLE_STEPS if large else CHECK_STEPS) * whole + few + (whole if twin_of(config) is not None else 0)
+    twin = (whole if large else 3 * whole) if twin_of(config) is not None else 0
+    return 2.0 * (WHOLE_STEPS if large else CHECK_STEPS) * whole + few + twin
 
 
 def _optimizer_s(cost: ModelCost, *, large: bool) -> float:
