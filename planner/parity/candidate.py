@@ -301,7 +301,7 @@ class _Candidate:
             with buffers_kept(run.model):
                 seed = self.workload.seed + 1 + number
                 found.append(watched.measure_pass(f"{prefix}{DROPOUT}{number}", batch, length, seed))
-        sources, alike = {}, ()
+        sources, alike = dict[str, tuple[float, ...]](), tuple[str, ...]()
         if config.compile == "off" and config.pp == 1 and self.reference.dtypes == {"float32"}:
             sources = dropout_sources(run.model, lambda: watched.loss(micro), self.workload.seed)
             alike = masks_alike(run.model, lambda: watched.loss(micro))

@@ -129,12 +129,15 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
 
 
 def amplification(reference: Samples) -> list[float]:
-    """By step, how far the gradient is off, over what each one before it was off by; empty without a second run."""
+    """By step, how far the gradient is off, over what each one before it was off by; empty without a second run.
+
+    Infinite where that run diverged.
+    """
     if not reference.part(AGAIN + step_part(0)):
         return []
     steps, tolerance = range(1, reference.measurement.trained), TOLERANCES["fp32"]
-    apart = [Gradients(reference, reference, step_part(step), tolerance, AGAIN).distance() for step in steps]
-    return [1.0, *(distance / NOISE for distance in apart)]
+    apart = [Gradients(reference, reference, step_part(step), tolerance, AGAIN) for step in steps]
+    return [1.0, *(one.distance() / NOISE if one.names else math.inf for one in apart)]
 
 
 def _comparable_steps(amplified: Sequence[float], first: float, tolerance: Tolerance, steps: int) -> int:

@@ -375,13 +375,16 @@ class _Reference:
             first_loss = first_loss or abs(loss)
             if index >= WHOLE_STEPS and not abs(loss) <= _DIVERGED * first_loss:
                 self.left_out = (f"steps {index + 1} to {steps}: the plain run diverges on so few samples",)
+                optimizer.zero_grad(set_to_none=True)
                 break
             factor, norm = 1.0, None
             if limit is not None and index == WHOLE_STEPS - 1 and not bound:
                 norm_now = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
                 factor = 1.0 if norm_now == 0.0 or norm_now > limit else limit / (_CLIPPED_TO * norm_now)
             self.recorder.before_clipping(self.model, factor)
-            for gradient in [p.grad for p in self.parameters if p.grad is not None] if self.noise else []:
+            for gradient in [p.grad for p in self.parameters if self.noise and p.grad is not None]:
+                if gradient.layout != torch.strided:
+                    continue
                 there = gradient != 0  # rows of an embedding that no sample has stay as they are
                 size = gradient.norm() / there.sum().clamp(min=1) ** 0.5
                 gradient.add_(self.noise * size * torch.randn_like(gradient) * there)
@@ -411,15 +414,11 @@ class _Reference:
         if len(first.stepped) <= WHOLE_STEPS or not self.check.limit.allows(seconds):
             return
         first.restore()
-        for parameter in self.parameters:
-            parameter.grad = None  # of a step that was not followed
         self.recorder, self.noise = Recorder(), NOISE
         self.recorder.begin(self.model, keep=False)
         self.steps(small, large=False)
         first.add_steps(AGAIN, self.recorder)
         self.recorder, self.noise, self.left_out = first, 0.0, left_out
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def own_length(self, length: int, sample_s: float) -> tuple[PassMeasure | None, tuple[str, ...]]:
         """One forward and backward at the workload's own length, or why there was none.
@@ -638,8 +637,8 @@ def masks_alike(model: nn.Module, loss: Callable[[], float]) -> tuple[str, ...]:
         return int(dropped.sum()) >= _DROPPED and not bool(((one[0] ^ other[0]) & both).any())
 
     def look(module: nn.Module, given: Any, found: Any) -> None:
-        value, result = local_tensor(given[0]), local_tensor(found)
-        if value.dim() < 2 or result.shape != value.shape:
+        value, result = local_tensor((*given, found)[0]), local_tensor(found)
+        if value.dim() < 2 or value.is_nested or result.shape != value.shape:
             return
         mask = (result == 0) & (value != 0), value != 0
         if len(value) > 1 and same((mask[0][0], mask[1][0]), (mask[0][1], mask[1][1])):
@@ -648,8 +647,7 @@ def masks_alike(model: nn.Module, loss: Callable[[], float]) -> tuple[str, ...]:
             alike.add("places")
         before[value.shape] = mask
 
-    kinds = nn.modules.dropout._DropoutNd
-    hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, kinds)]
+    hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Dropout)]
     loss()
     for hook in hooks:
         hook.remove()

@@ -280,7 +280,7 @@ def check(session: Session, config: TrainingConfig) -> Parity | None:
     if not opaque:
         own_shapes = trials.is_warm(config) and takes_own_shapes(trials, cost, config)
         plain = session.plain_config
-        knobs = set() if plain is None else plain.knobs_off_default().keys() - {"micro_batch"}
+        knobs = set[str]() if plain is None else plain.knobs_off_default().keys() - {"micro_batch"}
         rung: Rung = "plain" if not knobs else "checkpointing" if knobs == {"checkpointing"} else "none"
         others = {"cache_dir": kept, "ranks": config.world_size, "own_shapes": own_shapes and rung == "plain"}
         others |= {"rung": rung, "time_s": _check_time_s(session, config)}
