@@ -102,7 +102,7 @@ def run_parity(
         on_attempt: Is told of each run that something outside ended; it is then made again.
         own_shapes: With the micro-batch and the sequences of training, whose kernels a trial has compiled already. If
             that does not come to its end (its copies of the parameters may not fit beside them), small ones are taken.
-        rung: Which plain run fits, for a pass of the workload's own length.
+        rung: Which plain run fits at the workload's own length, which is left out if one with checkpointing does not.
 
     Raises:
         TaskFailedError: the deadline passed; that says nothing about the configuration.
@@ -117,8 +117,9 @@ def run_parity(
         memory_limit_bytes=memory_limit_bytes,
         on_attempt=on_attempt,
     )
-    for own in (True, False) if own_shapes else (False,):
-        reference = _reference(launch, spec, config, device, cache_dir or directory, own, rung)
+    attempts = [(own, rung) for own in ((True, False) if own_shapes else (False,))]
+    for own, fitting in [*attempts, (False, "none")] if rung == "checkpointing" else attempts:
+        reference = _reference(launch, spec, config, device, cache_dir or directory, own, fitting)
         if isinstance(reference, str):
             verdict = unfinished(config, reference)
             continue
