@@ -117,8 +117,9 @@ def run_parity(
         memory_limit_bytes=memory_limit_bytes,
         on_attempt=on_attempt,
     )
-    attempts = [(own, rung) for own in ((True, False) if own_shapes else (False,))]
-    for own, fitting in [*attempts, (False, "none")] if rung == "checkpointing" else attempts:
+    attempts: list[tuple[bool, Rung]] = [(True, rung)] if own_shapes else []
+    attempts += [(False, rung), (False, "none")] if rung == "checkpointing" else [(False, rung)]
+    for own, fitting in attempts:
         reference = _reference(launch, spec, config, device, cache_dir or directory, own, fitting)
         if isinstance(reference, str):
             verdict = unfinished(config, reference)
