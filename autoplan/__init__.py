@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _MEMBERS = {
     "autoplan.api": ("search", "probe", "load_plan", "export"),
     "autoplan.trainings": ("from_trainer", "from_loop", "from_step"),
-    "autoplan.planner.cost.analytical.api": ("estimate",),
+    "autoplan.estimates": ("estimate",),
     "autoplan.planner.plan.plan": ("Plan",),
     "autoplan.planner.plan.current": ("current_plan",),
     "autoplan.planner.verify.measure": ("verify",),
@@ -77,9 +77,9 @@ if TYPE_CHECKING:
         UsageError,
         WorkloadError,
     )
+    from autoplan.estimates import estimate
     from autoplan.frameworks.lightning.watch import LightningWatch
     from autoplan.frameworks.transformers.watch import TransformersWatch
-    from autoplan.planner.cost.analytical.api import estimate
     from autoplan.planner.plan.current import current_plan
     from autoplan.planner.plan.plan import Plan
     from autoplan.planner.search.options import SearchObserver, SearchOptions, SearchResult

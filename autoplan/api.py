@@ -22,7 +22,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from autoplan.errors import (
@@ -163,7 +163,7 @@ def search(
         BudgetEndedError: the budget ended before a verified plan.
         InterruptedSearchError: Ctrl-C; the same call resumes.
     """
-    spec = _make_spec(
+    spec = make_workload_spec(
         workload,
         parts={
             "model": model,
@@ -249,14 +249,14 @@ def _say_note(text: str) -> None:
     sys.stderr.write(f"note: {text}\n")
 
 
-def _make_spec(
+def make_workload_spec(
     workload: Any,
     *,
-    parts: dict[str, Any],
-    training: dict[str, Any],
+    parts: Mapping[str, Any] = MappingProxyType({}),
+    training: Mapping[str, Any] = MappingProxyType({}),
     global_batch: int | None,
     sequence_length: int | None,
-    seed: int,
+    seed: int = 0,
 ) -> WorkloadSpec:
     """The spec of what `search` was given: a text by reference, objects by cloudpickle.
 
@@ -282,9 +282,9 @@ def _make_spec(
         return sources.make_spec(
             model=str(workload), global_batch=global_batch, sequence_length=sequence_length, options=options
         )
-    holder = parts["model"] if workload is None else workload
+    holder = parts.get("model") if workload is None else workload
     settings = {"global_batch": global_batch, "sequence_length": sequence_length, "seed": seed}
-    if (taken_over := read_training(workload, parts | training, settings)) is not None:
+    if (taken_over := read_training(workload, {**parts, **training}, settings)) is not None:
         workload, given = taken_over, {name: value for name, value in given.items() if name == "name"}
     with _off_the_device(holder):  # a model travels from host memory
         return sources.spec_from_objects(

@@ -132,9 +132,11 @@ def inspect_workload(
     from autoplan.strategies.analysis.structure import find_structure
     from autoplan.strategies.prepare import STRATEGIES
     from autoplan.strategies.workloads.data_files import watch_data_files
+    from autoplan.strategies.workloads.devices import is_elsewhere
     from autoplan.strategies.workloads.loops.step import time_step
     from autoplan.strategies.workloads.sources import load_workload
 
+    runs_on = "cpu" if is_elsewhere(device) else device
     with watch_data_files() as data:
         phase("load")
         workload = load_workload(spec)
@@ -171,7 +173,7 @@ def inspect_workload(
     runs_loss = spec.kind in ("function", "object") and not structure.micro_batch_dependent
     if real and runs_loss and workload.knobs is None:
         phase(LOSS_PHASE)
-        dependent = find_dependent_loss(workload, model, device)
+        dependent = find_dependent_loss(workload, model, runs_on)
         return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent))
     facts = facts_of(structure)
     if workload.knobs is not None:
@@ -183,7 +185,7 @@ def inspect_workload(
     early(facts)
     phase(LOSS_PHASE)
     with _enough_threads(model):
-        dependent = find_dependent_loss(workload, model, device)
+        dependent = find_dependent_loss(workload, model, runs_on)
     return facts_of(dataclasses.replace(structure, micro_batch_dependent=dependent)) if dependent else facts
 
 

@@ -43,11 +43,12 @@ ORDER = (
     ("autoplan.planner.store",),
     ("autoplan.planner.plan",),
     ("autoplan.planner.search", "autoplan.planner.export"),
-    ("autoplan.planner.verify",),
+    ("autoplan.planner.verify", "autoplan.planner.estimate"),
     ("autoplan.frameworks",),  # a package for each framework; from below it is found by name
     ("autoplan.report",),
     ("autoplan.trainings", "autoplan.data"),
     ("autoplan.api",),
+    ("autoplan.estimates",),
     ("autoplan.cli",),
     ("autoplan.__main__",),
 )

@@ -1,4 +1,4 @@
-"""autoplan estimate: memory, time and cost of training a transformer on a cluster that one need not have."""
+"""autoplan estimate: memory, time and cost of a training on a cluster that one need not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def _option(metavar: str, text: str, *names: str) -> Any:
 
 
 def estimate_command(
-    model: Annotated[str | None, _option("MODEL", "A built-in model or a config.json.", "--model")] = None,
+    model: Annotated[
+        str | None, _option("MODEL", "A built-in model, a config.json, a folder, or file.py:function.", "--model")
+    ] = None,
     cluster: Annotated[
         str | None, _option("CLUSTER", "nodes x GPUs x chip (256x8xH100), GPUs x chip, or a JSON file.", "--cluster")
     ] = None,
@@ -59,9 +61,9 @@ def estimate_command(
 ) -> None:
     """Estimate a training on a cluster.
 
-    The best layouts of a transformer, memory and time by part, time to train, cost.
+    The best layouts of a model, memory and time by part, time to train, cost.
     """
-    from autoplan.planner.cost.analytical.api import estimate
+    from autoplan.estimates import estimate
 
     document = estimate(
         model,

@@ -17,16 +17,16 @@ NAMES = {"memory": "passes over memory", "step": "optimizer step", "bubble": "pi
 def show_estimate(document: dict[str, Any], screen: Console) -> None:
     """Prints an estimate: tables on a terminal and off it."""
     model = document["model"]
+    size, unit = f"{model['parameters'] / 1e9:.3g}B parameters", _unit(document)
     if "cluster" not in document:
-        _say(screen, f"{model['name']}: {model['parameters'] / 1e9:.2f}B parameters, {_step(document)}")
+        _say(screen, f"{model['name']}: {size}, {_step(document)}")
         _said(document, screen)
         show_rent(document["rent"], screen)
         return
     cluster = document["cluster"]
     _say(
         screen,
-        f"{model['name']}: {model['parameters'] / 1e9:.2f}B parameters on {cluster['num_gpus']} x {cluster['chip']}, "
-        f"{_step(document)}",
+        f"{model['name']}: {size} on {cluster['num_gpus']} x {cluster['chip']}, {_step(document)}",
     )
     _said(document, screen)
     best = document["best"][0]
@@ -38,14 +38,14 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
     if document["fixed"]:
         _say(screen, f"  fixed: {' '.join(f'{knob}={value}' for knob, value in document['fixed'].items())}")
     if cluster["input_tokens_per_s"] is not None:
-        _say(screen, f"  input: {cluster['input_tokens_per_s']:,.0f} tokens/s from the loaders of a node")
+        _say(screen, f"  input: {cluster['input_tokens_per_s']:,.0f} {unit}/s from the loaders of a node")
     _say(
         screen,
         f"  {_count(document['configurations_estimated'], 'layout')} estimated in {document['estimating_s']:.3f} s, "
         f"{document['configurations_that_fit']:,} fit",
     )
-    _layouts(document["best"], screen)
-    _parts(best, screen)
+    _layouts(document["best"], unit, screen)
+    _parts(best, unit, screen)
     _training(document, screen)
     smallest = document["smallest_cluster"]
     if smallest is not None:
@@ -54,7 +54,7 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
             f"\nfewest GPUs that hold it: {smallest['num_gpus']}, at {smallest['step_time_s']:.3g} s a step "
             f"({describe_layout(smallest)})",
         )
-    _scaling(document["scaling"], screen)
+    _scaling(document["scaling"], unit, screen)
     if document["why_others_lose"]:
         _say(screen, "\nwhy the others lose (the best layout of each family)")
     families: dict[str, list[str]] = {}
@@ -64,8 +64,14 @@ def show_estimate(document: dict[str, Any], screen: Console) -> None:
         _say(screen, f"  {', '.join(names)}: {why}")
 
 
+def _unit(document: dict[str, Any]) -> str:
+    return str(document["model"].get("unit", "tokens"))
+
+
 def _step(document: dict[str, Any]) -> str:
-    return f"{document['global_batch']} sequences of {document['seq_len']} tokens a step"
+    unit = _unit(document)
+    batch = f"sequences of {document['seq_len']} tokens" if unit == "tokens" else unit
+    return f"{document['global_batch']} {batch} a step"
 
 
 def _said(document: dict[str, Any], screen: Console) -> None:
@@ -121,24 +127,24 @@ def _training(document: dict[str, Any], screen: Console) -> None:
         return
     _say(
         screen,
-        f"\n{_tokens(training['tokens'])} tokens: {training['steps']:,} steps, {training['days']:.1f} days "
+        f"\n{_tokens(training['tokens'])} {_unit(document)}: {training['steps']:,} steps, {training['days']:.1f} days "
         f"({training['days_low']:.1f} to {training['days_high']:.1f}), {training['gpu_hours']:,.0f} GPU hours",
     )
     show_rent(document["rent"], screen)
 
 
-def _layouts(best: list[dict[str, Any]], screen: Console) -> None:
+def _layouts(best: list[dict[str, Any]], unit: str, screen: Console) -> None:
     _say(screen, "\nbest layouts (step time with an interval of 90 %)")
     for number, entry in enumerate(best, start=1):
         _say(
             screen,
             f"  {number}. {describe_layout(entry)}: {entry['step_time_s']:.3g} s ({entry['step_time_low_s']:.3g} to "
-            f"{entry['step_time_high_s']:.3g}), {entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}, "
+            f"{entry['step_time_high_s']:.3g}), {entry['tokens_per_s']:,.0f} {unit}/s, MFU {entry['mfu']:.0%}, "
             f"HFU {entry['hfu']:.0%}, {entry['peak_memory_bytes'] / GIB:.1f} GiB a GPU",
         )
 
 
-def _parts(best: dict[str, Any], screen: Console) -> None:
+def _parts(best: dict[str, Any], unit: str, screen: Console) -> None:
     step, peak = best["step_time_s"], best["peak_memory_bytes"]
     times = ", ".join(
         f"{NAMES.get(name, name)} {s:.3g} s ({s / step:.0%})"
@@ -150,14 +156,14 @@ def _parts(best: dict[str, Any], screen: Console) -> None:
     )
     _say(screen, f"\nthe best one's step: {times}; {best['bound'].replace('_', ' ')} binds")
     _say(screen, f"the best one's memory: {memory}; {peak / GIB:.1f} GiB in all")
-    needed = f"{best['input_tokens_per_s_needed']:,.0f} tokens/s"
+    needed = f"{best['input_tokens_per_s_needed']:,.0f} {unit}/s"
     if best["bound"] == "input":
         _say(screen, f"the best one's input: too slow; the loaders of a node would have to deliver {needed}")
     else:
         _say(screen, f"the best one's input: keeps up if the loaders of a node deliver {needed}")
 
 
-def _scaling(entries: list[dict[str, Any]], screen: Console) -> None:
+def _scaling(entries: list[dict[str, Any]], unit: str, screen: Console) -> None:
     _say(screen, "\nhow it scales, the global batch kept")
     for entry in entries:
         if entry["step_time_s"] is None:
@@ -166,7 +172,7 @@ def _scaling(entries: list[dict[str, Any]], screen: Console) -> None:
             _say(
                 screen,
                 f"  {_count(entry['num_gpus'], 'GPU')}: {entry['step_time_s']:.3g} s, "
-                f"{entry['tokens_per_s']:,.0f} tokens/s, MFU {entry['mfu']:.0%}"
+                f"{entry['tokens_per_s']:,.0f} {unit}/s, MFU {entry['mfu']:.0%}"
                 f"{', input binds' if entry['bound'] == 'input' else ''} ({describe_layout(entry)})",
             )
 

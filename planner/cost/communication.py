@@ -112,10 +112,12 @@ def links_of(hardware: HardwareProfile, device: str) -> Links:
             ranks_per_node=hardware.host.cores_usable,
             assumed=("gloo on loopback: not measured, 1 GB/s",),
         )
-    rates = [link.bandwidth_bytes_per_s.value for link in hardware.links if link.bandwidth_bytes_per_s.value]
-    rate = min(rates) if rates else ASSUMED_PCIE_BYTES_PER_S
-    note = "links between GPUs: from the driver's topology" if rates else "links between GPUs: assumed PCIe 4 x16"
-    return datasheet_links(rate, rate, len(hardware.devices), assumed=(note,))
+    rates = [(link.kind == "network", link.bandwidth_bytes_per_s.value or 0.0) for link in hardware.links]
+    inside = [rate for network, rate in rates if rate and not network]
+    rate = min(inside, default=ASSUMED_PCIE_BYTES_PER_S)
+    between = min((rate for network, rate in rates if rate and network), default=rate)
+    note = "links between GPUs: from the driver's topology" if inside else "links between GPUs: assumed PCIe 4 x16"
+    return datasheet_links(rate, between, len(hardware.devices), assumed=(note,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,15 @@ BANDWIDTH_EFFICIENCY = 0.82
 # What torch's allocator holds free on CUDA, as a share of what lives. Assumed; a search's trials correct it.
 ALLOCATOR_SLACK = 0.06
 
+# What the driver's figure of a GPU holds beside the allocator's: the CUDA context and libraries, and per kind of
+# process group NCCL's buffers. Assumed for recent drivers on datacentre GPUs; nothing was fitted. A search's trials
+# begin to measure when the context is there already (BASE_BYTES in traced/estimator.py).
+CONTEXT_BYTES = 1.2e9
+GROUP_BYTES = 2e8
+# Left free of a chip's memory: the driver keeps some, and what is not allocated in one piece is lost. Assumed. The
+# search has no such share, since its limit is given by the user or is a share of the machine already.
+RESERVE = 0.04
+
 Verdict = Literal["fits", "too_close", "does_not_fit"]
 _KINDS = {
     "matmul": "compute",

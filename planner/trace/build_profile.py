@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import AutoplanError, ConfigError, WorkloadError
+from autoplan.planner.trace.like_cuda import TRACED_ELSEWHERE, LikeCuda
 from autoplan.planner.trace.linear_fit import timings_of
 from autoplan.planner.trace.model_profile import (
     PLAIN,
@@ -39,6 +40,7 @@ from autoplan.planner.trace.variant_tracer import DEPTHS, VariantTracer, gradien
 from autoplan.processes import raised_from_outside
 from autoplan.strategies.analysis.structure import Structure, find_structure
 from autoplan.strategies.techniques.fp8 import linear_weights
+from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.optimizers import kept_states
 from autoplan.strategies.workloads.workload import Workload
 
@@ -53,7 +55,7 @@ def profile_workload(
 
     Args:
         workload: What is trained.
-        device: cpu or cuda.
+        device: cpu or cuda. Without a GPU here the operations of cuda are those of the CPU under `LikeCuda`.
         identity: Kept in the profile.
         request: What is traced; None: every variant, without a limit.
 
@@ -61,7 +63,15 @@ def profile_workload(
         WorkloadError: the plain program runs neither on fake tensors nor on real ones. The text begins with the error
             of the program itself.
     """
-    request = request or TraceRequest()
+    if not is_elsewhere(device):
+        return _profile_on(workload, device, identity=identity, request=request or TraceRequest())
+    with LikeCuda():
+        profile = _profile_on(workload, "cpu", identity=identity, request=request or TraceRequest())
+    return profile.model_copy(update={"device": device, "notes": (*profile.notes, TRACED_ELSEWHERE)})
+
+
+def _profile_on(workload: Workload, device: str, *, identity: str, request: TraceRequest) -> ModelProfile:
+    """The profile of a workload on a device that is here."""
     why = request.not_fake
     if why is None:
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import ConfigError
+from autoplan.probes import catalog
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices
 from autoplan.strategies.config import PLAIN, TrainingConfig
@@ -152,6 +153,16 @@ class Strategy(Protocol):
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices: ...
 
     def apply(self, build: Build) -> None: ...
+
+
+def compute_capability(hardware: HardwareProfile) -> tuple[int, int]:
+    """Of the GPU of a profile, by its datasheet or else by the driver here; (0, 0): there is none."""
+    names = (found.datasheet_name for found in hardware.devices if found.type == "cuda" and found.datasheet_name)
+    sheet = next((sheet for name in names if (sheet := catalog.find(name)) is not None), None)
+    if sheet is not None:
+        major, minor = (sheet.compute_capability or "9.4").split(".")  # AMD's: as torch says it of CDNA 3
+        return int(major), int(minor)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def check_applies(config: TrainingConfig, knob: str, reason: str | None, hint: str = "") -> None:

@@ -20,6 +20,7 @@ from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import CUDAGRAPH_MODES, knob_values
 from autoplan.strategies.techniques.base import Build, check_applies
+from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.workload import Workload
 
 
@@ -30,7 +31,7 @@ class CompilationStrategy:
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """Blocks only where the model has them; nothing where the machine lacks a compiler."""
-        reason = reason_against_compiling(device)
+        reason = None if is_elsewhere(device) else reason_against_compiling(device)
         if reason is not None:
             return offer(self.name, ("off",), dict.fromkeys(("block", "model"), reason))
         if not structure.blocks:

@@ -28,8 +28,9 @@ from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.config import TORCHAO_INSTALL
-from autoplan.strategies.techniques.base import Build, check_applies
+from autoplan.strategies.techniques.base import Build, check_applies, compute_capability
 from autoplan.strategies.techniques.sizes import MULTIPLE, RECIPES, reason_against_sizes
+from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.workload import Workload
 
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
@@ -46,7 +47,9 @@ class Fp8Strategy:
 
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """The recipes that the chip and torchao can run, if the model has linear layers that are large enough."""
-        return offer(self.name, ("off",), {recipe: reason_against_fp8(structure, recipe, device) for recipe in RECIPES})
+        capability = compute_capability(hardware)
+        reasons = {recipe: reason_against_fp8(structure, recipe, device, capability) for recipe in RECIPES}
+        return offer(self.name, ("off",), reasons)
 
     def apply(self, build: Build) -> None:
         """Replaces the selected linear layers, in place; parameters stay the objects that they are.
@@ -62,10 +65,15 @@ class Fp8Strategy:
         use_fp8(build.model, names, recipe, emulates=_EMULATED.get())
 
 
-def reason_against_fp8(structure: Structure, recipe: str, device: str) -> str | None:
-    """Why the products of a model cannot be in fp8 here; None if they can."""
-    reasons = [] if _EMULATED.get() else [reason for reason in (_reason_against_chip(recipe, device),) if reason]
-    if importlib.util.find_spec("torchao") is None:
+def reason_against_fp8(
+    structure: Structure, recipe: str, device: str, capability: tuple[int, int] | None = None
+) -> str | None:
+    """Why the products of a model cannot be in fp8; None if they can. `capability`: None is that of the GPU here."""
+    chip = None if _EMULATED.get() else _reason_against_chip(recipe, device, capability)
+    reasons = [] if chip is None else [chip]
+    if is_elsewhere(device):
+        pass  # what is installed there is not known
+    elif importlib.util.find_spec("torchao") is None:
         reasons.append(f"torchao is not installed: {TORCHAO_INSTALL}")
     elif not reasons and (reason := _reason_against_torchao()) is not None:
         reasons.append(reason)
@@ -74,14 +82,15 @@ def reason_against_fp8(structure: Structure, recipe: str, device: str) -> str | 
     return "; ".join(reasons) or None
 
 
-def _reason_against_chip(recipe: str, device: str) -> str | None:
+def _reason_against_chip(recipe: str, device: str, capability: tuple[int, int] | None) -> str | None:
     least = LEAST_CAPABILITY[recipe]
     need = f"products in fp8 need an NVIDIA GPU of compute capability {least[0]}.{least[1]}"
     if device != "cuda":
         return need
     if torch.version.hip is not None:
         return f"{need}; it was not tried on AMD's"
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability is None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     return None if capability >= least else f"{need}; this one has {capability[0]}.{capability[1]}"
 
 

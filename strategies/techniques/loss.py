@@ -20,6 +20,7 @@ from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
 from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
 from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, choose_gpu_kernel, full_fp32
 from autoplan.strategies.workloads.batch import Batch, move_batch
+from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss
 from autoplan.strategies.workloads.randomness import seed_generators
 from autoplan.strategies.workloads.training_mode import enter_training_mode
@@ -49,7 +50,7 @@ class LossStrategy:
     def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
         """fused where a head is known, and the fused loss is shown to compute the workload's loss."""
         reason = reason_against_fusing(workload, structure) or prove_fused_loss(
-            workload, structure.model, torch.device(device)
+            workload, structure.model, torch.device("cpu" if is_elsewhere(device) else device)
         )
         return offer(self.name, ("full",), {"fused": reason})
 

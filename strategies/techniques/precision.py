@@ -15,7 +15,7 @@ from autoplan.errors import ConfigError
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.techniques.base import Build
+from autoplan.strategies.techniques.base import Build, compute_capability
 from autoplan.strategies.workloads.workload import Workload
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +30,7 @@ class PrecisionStrategy:
         """The precisions that the device can compute at all; the probes say which of them is slow there."""
         if device == "cpu":
             return offer(self.name, ("fp32", "bf16", "fp16"), {"tf32": "TF32 is a format of NVIDIA GPUs"})
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        capability = compute_capability(hardware)
         if capability >= (8, 0):
             return offer(self.name, ("fp32", "tf32", "bf16", "fp16"))
         reason = f"it needs compute capability 8.0; this device has {capability[0]}.{capability[1]}"

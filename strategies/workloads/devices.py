@@ -17,6 +17,12 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def is_elsewhere(device: str) -> bool:
+    """Whether a device type is that of a machine which is planned for, and not here: code of a workload runs on the CPU
+    then, and what is installed there is not known."""
+    return device == "cuda" and not torch.cuda.is_available()
+
+
 def on_cpu(model: nn.Module) -> nn.Module:
     """The model, or a copy of it on the CPU where it is on a GPU: what travels to trials must not hold its memory."""
     if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):

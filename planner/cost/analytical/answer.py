@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError, NoFeasiblePlanError
-from autoplan.planner.cost.analytical.back_of_envelope import back_of_envelope
 from autoplan.planner.cost.analytical.layout_search import (
-    DEFAULT_OPTIMIZER,
     Answer,
-    Question,
+    Asked,
     powers,
-    search_layouts,
     without,
 )
-from autoplan.planner.cost.analytical.memory import MEMORY_SD, RESERVE
-from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_tokens
+from autoplan.planner.cost.analytical.memory import MEMORY_SD
+from autoplan.planner.cost.analytical.step_time import TIME_PARTS, node_share
 from autoplan.planner.cost.columns import CHECKPOINTING, SHARDINGS
-from autoplan.planner.cost.prediction import spread
+from autoplan.planner.cost.prediction import RESERVE, spread
 
 
 def estimate_cluster(
-    question: Question, *, model_name: str, tokens: float | None, assumed: tuple[str, ...], top: int
+    question: Asked, *, model_name: str, tokens: float | None, assumed: tuple[str, ...], top: int
 ) -> dict[str, Any]:
     """Best layouts, time to train, cost, smallest cluster, scaling, why others lose, a back-of-the-envelope.
 
@@ -36,48 +33,42 @@ def estimate_cluster(
         ConfigError: no layout is legal.
     """
     started = time.perf_counter()
-    answer = search_layouts(question)
+    answer = question.solve()
     estimated_s = time.perf_counter() - started
     smallest = smallest_cluster(question)
     if answer.best is None:
         raise _fits_nowhere(question, answer, smallest, model_name)
-    best = show_layout(answer, answer.best)
+    best = show_layout(question, answer, answer.best)
     document: dict[str, Any] = {
         "status": "ok",
-        "model": {"name": model_name, "parameters": question.model.parameters, **question.model.model_dump()},
+        "model": {"name": model_name, **question.show_model()},
         "cluster": question.cluster.model_dump() | {"num_gpus": question.cluster.num_gpus},
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
-        "optimizer": answer.settings.other.get("optimizer", DEFAULT_OPTIMIZER),
+        "optimizer": answer.optimizer,
         "fixed": dict(question.fixed),
         "assumed": [*assumed, *answer.notes],
         "calibration": None if question.correction is None else question.correction.describe(),
         "configurations_estimated": len(answer.layouts),
         "configurations_that_fit": len(answer.order),
         "estimating_s": estimated_s,
-        "best": [show_layout(answer, int(i)) for i in answer.order[:top]],
+        "best": [show_layout(question, answer, int(i)) for i in answer.order[:top]],
         "training": _training(question, best, tokens),
         "smallest_cluster": smallest,
         "scaling": scaling(question),
         "why_others_lose": why_others_lose(answer),
-        "back_of_envelope": back_of_envelope(
-            question.model,
-            question.cluster,
-            seq_len=question.seq_len,
-            global_batch=question.global_batch,
-            tokens=tokens,
-        ),
+        "back_of_envelope": question.back_of_envelope(tokens),
     }
     document["total_s"] = time.perf_counter() - started
     return document
 
 
 def _fits_nowhere(
-    question: Question, answer: Answer, smallest: dict[str, Any] | None, model_name: str
+    question: Asked, answer: Answer, smallest: dict[str, Any] | None, model_name: str
 ) -> NoFeasiblePlanError:
     """The error for a cluster that is too small, or on which no layout is sure to fit."""
     i = int(np.argmin(answer.table.peak_memory_bytes))
-    need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
+    need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.memory_bytes / 2**30
     high = need * float(spread(MEMORY_SD))
     fixed = " ".join(f"{knob}={value}" for knob, value in question.fixed.items())
     more = f"{smallest['num_gpus']} of these GPUs would do. " if smallest else ""
@@ -85,11 +76,11 @@ def _fits_nowhere(
         f"{model_name} {'is not sure to fit any' if answer.verdicts[i] == 'too_close' else 'fits no'} layout of "
         f"{question.cluster.num_gpus} x {question.cluster.chip}{f' with {fixed}' if fixed else ''}: the smallest takes "
         f"{need:.1f} GiB (up to {high:.1f}) on a GPU that has {have:.1f}, {RESERVE:.0%} of it left free",
-        hint=more + "More GPUs, larger ones, a lighter optimizer (--fix optimizer=adamw_8bit) or shorter sequences.",
+        hint=more + "More GPUs, larger ones, a lighter optimizer or shorter sequences.",
     )
 
 
-def _training(question: Question, best: dict[str, Any], tokens: float | None) -> dict[str, Any] | None:
+def _training(question: Asked, best: dict[str, Any], tokens: float | None) -> dict[str, Any] | None:
     if tokens is None:
         return None
     seconds = tokens / best["tokens_per_s"]
@@ -126,24 +117,25 @@ LAYOUT_KNOBS = (
 
 def describe(answer: Answer, i: int) -> dict[str, Any]:
     """The knobs of one layout, under TrainingConfig's names and in its values: what `autoplan search --fix` takes."""
-    return {name: getattr(answer.configs[i], name) for name in (*LAYOUT_KNOBS, *answer.settings.knobs)}
+    return {name: getattr(answer.configs[i], name) for name in (*LAYOUT_KNOBS, *answer.knobs)}
 
 
 def other_inputs(answer: Answer, i: int) -> dict[str, Any]:
     """The inputs of one layout for which TrainingConfig has no knob, so autoplan cannot run it: other trainers do."""
     sharding = SHARDINGS[int(answer.layouts.sharding[i])]
-    return answer.settings.other | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
+    return {**answer.other} | ({"sharding": sharding} if sharding in ("zero1", "zero2") else {})
 
 
-def show_layout(answer: Answer, i: int) -> dict[str, Any]:
+def show_layout(question: Asked, answer: Answer, i: int) -> dict[str, Any]:
     """One estimated layout as a document: knobs, time by part, memory by part, MFU, HFU, verdict.
 
     `input_tokens_per_s_needed`: what the loaders of a node have to deliver so that nothing waits for them.
     """
     table, layouts = answer.table, answer.layouts
-    step = float(table.step_time_s[i])
+    step, tokens = float(table.step_time_s[i]), question.global_batch * question.seq_len
     low, high = table.step_interval(i)
-    needed = node_tokens(layouts.take(slice(i, i + 1)))[0] / (step - table.input_s[i])
+    share = node_share(layouts.take(slice(i, i + 1)), question.cluster.gpus_per_node)[0]
+    needed = share * tokens / (step - table.input_s[i])
     return {
         "layout": describe(answer, i),
         "other_inputs": other_inputs(answer, i),
@@ -152,7 +144,7 @@ def show_layout(answer: Answer, i: int) -> dict[str, Any]:
         "step_time_s": step,
         "step_time_low_s": low,
         "step_time_high_s": high,
-        "tokens_per_s": float(layouts.global_batch[i] * layouts.seq_len[i] / step),
+        "tokens_per_s": tokens / step,
         "mfu": float(table.mfu[i]),
         "hfu": float(table.hfu[i]),
         "peak_memory_bytes": float(table.peak_memory_bytes[i]),
@@ -191,7 +183,7 @@ def why_others_lose(answer: Answer) -> list[dict[str, Any]]:
             else:
                 family = np.flatnonzero(column == value)
                 i = int(family[np.argmin(answer.table.peak_memory_bytes[family])])
-                need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.layouts.memory_bytes[i] / 2**30
+                need, have = answer.table.peak_memory_bytes[i] / 2**30, answer.memory_bytes / 2**30
                 why = "too close to call" if answer.verdicts[i] == "too_close" else "does not fit"
                 why += f": at least {need:.1f} of {have:.1f} GiB on a GPU"
             out.append(
@@ -215,7 +207,7 @@ def _slower(answer: Answer, i: int, best: int) -> str:
     return f"{ratio:+.1%} step time, most of it {part}"
 
 
-def scaling(question: Question) -> list[dict[str, Any]]:
+def scaling(question: Asked) -> list[dict[str, Any]]:
     """The best step time on an eighth of the GPUs up to four times as many, the global batch kept."""
     out: list[dict[str, Any]] = []
     gpus = question.cluster.num_gpus
@@ -243,7 +235,7 @@ def scaling(question: Question) -> list[dict[str, Any]]:
     return out
 
 
-def smallest_cluster(question: Question) -> dict[str, Any] | None:
+def smallest_cluster(question: Asked) -> dict[str, Any] | None:
     """The fewest GPUs (parts of a node by powers of two, then whole nodes, the cluster itself) on which some layout
     fits."""
     per_node = question.cluster.gpus_per_node
@@ -261,7 +253,7 @@ def smallest_cluster(question: Question) -> dict[str, Any] | None:
     return None
 
 
-def best_on(question: Question, num_gpus: int) -> Answer | None:
+def best_on(question: Asked, num_gpus: int) -> Answer | None:
     """The answer for so many of the cluster's GPUs; None: no link between nodes is known, or no layout is legal."""
     cluster = question.cluster.of(num_gpus)
     if cluster.nodes > 1 and cluster.inter_gbits_per_s_per_gpu is None:
@@ -270,6 +262,6 @@ def best_on(question: Question, num_gpus: int) -> Answer | None:
     if num_gpus != question.cluster.num_gpus:  # degrees for all GPUs are none for more or fewer
         fixed = without(fixed, "dp_shard", "dp_replicate", "dp", "accumulation", "pp_microbatches")
     try:
-        return search_layouts(replace(question, cluster=cluster, fixed=fixed))
+        return replace(question, cluster=cluster, fixed=fixed).solve()
     except ConfigError:
         return None

@@ -18,7 +18,8 @@ from autoplan.errors import UsageError
 from autoplan.planner.cost.columns import DTYPES, PRECISIONS
 from autoplan.probes import catalog
 from autoplan.probes.catalog import ChipSheet
-from autoplan.record import Record
+from autoplan.probes.profile import Device, HardwareProfile, Host, Link
+from autoplan.record import Reading, Record
 
 # The form that a name without one is taken for (docs/probes.md, "Datasheets"), said on screen as an assumption: the one
 # that fills eight-GPU servers. Keys as `catalog.normalise` writes them. The A10G, which AWS alone has, is an A10 with
@@ -245,3 +246,44 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UsageError(f"{path} has no object in it", hint="docs/estimate.md shows a cluster file.")
     return document
+
+
+def cluster_hardware(cluster: Cluster, host: Host) -> HardwareProfile:
+    """The hardware profile of one node of a cluster that is not here: from datasheets, and from what was given.
+
+    Args:
+        cluster: Its links between nodes are given, or it has one node.
+        host: Of any machine; nothing is read of it for a GPU.
+    """
+    chip = find_chip(cluster.chip)
+    sheet = chip.sheet
+    memory = sheet.reading(sheet.memory_bytes, "bytes")
+    gpu = Device(
+        index=0,
+        type="cuda",
+        name=sheet.name,
+        memory_total_bytes=memory,
+        memory_available_bytes=memory,
+        datasheet_name=sheet.name,
+        datasheet_peak_flops_per_s={
+            dtype: sheet.reading(figure, "flop/s") for dtype, figure in sheet.peak_flops_per_s.items()
+        },
+        datasheet_memory_bandwidth_bytes_per_s=sheet.reading(sheet.memory_bandwidth_bytes_per_s, "bytes/s"),
+    )
+    inside = 1e9 * cluster.intra_gbytes_per_s if cluster.intra_gbytes_per_s else chip.intra_bytes_per_s
+    links = [_link("nvlink" if sheet.gpu_links else "pcie", inside)]
+    if cluster.inter_gbits_per_s_per_gpu is not None:
+        links.append(_link("network", 1e9 / 8 * cluster.inter_gbits_per_s_per_gpu))
+    return HardwareProfile(
+        created="",
+        seconds_spent=0.0,
+        host=host,
+        devices=tuple(gpu.model_copy(update={"index": index}) for index in range(cluster.gpus_per_node)),
+        links=tuple(links),
+    )
+
+
+def _link(kind: str, rate: float) -> Link:
+    return Link(
+        a="cuda", b=kind, kind=kind, bandwidth_bytes_per_s=Reading(value=rate, unit="bytes/s", provenance="datasheet")
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.errors import ConfigError
+from autoplan.planner.cost.analytical.back_of_envelope import back_of_envelope
 from autoplan.planner.cost.analytical.cluster import Cluster, find_chip
 from autoplan.planner.cost.analytical.inputs import (
     Settings,
@@ -20,11 +21,11 @@ from autoplan.planner.cost.analytical.inputs import (
     read_sharding,
     whole,
 )
-from autoplan.planner.cost.analytical.layouts import Layout, Layouts, contradiction, make_layouts
+from autoplan.planner.cost.analytical.layouts import Layout, contradiction, make_layouts
 from autoplan.planner.cost.analytical.memory import memory_verdicts
 from autoplan.planner.cost.analytical.step_time import EstimateTable, estimate_layouts
 from autoplan.planner.cost.analytical.transformer import Transformer
-from autoplan.planner.cost.columns import CHECKPOINTING
+from autoplan.planner.cost.columns import CHECKPOINTING, Columns
 from autoplan.planner.cost.correction import Correction
 from autoplan.strategies.config import INTERLEAVED_SCHEDULES, PLAIN, TrainingConfig
 from autoplan.strategies.knob_text import check_knob
@@ -34,16 +35,48 @@ LARGEST_MICRO_BATCH = 16
 DEFAULT_OPTIMIZER = "adamw"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """The question of an estimate: a model, a cluster, the work, and what the user fixed, as text by name."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked of a cluster: the work, and what the user fixed, as text by name."""
 
-    model: Transformer
     cluster: Cluster
     seq_len: int
     global_batch: int
     fixed: Mapping[str, str]
     correction: Correction | None = None
+
+    def solve(self) -> Answer:
+        """Every legal layout with its estimate; ConfigError where none is legal."""
+        raise NotImplementedError
+
+    def show_model(self) -> dict[str, Any]:
+        """The model as the answer has it."""
+        raise NotImplementedError
+
+    def back_of_envelope(self, tokens: float | None) -> dict[str, Any] | None:
+        """Textbook figures of a transformer; None for a model of which more is known."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Asked):
+    """The question of an estimate in closed form."""
+
+    model: Transformer
+
+    def solve(self) -> Answer:
+        """See `search_layouts`."""
+        return search_layouts(self)
+
+    def show_model(self) -> dict[str, Any]:
+        """The dimensions."""
+        return {"parameters": self.model.parameters, **self.model.model_dump()}
+
+    def back_of_envelope(self, tokens: float | None) -> dict[str, Any] | None:
+        """See the page docs/estimate.md."""
+        return back_of_envelope(
+            self.model, self.cluster, seq_len=self.seq_len, global_batch=self.global_batch, tokens=tokens
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,16 +87,21 @@ class Answer:
         configs: The knobs of each layout.
         order: Those that fit, sorted by step time, and equal ones by what the GPUs take.
         verdicts: Of each layout.
-        settings: What all layouts have in common.
-        notes: What of the fixed inputs was read as something else, or changes nothing.
+        knobs, other: What all layouts have in common; `other` are inputs that no knob says.
+        optimizer: Its name.
+        memory_bytes: Of one GPU.
+        notes: What of the fixed inputs was read as something else, or changes nothing; and what was assumed.
     """
 
-    configs: list[TrainingConfig]
-    layouts: Layouts
+    configs: Sequence[TrainingConfig]
+    layouts: Columns
     table: EstimateTable
     order: np.ndarray[Any, np.dtype[np.int64]]
     verdicts: np.ndarray[Any, np.dtype[np.str_]]
-    settings: Settings
+    knobs: Mapping[str, Any]
+    other: Mapping[str, Any]
+    optimizer: str
+    memory_bytes: float
     notes: tuple[str, ...]
 
     @property
@@ -96,18 +134,25 @@ def search_layouts(question: Question) -> Answer:
     layouts = make_layouts(found, [columns], [question.model.layers] * len(found))
     table = estimate_layouts(layouts, question.correction)
     verdicts = memory_verdicts(table.peak_memory_bytes, layouts.memory_bytes)
-    order = np.flatnonzero(verdicts == "fits")
-    busy = table.step_time_s - table.input_s
-    order = order[np.lexsort((busy[order], table.step_time_s[order]))]
     return Answer(
         configs=[layout.config for layout in found],
         layouts=layouts,
         table=table,
-        order=order,
+        order=in_order(table, verdicts),
         verdicts=verdicts,
-        settings=settings,
+        knobs=settings.knobs,
+        other=settings.other,
+        optimizer=settings.other.get("optimizer", DEFAULT_OPTIMIZER),
+        memory_bytes=float(layouts.memory_bytes[0]),
         notes=inputs.notes,
     )
+
+
+def in_order(table: EstimateTable, verdicts: np.ndarray[Any, np.dtype[np.str_]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The places of layouts that fit: the fastest first, and of equal ones those that the GPUs are done with first."""
+    fitting = np.flatnonzero(verdicts == "fits")
+    busy = table.step_time_s - table.input_s
+    return fitting[np.lexsort((busy[fitting], table.step_time_s[fitting]))]
 
 
 def without(fixed: Mapping[str, str], *knobs: str) -> dict[str, str]:

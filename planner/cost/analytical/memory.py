@@ -6,16 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.planner.cost.analytical.layouts import LOSSES, Layouts
-from autoplan.planner.cost.columns import STATES, Floats
-from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, spread, verdicts
+from autoplan.planner.cost.columns import STATES, Columns, Floats
+from autoplan.planner.cost.prediction import ALLOCATOR_SLACK, CONTEXT_BYTES, GROUP_BYTES, RESERVE, spread, verdicts
 from autoplan.planner.cost.states import StateBytes, state_bytes
 from autoplan.planner.cost.step import held_micro_batches
 
-# What the driver's figure holds beside the allocator's: the CUDA context and libraries, and per kind of process group
-# NCCL's buffers. Assumed for recent drivers on datacentre GPUs; nothing was fitted. A search's trials begin to measure
-# when the context is there already (BASE_BYTES in traced/estimator.py).
-CONTEXT_BYTES = 1.2e9
-GROUP_BYTES = 2e8
 # A selective per-operation policy beside fused attention keeps the products' results alone. Assumed from the listing of
 # arXiv 2205.05198, section 4 (what is kept but is no product's result: about a quarter).
 SELECTIVE_KEEPS = 0.75
@@ -24,9 +19,6 @@ FUSED_LOSS_ELEMENTS = 2.0**27
 # Half-width of the memory interval, as a standard deviation of its logarithm: of the errors on LitGPT's published peaks
 # (docs/accuracy.md). The search has a figure of its own, which its trials narrow (calibrate.MemoryFit.sd).
 MEMORY_SD = 0.06
-# Left free of the chip's memory: the driver keeps some, and what is not allocated in one piece is lost. Assumed. The
-# search has no such share, since its limit is given by the user or is a share of the machine already.
-RESERVE = 0.04
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "loss", "gathered", "temporaries", "overhead")
 
 
@@ -43,8 +35,7 @@ def memory_parts(rows: Layouts) -> dict[str, Floats]:
     # by the optimizer step the gradients of sharded parameters are shards
     step = np.maximum(states.stepped_gradients + states.temporaries - micro_steps, 0.0)
     live = states.parameters + states.optimizer + micro_steps + step
-    groups = (rows.tp > 1) + (rows.pp > 1.0) + (rows.dp > 1)
-    overhead = CONTEXT_BYTES + GROUP_BYTES * groups + ALLOCATOR_SLACK * live
+    overhead = CONTEXT_BYTES + group_bytes(rows) + ALLOCATOR_SLACK * live
     return {
         "parameters": states.parameters,
         "gradients": gradients,
@@ -56,6 +47,11 @@ def memory_parts(rows: Layouts) -> dict[str, Floats]:
         "overhead": overhead,
         "peak": live + overhead,
     }
+
+
+def group_bytes(columns: Columns) -> Floats:
+    """Bytes of NCCL's buffers: each parallel degree has process groups of its own."""
+    return np.asarray(GROUP_BYTES * ((columns.tp > 1.0) + (columns.pp > 1.0) + (columns.dp > 1.0)))
 
 
 def _gradients_at_the_peak(rows: Layouts, states: StateBytes, activations: Floats) -> Floats:

@@ -12,7 +12,7 @@ from typing import Any
 from autoplan.errors import UsageError
 from autoplan.planner.cost.analytical.answer import best_on, show_layout
 from autoplan.planner.cost.analytical.cluster import find_chip
-from autoplan.planner.cost.analytical.layout_search import Question, powers
+from autoplan.planner.cost.analytical.layout_search import Asked, powers
 
 MOST_GPUS = 512
 """How many of a kind are looked at if no cluster says it."""
@@ -77,7 +77,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     return read
 
 
-def advise(questions: Sequence[Question], tokens: float, prices: Prices | None, most_gpus: int) -> dict[str, Any]:
+def advise(questions: Sequence[Asked], tokens: float, prices: Prices | None, most_gpus: int) -> dict[str, Any]:
     """The options of each question's kind of GPU, fastest first; those on the front have nothing faster and cheaper.
 
     Times and costs are those of all tokens, with intervals of 90 %. Without prices, cost is None and GPU hours count.
@@ -105,7 +105,7 @@ def advise(questions: Sequence[Question], tokens: float, prices: Prices | None, 
     }
 
 
-def _options(question: Question, tokens: float, prices: Prices | None, most_gpus: int) -> Iterator[dict[str, Any]]:
+def _options(question: Asked, tokens: float, prices: Prices | None, most_gpus: int) -> Iterator[dict[str, Any]]:
     """Parts of a node and nodes of one kind, by powers of two, and the cluster itself, wherever something fits."""
     steps = tokens / (question.global_batch * question.seq_len)
     counts = {count for count in powers(most_gpus) if count < question.cluster.gpus_per_node}
@@ -115,7 +115,7 @@ def _options(question: Question, tokens: float, prices: Prices | None, most_gpus
         answer = best_on(question, count)
         if answer is None or answer.best is None:
             continue
-        best = show_layout(answer, answer.best)
+        best = show_layout(question, answer, answer.best)
         hours, low, high = (steps * best[f"step_time{end}_s"] / 3600 for end in ("", "_low", "_high"))
         price = None if prices is None else count * prices.per_hour[find_chip(question.cluster.chip).sheet.name]
         yield {

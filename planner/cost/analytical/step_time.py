@@ -22,7 +22,7 @@ import numpy as np
 
 from autoplan.planner.cost.analytical.layouts import Layouts
 from autoplan.planner.cost.analytical.memory import MEMORY_PARTS, memory_parts
-from autoplan.planner.cost.columns import Floats
+from autoplan.planner.cost.columns import Columns, Floats
 from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
 from autoplan.planner.cost.correction import Correction, learn
 from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY, bound_of, spread
@@ -194,7 +194,8 @@ def _as_table(rows: Layouts, parts: dict[str, Floats], log_sd: Floats) -> Estima
     """The table of what the GPUs take, with what the input adds, FLOPs and memory."""
     busy = sum(parts.values(), np.zeros(len(rows)))
     # loaders prefetch: a batch is made while the step before it runs
-    loading = node_tokens(rows) / rows.input_tokens_per_s
+    tokens = rows.global_batch * rows.seq_len
+    loading = node_share(rows, rows.gpus_per_node) * tokens / rows.input_tokens_per_s
     waited = np.maximum(loading - busy, 0.0)
     step = busy + waited
     model_flops, hardware_flops = flops(rows)
@@ -232,15 +233,15 @@ def _compute_seconds(rows: Layouts) -> tuple[dict[str, Floats], dict[str, Floats
     return stage, through
 
 
-def node_tokens(rows: Layouts) -> Floats:
-    """Tokens of a step that the fullest node has to load.
+def node_share(columns: Columns, gpus_per_node: float | Floats) -> Floats:
+    """The share of a step's samples that the fullest node has to load.
 
     Ranks of one tensor or pipeline group train on the same samples, so a node loads for each different data-parallel
-    rank that it holds a share of global batch / dp sequences. Tensor ranks are neighbours and pipeline stages outermost
+    rank that it holds 1 / dp of the global batch. Tensor ranks are neighbours and pipeline stages outermost
     (strategies/techniques/mesh.py): floor(GPUs per node / t) such ranks, but no more than there are, and at least one.
     """
-    ranks = np.minimum(rows.dp, np.maximum(np.floor(rows.gpus_per_node / rows.tp), 1.0))
-    return np.asarray(ranks * rows.global_batch / rows.dp * rows.seq_len)
+    ranks = np.minimum(columns.dp, np.maximum(np.floor(gpus_per_node / columns.tp), 1.0))
+    return np.asarray(ranks / columns.dp)
 
 
 def flops(rows: Layouts) -> tuple[Floats, Floats]:

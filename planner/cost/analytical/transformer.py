@@ -14,6 +14,7 @@ from pydantic import Field
 
 from autoplan.errors import WorkloadError
 from autoplan.record import Record
+from autoplan.strategies.workloads.function_file import NAMED
 
 
 class Transformer(Record):
@@ -58,6 +59,18 @@ class Transformer(Record):
         return self.layers * self.block_parameters + self.embedding_parameters + self.hidden
 
 
+def is_traced(name: str) -> bool:
+    """Whether `--model NAME` has no closed form and is traced: a function, or a model of another family."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix != ".json" or not path.is_file():
+        return NAMED.fullmatch(name) is not None
+    try:
+        kind = json.loads(path.read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return kind not in ("gpt2", "bert", *_GATED)
+
+
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")
 
 
@@ -99,8 +112,8 @@ def from_config(config: dict[str, Any], name: str) -> Transformer:
         )
     raise WorkloadError(
         f"{name} is of type {kind!r}, for which no closed form is known",
-        hint=f"The closed form knows gpt2, bert, {', '.join(_GATED)}. Any model can be traced and predicted on this "
-        "machine with autoplan search --dry-run; or give its dimensions in a table: --rows.",
+        hint=f"The closed form knows gpt2, bert, {', '.join(_GATED)}. A config.json of any other is traced; or give "
+        "the dimensions in a table: --rows.",
     )
 
 

@@ -17,7 +17,7 @@ from autoplan.planner.cost.analytical.cluster import find_chip, parse_cluster
 from autoplan.planner.cost.analytical.layout_search import Question, search_layouts
 from autoplan.planner.cost.analytical.memory import activation_bytes
 from autoplan.planner.cost.analytical.rows import OUTPUT, estimate_rows, output_row
-from autoplan.planner.cost.analytical.step_time import flops, node_tokens
+from autoplan.planner.cost.analytical.step_time import flops, node_share
 from autoplan.planner.cost.analytical.transformer import find_transformer
 from autoplan.strategies.config import KNOBS
 from autoplan.strategies.workloads.registry import list_models
@@ -385,7 +385,7 @@ def test_only_data_parallel_ranks_need_samples_of_their_own() -> None:
     )]  # fmt: skip
     layouts = estimate_rows(rows).layouts
     assert layouts is not None
-    assert list(node_tokens(layouts) / 4096) == [32, 32, 64, 64]
+    assert list(64 * node_share(layouts, layouts.gpus_per_node)) == [32, 32, 64, 64]
 
 
 def test_more_gpus_on_a_node_do_not_help_a_job_that_waits_for_its_input() -> None:

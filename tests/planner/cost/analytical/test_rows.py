@@ -80,8 +80,9 @@ def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_layout_says_how_often_its_gradients_are_reduced() -> None:
-    answer = search_layouts(question(tp="1", pp="1", checkpointing="full"))
-    shown = [show_layout(answer, i) for i in range(len(answer.layouts))]
+    asked = question(tp="1", pp="1", checkpointing="full")
+    answer = search_layouts(asked)
+    shown = [show_layout(asked, answer, i) for i in range(len(answer.layouts))]
     every = [entry for entry in shown if entry["layout"]["gradient_sync"] == "every"]
     assert every and all(entry["accumulation"] > 1 and entry["layout"]["dp_shard"] > 1 for entry in every)
     assert {entry["layout"]["gradient_sync"] for entry in shown if entry["layout"]["dp_shard"] == 1} == {"last"}

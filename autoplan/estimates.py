@@ -12,7 +12,7 @@ import numpy as np
 from autoplan.errors import NoFeasiblePlanError, UsageError
 from autoplan.planner.cost.analytical.answer import estimate_cluster
 from autoplan.planner.cost.analytical.cluster import Cluster, find_chip, parse_cluster, with_links
-from autoplan.planner.cost.analytical.layout_search import Question
+from autoplan.planner.cost.analytical.layout_search import Asked, Question
 from autoplan.planner.cost.analytical.rent import MOST_GPUS, Prices, advise, read_prices
 from autoplan.planner.cost.analytical.rows import (
     OUTPUT,
@@ -26,8 +26,9 @@ from autoplan.planner.cost.analytical.rows import (
     write_rows,
 )
 from autoplan.planner.cost.analytical.step_time import learn_correction
-from autoplan.planner.cost.analytical.transformer import find_transformer
+from autoplan.planner.cost.analytical.transformer import find_transformer, is_traced
 from autoplan.planner.cost.correction import Correction
+from autoplan.strategies.workloads.spec import WorkloadSpec
 
 DEFAULT_TOKENS_PER_STEP = 4_194_304  # 2^22: what Llama 2 was trained with
 GPUS_OF_A_NODE = 8  # where only kinds of GPUs are named
@@ -35,7 +36,7 @@ DEFAULT_SEQ_LEN = 2048  # of a model whose config.json does not say its own
 
 
 def estimate(
-    model: str | None = None,
+    model: Any = None,
     cluster: str | Cluster | None = None,
     *,
     tokens: float | None = None,
@@ -51,12 +52,15 @@ def estimate(
     out: str | Path | None = None,
     calibrate: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Estimates memory, time and cost of training a transformer on a cluster, in closed form; nothing is run.
+    """Estimates memory, time and cost of a training on a cluster that need not be here.
 
-    Either a model on a cluster, or on any of the GPUs that have a price; or the rows of a table. Loads no torch.
+    Either a model on a cluster, or on any of the GPUs that have a price; or the rows of a table. Transformers of known
+    families are estimated in closed form, in milliseconds and without torch. Anything else is traced first, as a search
+    does it, without values and without the device: some ten seconds.
 
     Args:
-        model: A built-in model's name, or the path of a Hugging Face config.json.
+        model: A built-in model's name, the path of a Hugging Face config.json or of a folder with one, or
+            `file.py:function`; or a Workload, or a Trainer of transformers or TRL.
         cluster: `nodes x GPUs x chip` ("256x8xH100"), `GPUs x chip`, the path of a JSON file, or a Cluster.
         tokens: Tokens to train on, for days, cost, and advice on what to rent.
         prices: Of one GPU for an hour, by its name: {"H100": "2.5 USD/h"}, or a YAML file of such lines. Without a
@@ -80,7 +84,7 @@ def estimate(
     Raises:
         UsageError: arguments that do not go together, an unknown chip or cluster, a file that cannot be read.
         ConfigError: a knob or a value that does not exist, or no legal layout.
-        WorkloadError: an unknown model, or a family without a closed form.
+        WorkloadError: an unknown model, or one that cannot be traced, and why.
         NoFeasiblePlanError: no layout fits, and by how much.
     """
     _check_arguments(model, cluster, rows, out, tokens, prices)
@@ -104,20 +108,20 @@ def estimate(
     else:
         assert priced is not None, "checked above"
         places = [f"{GPUS_OF_A_NODE}x{name}" for name in priced.names]
-    asked = []
+    asked: list[tuple[Asked, tuple[str, ...]]] = []
     for place in places:
         found, assumed = _cluster(place, links)
-        question, more = _question(model, found, sequence_length, global_batch, fix or {}, correction)
+        question, name, more = _question(model, found, sequence_length, global_batch, fix or {}, correction)
         of_kind = assumed if cluster is not None else tuple(f"{question.cluster.chip}: {line}" for line in assumed)
         asked.append((question, (*of_kind, *more)))
     question, all_assumed = asked[0]
     if cluster is None:
         assert priced is not None and tokens is not None, "checked above"
         all_assumed = tuple(dict.fromkeys(line for _, lines in asked for line in lines))
-        return _advice([question for question, _ in asked], model, tokens, priced, all_assumed)
+        return _advice([question for question, _ in asked], name, tokens, priced, all_assumed)
     if priced is not None:
         _check_price(priced, question.cluster.chip)
-    document = estimate_cluster(question, model_name=model, tokens=tokens, assumed=all_assumed, top=top)
+    document = estimate_cluster(question, model_name=name, tokens=tokens, assumed=all_assumed, top=top)
     most = question.cluster.num_gpus
     document["rent"] = None if tokens is None else advise([question], tokens, priced, most)
     return document
@@ -133,7 +137,7 @@ def _check_price(prices: Prices, chip: str) -> None:
 
 
 def _advice(
-    questions: list[Question], model: str, tokens: float, prices: Prices, assumed: tuple[str, ...]
+    questions: list[Asked], model: str, tokens: float, prices: Prices, assumed: tuple[str, ...]
 ) -> dict[str, Any]:
     """The document if no cluster is given.
 
@@ -149,7 +153,7 @@ def _advice(
     question = questions[0]
     return {
         "status": "ok",
-        "model": {"name": model, "parameters": question.model.parameters, **question.model.model_dump()},
+        "model": {"name": model, **question.show_model()},
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
         "fixed": dict(question.fixed),
@@ -195,31 +199,53 @@ def _cluster(cluster: str | Cluster, links: Mapping[str, float | None]) -> tuple
 
 
 def _question(
-    model: str,
+    model: Any,
     cluster: Cluster,
     seq_len: int | None,
     global_batch: int | None,
     fix: Mapping[str, Any],
     correction: Correction | None,
-) -> tuple[Question, tuple[str, ...]]:
-    """The question, and what was assumed where nothing was said."""
-    transformer = find_transformer(model)
-    length = seq_len or transformer.max_length or DEFAULT_SEQ_LEN
+) -> tuple[Asked, str, tuple[str, ...]]:
+    """The question, the model's name, and what was assumed where nothing was said."""
+    fixed = {knob.replace("-", "_"): str(value) for knob, value in fix.items()}
+    name = str(model) if isinstance(model, str | Path) else None
+    transformer = find_transformer(name) if name is not None and not is_traced(name) else None
+    spec: WorkloadSpec | None = None
+    length: int | None
+    if transformer is not None:
+        length = seq_len or transformer.max_length or DEFAULT_SEQ_LEN
+    else:
+        from autoplan.api import make_workload_spec
+
+        spec = make_workload_spec(model, global_batch=global_batch, sequence_length=seq_len)
+        length = spec.sequence_length
     assumed: tuple[str, ...] = ()
-    if global_batch is None:
+    if global_batch is None and length is not None and (spec is None or spec.kind in ("config", "folder")):
         gpus = cluster.num_gpus
         # whole multiples of the GPUs, so that every layout divides it
         global_batch = max(gpus, round(DEFAULT_TOKENS_PER_STEP / length / gpus) * gpus)
         assumed = (f"global batch: {global_batch} sequences, {global_batch * length / 1e6:.1f}M tokens a step",)
+    if spec is not None:
+        from autoplan.planner.estimate.traced import trace_for
+
+        if correction is not None:
+            raise UsageError(
+                "calibrate fits the closed form, and this model is traced", hint="Leave it out, or give --rows."
+            )
+        if assumed:
+            spec = make_workload_spec(model, global_batch=global_batch, sequence_length=seq_len)
+        question: Asked = trace_for(spec, cluster, fixed)
+        return question, spec.name, assumed
+    assert transformer is not None and length is not None and global_batch is not None and name is not None
     question = Question(
         model=transformer,
         cluster=cluster,
         seq_len=length,
         global_batch=global_batch,
-        fixed={knob.replace("-", "_"): str(value) for knob, value in fix.items()},
+        fixed=fixed,
         correction=correction,
     )
-    return question, assumed
+    return question, name, assumed
 
 
 def learn_from_table(path: Path) -> Correction:

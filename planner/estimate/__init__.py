@@ -1,0 +1,1 @@
+"""Estimates of a workload on a cluster that is not here: traced on this machine, priced by datasheets."""

@@ -1,0 +1,246 @@
+"""A traced workload on a cluster that is not here.
+
+In: what a search is given, and a cluster. The workload is looked at and traced as a search does it, on tensors without
+values, for the cluster's kind of device; the same space and the same cost model price it. What a search measures comes
+from the catalogue of datasheets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoplan.errors import ConfigError, WorkloadError
+from autoplan.planner.cost.analytical.cluster import Cluster, cluster_hardware, find_chip
+from autoplan.planner.cost.analytical.inputs import OTHER_INPUTS, check_names, read_inputs
+from autoplan.planner.cost.analytical.layout_search import LARGEST_MICRO_BATCH, Answer, Asked, in_order, powers
+from autoplan.planner.cost.analytical.memory import group_bytes
+from autoplan.planner.cost.analytical.step_time import EstimateTable, node_share
+from autoplan.planner.cost.calibrate import FACTORS
+from autoplan.planner.cost.columns import PRECISIONS, Floats
+from autoplan.planner.cost.prediction import CONTEXT_BYTES, RESERVE, Z_90, verdicts
+from autoplan.planner.cost.traced.candidates import Candidates, from_configs
+from autoplan.planner.cost.traced.estimator import MEMORY_PARTS, CostTable, Estimator
+from autoplan.planner.search.inspection import Means, inspect
+from autoplan.planner.search.options import SearchObserver, SearchOptions
+from autoplan.planner.search.preload import preload_for
+from autoplan.planner.search.target import limits
+from autoplan.planner.space.bounds import Bound
+from autoplan.planner.space.generate import Space, generate
+from autoplan.planner.trace.model_profile import ModelProfile, variants_to_trace
+from autoplan.planner.trace.trace import TraceLimits, trace_profile
+from autoplan.probes.profile import Host
+from autoplan.probes.run import read_host_profile
+from autoplan.processes import Zygote
+from autoplan.strategies.analysis.facts import WorkloadFacts
+from autoplan.strategies.config import DEGREES, EXCHANGE_KNOBS, PLAIN
+from autoplan.strategies.knob_text import check_knob
+from autoplan.strategies.techniques.degrees import legal_degrees
+from autoplan.strategies.workloads.spec import WorkloadSpec
+
+WANTED = {"precision": ("bf16", "fp16"), "compile": ("block", "model")}
+"""The values that a knob takes unless it is fixed, the first that is offered: nothing is faster by the model."""
+
+VARIED = ("checkpointing",)
+"""The knobs besides degrees and the micro-batch that are varied; all others stay as in the plain run."""
+
+PARTS = {
+    "matmul": ("matmul/full", "matmul/half", "matmul/fp8"),
+    "attention": ("attention",),
+    "memory": ("memory", "fused_memory", "first_touch"),
+    "launch": ("dispatch",),
+    "communication": ("communication",),
+    "optimizer": ("optimizer",),
+}
+"""The parts of a step as the answer names them, and the factors of the calibration that they are made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedQuestion(Asked):
+    """The question for a traced workload.
+
+    Attributes:
+        facts: What the workload is and allows.
+        profile: Its operations.
+        host: Of this machine.
+    """
+
+    facts: WorkloadFacts
+    profile: ModelProfile
+    host: Host
+
+    def solve(self) -> Answer:
+        """Every legal layout of the cluster, priced by the rates of its datasheet.
+
+        Raises:
+            ConfigError: nothing is legal, and why.
+        """
+        cluster, chip = self.cluster, find_chip(self.cluster.chip)
+        space = legal_space(self.facts, cluster, self.fixed)
+        estimator = Estimator(
+            self.profile,
+            cluster_hardware(cluster, self.host),
+            device="cuda",
+            global_batch=self.global_batch,
+            memory_limit_bytes=None,
+        )
+        estimator.memory_fit.base_bytes = CONTEXT_BYTES
+        columns = from_configs(space.candidates, self.global_batch, device="cuda", num_blocks=self.profile.num_blocks)
+        predicted = estimator.predict(columns)
+        groups = group_bytes(columns)
+        memory_bytes = chip.sheet.memory_bytes.value
+        low, high = (peak + groups for peak in (predicted.peak_memory_low_bytes, predicted.peak_memory_high_bytes))
+        found = verdicts(low, high, memory_bytes, reserve=RESERVE)
+        peaks = np.array([chip.peak(name) or np.nan for name in PRECISIONS])[columns.precision]
+        table = self._table(predicted, columns, groups, peaks * columns.num_ranks)
+        first = space.candidates[0]
+        shown = (*WANTED, "attention", "loss", "optimizer_step", *self._fixed())
+        return Answer(
+            configs=space.candidates,
+            layouts=columns,
+            table=table,
+            order=in_order(table, found),
+            verdicts=found,
+            knobs={knob: getattr(first, knob) for knob in dict.fromkeys(shown) if knob not in DEGREES},
+            other={},
+            optimizer=self.profile.optimizer_name,
+            memory_bytes=memory_bytes,
+            sd=np.log(predicted.step_time_high_s / predicted.step_time_s) / Z_90,
+            notes=(
+                *self.profile.notes,
+                f"rates: of the datasheet of the {chip.sheet.name}; nothing was measured there",
+                *estimator.rates.assumed,
+            ),
+        )
+
+    def _fixed(self) -> dict[str, Any]:
+        return read_fixed(self.fixed)
+
+    def show_model(self) -> dict[str, Any]:
+        """What the trace and the look at the workload found."""
+        profile, spec = self.profile, self.facts.spec
+        return {
+            "parameters": profile.parameters,
+            "trainable": profile.trainable,
+            "layers": profile.num_blocks,
+            "unit": spec.unit,
+            "from": f"trace ({profile.method})",
+        }
+
+    def _table(self, predicted: CostTable, columns: Candidates, groups: Floats, peak: Floats) -> EstimateTable:
+        """The predictions as the answer's columns; `peak` is that of all ranks in FLOP/s."""
+        parts = {
+            f"{name}_s": sum((predicted.parts_s[FACTORS.index(factor)] for factor in factors), np.zeros(len(columns)))
+            for name, factors in PARTS.items()
+        }
+        busy = predicted.step_time_s
+        tokens = self.global_batch * self.seq_len
+        rate = self.cluster.input_tokens_per_s or np.inf
+        loading = node_share(columns, self.cluster.gpus_per_node) * tokens / rate
+        step = np.maximum(busy, loading)
+        nothing = np.zeros(len(columns))
+        return EstimateTable(
+            step_time_s=step,
+            bubble_s=predicted.bubble_s,
+            input_s=step - busy,
+            loading_s=loading,
+            loss_bytes=nothing,
+            temporaries_bytes=nothing,
+            overhead_bytes=predicted.peak_memory_bytes - predicted.live_bytes + groups,
+            peak_memory_bytes=predicted.peak_memory_bytes + groups,
+            model_flops=predicted.model_flops,
+            hardware_flops=predicted.hardware_flops,
+            mfu=predicted.model_flops / (peak * step),
+            hfu=predicted.hardware_flops / (peak * step),
+            **parts,
+            **{f"{name}_bytes": getattr(predicted.memory, name) for name in MEMORY_PARTS},
+        )
+
+
+def read_fixed(fixed: Mapping[str, str]) -> dict[str, Any]:
+    """The fixed knobs in their own types.
+
+    Raises:
+        ConfigError: an unknown knob, a value that it does not take, or an input that the workload says itself.
+    """
+    values = read_inputs(fixed).values
+    check_names(values)
+    for name in values:
+        if name in OTHER_INPUTS or name in ("dp", "accumulation"):
+            raise ConfigError(
+                f"{name} is an input of the closed form, and this model is traced: the workload says it itself",
+                hint="Fix knobs alone, for example dp_shard=8, micro_batch=2, parameters=bf16.",
+            )
+    return {name: check_knob(name, value) for name, value in values.items()}
+
+
+def legal_space(facts: WorkloadFacts, cluster: Cluster, fixed: Mapping[str, str]) -> Space:
+    """The legal layouts of a workload on all GPUs of a cluster.
+
+    Raises:
+        ConfigError: there is none, and why.
+    """
+    knobs, count = read_fixed(fixed), cluster.num_gpus
+    degrees, left_out = legal_degrees(facts, count, device="cuda", ranks_per_node=cluster.gpus_per_node)
+    asked = {name: value for name, value in knobs.items() if name in DEGREES and name not in EXCHANGE_KNOBS}
+    legal = [d for d in degrees if all(d.get(name, getattr(PLAIN, name)) == value for name, value in asked.items())]
+    if not legal:
+        text = " ".join(f"{name}={value}" for name, value in asked.items()) or "no fixed degrees"
+        raise ConfigError(
+            f"no layout of {count} GPUs is legal for {facts.spec.name} with {text} at a global batch of "
+            f"{facts.spec.global_batch}",
+            hint="".join(f"{found.family}: {found.reason} ({found.by}). " for found in left_out[:3])
+            + "Another --global-batch is another training, and yours to choose.",
+        )
+    bounds: dict[str, Bound] = {}
+    for choice in facts.choices:
+        if choice.knob in (*knobs, *DEGREES, *VARIED) or not choice.values:
+            continue
+        if choice.knob == "micro_batch":
+            some = tuple(size for size in powers(LARGEST_MICRO_BATCH) if size in choice.values)
+            bounds["micro_batch"] = Bound(values=some or choice.values)
+            continue
+        wanted = (*WANTED.get(choice.knob, ()), getattr(PLAIN, choice.knob), *choice.values)
+        knobs[choice.knob] = next(value for value in wanted if value in choice.values)
+    return generate(facts.choices, global_batch=facts.spec.global_batch, fixed=knobs, bounds=bounds, degrees=legal)
+
+
+def trace_for(spec: WorkloadSpec, cluster: Cluster, fixed: Mapping[str, str]) -> TracedQuestion:
+    """Looks at a workload and traces it, for a cluster.
+
+    Raises:
+        WorkloadError: its functions fail, or its trace does, and why.
+        ConfigError: nothing is legal on the cluster.
+    """
+    now = read_host_profile()
+    hardware = cluster_hardware(cluster, now.host)
+    read_fixed(fixed)
+    _, host_limit = limits(now, "cpu", None)
+    with Zygote(preload=preload_for(spec)) as zygote:
+        means = Means(options=SearchOptions(spec=spec), zygote=zygote, observer=SearchObserver())
+        facts = inspect(means, hardware, "cuda", max(cluster.num_gpus, 2), host_limit)
+        if facts.step_s is not None:
+            raise WorkloadError(
+                f"{facts.spec.name} is a step of which no part is known, so nothing of it can be traced",
+                hint="Give its parts: model, make_batch, loss, optimizer (docs/loops.md).",
+            )
+        space = legal_space(facts, cluster, fixed)
+        profile = trace_profile(
+            facts.spec.model_copy(update={"payload": spec.payload}),
+            device="cuda",
+            zygote=zygote,
+            variants=variants_to_trace(space.candidates, has_blocks=facts.num_blocks > 0),
+            limits=TraceLimits(timing_budget_s=0.0, memory_limit_bytes=host_limit),
+        )
+    return TracedQuestion(
+        cluster=cluster,
+        seq_len=facts.spec.sequence_length or profile.tokens_per_sample,
+        global_batch=facts.spec.global_batch,
+        fixed=dict(fixed),
+        facts=facts,
+        profile=profile,
+        host=now.host,
+    )
