@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autoplan
+from autoplan.cli.estimate import estimate_command
 from autoplan.errors import ConfigError, UsageError, WorkloadError
 from autoplan.planner.cost.analytical.cluster import cluster_hardware, parse_cluster
 from autoplan.planner.cost.communication import ASSUMED_LINK_EFFICIENCY, links_of
@@ -46,7 +47,7 @@ def whole(document: dict[str, Any]) -> dict[str, Any]:
     assert sum(best["time_parts_s"].values()) == pytest.approx(best["step_time_s"], rel=1e-6)
     assert sum(best["memory_parts_bytes"].values()) == pytest.approx(best["peak_memory_bytes"], rel=1e-6)
     assert best["step_time_low_s"] < best["step_time_s"] < best["step_time_high_s"]
-    assert document["model"]["from"] == "trace (traced)"
+    assert document["model"]["from"].startswith("trace")
     assert any("datasheet of the NVIDIA H100 SXM 80GB" in line for line in document["assumed"])
     layout = best["layout"]
     dp = layout["dp_replicate"] * layout["dp_shard"]
@@ -74,21 +75,19 @@ def test_an_image_model_counts_samples() -> None:
 
 
 def test_a_trainer_of_an_encoder_and_decoder(tmp_path: Path) -> None:
-    document = autoplan.estimate(t5_trainer(tmp_path, micro_batch=8, accumulation=4), CLUSTER)
+    document = autoplan.estimate(t5_trainer(tmp_path, micro_batch=32), CLUSTER)
     whole(document)
     assert document["global_batch"] == 32
 
 
-def test_a_mixture_of_experts_from_a_config_on_the_command_line(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from autoplan.cli.app import app
-
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
-    command = ["estimate", "--model", str(tmp_path / "config.json"), "--cluster", CLUSTER, "--global-batch", "64"]
-    result = CliRunner().invoke(app, [*command, "--fix", "checkpointing=none", "--json"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+def test_a_mixture_of_experts_from_a_config_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTURE))
+    estimate_command(str(path), CLUSTER, global_batch=64, fix=["checkpointing=none"], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["model"]["from"] == "trace (traced)"
     best = whole(document)
     assert best["layout"]["checkpointing"] == "none"
     # of four experts two work on each token
@@ -124,7 +123,7 @@ def broken() -> Workload:
             super().__init__()
             self.inner = torch.nn.Linear(4, 4)
 
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
             raise ValueError("seven is no length")
 
     workload: Workload = llama_lora.workload(64)
