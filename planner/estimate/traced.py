@@ -108,7 +108,6 @@ class TracedQuestion(Asked):
             other={},
             optimizer=self.profile.optimizer_name,
             memory_bytes=memory_bytes,
-            sd=np.log(predicted.step_time_high_s / predicted.step_time_s) / Z_90,
             notes=(
                 *self.profile.notes,
                 f"rates: of the datasheet of the {chip.sheet.name}; nothing was measured there",
@@ -147,6 +146,7 @@ class TracedQuestion(Asked):
             bubble_s=predicted.bubble_s,
             input_s=step - busy,
             loading_s=loading,
+            log_sd=np.log(predicted.step_time_high_s / predicted.step_time_s) / Z_90,
             loss_bytes=nothing,
             temporaries_bytes=nothing,
             overhead_bytes=predicted.peak_memory_bytes - predicted.live_bytes + groups,
