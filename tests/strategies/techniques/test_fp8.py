@@ -27,6 +27,7 @@ from autoplan.strategies.techniques.fp8 import (
 )
 from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.techniques.sizes import reason_against_sizes
+from tests.recorded import make_hardware
 from tests.strategies.tiny import GPT2, LLAMA, language
 
 FP8 = {"micro_batch": 2, "precision": "bf16", "fp8": "tensorwise"}
@@ -135,7 +136,7 @@ def test_a_cpu_has_none_and_a_missing_library_is_named_with_its_install_line(mon
     structure = find_structure(on_meta(BIG))
     with pytest.raises(ConfigError, match=r"fp8=tensorwise does not apply: .*compute capability 8.9"):
         prepare(language(LLAMA), config())
-    choices = Fp8Strategy().choices(None, structure, None, "cpu")
+    choices = Fp8Strategy().choices(None, structure, make_hardware(), "cpu")
     assert choices.values == ("off",)
     reasons = {found.value: found.reason for found in choices.left_out}
     assert "capability 8.9" in reasons["tensorwise"] and "capability 9.0" in reasons["rowwise"]
@@ -154,7 +155,7 @@ def test_chips(monkeypatch, capability, offered):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(fp8, "_reason_against_torchao", lambda: None)
-    choices = Fp8Strategy().choices(None, find_structure(on_meta(BIG)), None, "cuda")
+    choices = Fp8Strategy().choices(None, find_structure(on_meta(BIG)), make_hardware(), "cuda")
     assert choices.values == ("off", *offered)
     assert all(f"this one has {capability[0]}.{capability[1]}" in found.reason for found in choices.left_out)
 
@@ -174,7 +175,7 @@ def test_a_torchao_without_fp8_training_is_named(monkeypatch):
     ],
 )
 def test_a_model_without_such_layers_says_why(monkeypatch, model, reason):
-    monkeypatch.setattr(fp8, "_reason_against_chip", lambda recipe, device: None)
+    monkeypatch.setattr(fp8, "_reason_against_chip", lambda recipe, device, capability: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(fp8, "_reason_against_torchao", lambda: None)
     assert re.search(reason, reason_against_fp8(find_structure(model()), "tensorwise", "cuda") or "")
