@@ -63,7 +63,8 @@ class OrderedBatches:
         elif self.largest and index > WORST:
             index -= 1
         start = index * num_samples
-        samples = fetch(self.dataset, [places[(start + k) % len(places)] for k in range(num_samples)])
+        numbers = [places[(start + k) % len(places)] for k in range(num_samples)]
+        samples = _fetch_seeded(self.dataset, numbers, self.seed + index)
         if self.collated_by_parts:
             batch: Any = SampleBatch(samples, self.collate, rows_are_samples=self.rows_are_samples)
         else:

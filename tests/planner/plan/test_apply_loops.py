@@ -280,3 +280,18 @@ def test_what_fabric_put_around_the_parts_is_taken_off() -> None:
     run, own = plan.apply_to(*wrapped)
     run.step(next(iter(own)))
     assert run.model is parts[0] and type(run.optimizer) is torch.optim.SGD
+
+
+def test_a_search_draws_nothing_of_the_program_for_a_dataset_that_draws() -> None:
+    class Noisy(Points):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + torch.rand(()), y
+
+    model, optimizer, _, loss = parts_of()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    workload = autoplan.from_loop(model, optimizer, DataLoader(Noisy(32), batch_size=8), loss)
+    assert torch.equal(torch.get_rng_state(), before)
+    one, again = (workload.make_batch(4, 2) for _ in range(2))
+    assert torch.equal(one[0], again[0]), "the same for the same arguments"
