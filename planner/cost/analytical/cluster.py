@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from autoplan.errors import UsageError
 from autoplan.planner.cost.columns import DTYPES, PRECISIONS
+from autoplan.planner.cost.roofline import matmul_efficiency_of, processors_of
 from autoplan.probes import catalog
 from autoplan.probes.catalog import ChipSheet
 from autoplan.probes.profile import Device, HardwareProfile, Host, Link
@@ -34,22 +35,6 @@ DEFAULT_FORMS = {
     "a10g": "A10 24GB",
 }
 PCIE_LANES = 16
-# Where the datasheet does not print it; it only rounds work up to whole waves of tiles.
-ASSUMED_PROCESSORS = 100.0
-# The share of the dense peak that large matrix products reach in a training loop, before any calibration; what tiles,
-# the filling of inner loops, launches and passes over memory cost comes on top (step_time.py). By architecture:
-# - Hopper, 0.57: chosen while building on the published tables that set the constants of the closed form
-#   (docs/accuracy.md); no record says how. On their H100 rows in bf16 (llm-foundry 37, fms-fsdp 4), uncalibrated, it
-#   gives a mean error of 8.5 % and a bias of -3.5 %; the smallest mean error is 8.4 %, at 0.56 (9.8 % at 0.52, 9.9 %
-#   at 0.60, 13.9 % at 0.65). One torch.mm alone was published at 0.79 of an H100's peak; why training stays below was
-#   not measured.
-# - The default, 0.74: chosen in the same way. On their A100 rows (llm-foundry 69, fms-fsdp 4, vTrain 660) it gives a
-#   mean error of 9.5 % and a bias of +0.1 %; the smallest mean error is 9.3 %, at 0.78, with a bias of -1.8 %.
-# - Blackwell, assumed: as Hopper. Volta, assumed: between the two. No table of theirs was looked at.
-# - CDNA 3, assumed: what the best product of Azure's published MI300X results reaches (Azure/AI-benchmarking-guide,
-#   ND MI300X v5: 1,160 TFLOP/s of 2,614.9 in fp8). No training run was looked at.
-MATMUL_EFFICIENCY = {"Hopper": 0.57, "Blackwell": 0.57, "Volta": 0.65, "CDNA 3": 0.44}
-DEFAULT_MATMUL_EFFICIENCY = 0.74
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +76,8 @@ def find_chip(name: str) -> Chip:
     return Chip(
         sheet=sheet,
         intra_bytes_per_s=intra.value,
-        processors=sheet.multiprocessors.value if sheet.multiprocessors is not None else ASSUMED_PROCESSORS,
-        matmul_efficiency=MATMUL_EFFICIENCY.get(sheet.architecture, DEFAULT_MATMUL_EFFICIENCY),
+        processors=processors_of(sheet),
+        matmul_efficiency=matmul_efficiency_of(sheet),
         assumed=assumed,
     )
 

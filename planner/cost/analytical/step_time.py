@@ -26,20 +26,11 @@ from autoplan.planner.cost.columns import Columns, Floats
 from autoplan.planner.cost.communication import Exchange, boundary_width, datasheet_links, exchange
 from autoplan.planner.cost.correction import Correction, learn
 from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY, bound_of, spread
+from autoplan.planner.cost.roofline import FP8_EFFICIENCY, LAUNCH_S, attention_rate, product_seconds
 from autoplan.planner.cost.step import step_seconds
 
-# cuBLAS's and CUTLASS's common tile of a product's result. Source: NVIDIA "Matrix Multiplication Background".
-TILE = 128.0
-# What a product's inner loop costs to fill and drain, in elements of k (CUTLASS: prologue of some stages of 32): tables
-K_FILL = 96.0
-# Fused attention's share of the rate of large products (FlashAttention-2, arXiv 2307.08691 figures 4 to 6: 50-70 % of
-# what products reach, backward lower): tables
-FLASH_EFFICIENCY = 0.5
 # Plain attention's two products are batched ones of small k: tables (vTrain)
 EAGER_EFFICIENCY = 0.85
-# Host seconds per operation of an eager block, Python, autograd and module hooks included (0.9 ms a block forward):
-# tables (vTrain's smallest models). The search measures its own machine's (traced/rates.py).
-LAUNCH_S = 3.3e-5
 # Operations of a block, forward: unfused eager, counted; what torch.compile leaves of them, by COMPILES: assumed
 BLOCK_LAUNCHES = 26.0
 COMPILED_LAUNCHES = np.array([1.0, 0.5, 0.4])
@@ -58,9 +49,7 @@ MEMORY_BACKWARD = 1.6
 LAUNCH_BACKWARD = 1.7
 # Selective checkpointing runs attention and half of the element-wise operations again: assumed
 SELECTIVE_AGAIN = {"matmul": 0.0, "attention": 1.0, "memory": 0.5, "launch": 0.5}
-# fp8 products reach less of their peak, and each operand is scaled, cast and transposed first (Transformer Engine):
-# tables (llm-foundry's fp8 rows)
-FP8_EFFICIENCY = 0.8
+# Passes that scale, cast and transpose each operand of an fp8 product (Transformer Engine): tables (llm-foundry, fp8)
 FP8_PASSES = 8.0
 # Host seconds to launch one collective: assumed
 COLLECTIVE_LAUNCH_S = 20e-6
@@ -138,22 +127,18 @@ TIME_PARTS = ("matmul", "attention", "memory", "launch", "communication", "bubbl
 KINDS = ("matmul", "attention", "memory", "launch")
 
 
-def product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Floats) -> Floats:
-    """Seconds of one matrix product: the roofline, with what tiles leave idle.
-
-    Tiles of 128 x 128 go to the multiprocessors in waves; where there are fewer tiles than those, k is split. Source:
-    NVIDIA "Matrix Multiplication Background User's Guide", tile and wave quantization.
-    """
-    tiles = np.ceil(m / TILE) * np.ceil(n / TILE)
-    used = (m * n) / (np.ceil(m / TILE) * np.ceil(n / TILE) * TILE * TILE)
-    units = np.where(tiles < rows.processors, tiles * np.clip(np.floor(k / 512), 1, 8), tiles)
-    waves = np.ceil(units / rows.processors)
-    busy = units / (waves * rows.processors)
-    filled = k / (k + K_FILL)
+def _product_seconds(m: Floats, n: Floats, k: Floats, rows: Layouts, width: Floats) -> Floats:
+    """Seconds of one matrix product of each row, see `roofline.product_seconds`."""
     reached = rows.matmul_efficiency * np.where(rows.fp8, FP8_EFFICIENCY, 1.0)
-    work = 2 * m * n * k / (reached * rows.peak_flops_per_s * used * busy * filled)
-    moved = width * (m * k + k * n + m * n) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)
-    return np.asarray(np.maximum(work, moved))
+    return product_seconds(
+        m,
+        n,
+        k,
+        flops_per_s=reached * rows.peak_flops_per_s,
+        memory_bytes_per_s=rows.memory_bytes_per_s,
+        processors=rows.processors,
+        width=width,
+    )
 
 
 def estimate_layouts(rows: Layouts, correction: Correction | None = None) -> EstimateTable:
@@ -284,9 +269,9 @@ def _block_products(rows: Layouts) -> tuple[Floats, Floats]:
     up = np.where(rows.gated_mlp, 2.0, 1.0) * rows.ffn
     forward, backward = np.zeros(len(rows)), np.zeros(len(rows))
     for n, k in (((a + 2 * rows.kv_width) / t, h), (h, a / t), (up / t, h), (h, rows.ffn / t)):
-        forward = forward + product_seconds(tokens, n, k, rows, width)
-        backward = backward + product_seconds(tokens, k, n, rows, width)
-        backward = backward + rows.trained_share * product_seconds(n, k, tokens, rows, width)
+        forward = forward + _product_seconds(tokens, n, k, rows, width)
+        backward = backward + _product_seconds(tokens, k, n, rows, width)
+        backward = backward + rows.trained_share * _product_seconds(n, k, tokens, rows, width)
     return forward, backward
 
 
@@ -295,9 +280,8 @@ def _attention_seconds(rows: Layouts) -> Floats:
     rate = rows.matmul_efficiency * rows.peak_flops_per_s * np.where(rows.fp8, 0.5, 1)
     square = 4 * rows.micro_batch * rows.seq_len**2 * rows.attention_width / rows.tp
     head_dim = rows.attention_width / rows.heads
-    shaped = head_dim / (head_dim + 24)
-    eager = square / (EAGER_EFFICIENCY * shaped * rate)
-    return np.where(rows.eager_attention, eager, 0.5 * square / (FLASH_EFFICIENCY * shaped * rate))
+    eager = square / (EAGER_EFFICIENCY * head_dim / (head_dim + 24) * rate)
+    return np.where(rows.eager_attention, eager, square / attention_rate(rate, head_dim))
 
 
 def _block_memory_seconds(rows: Layouts) -> Floats:
@@ -317,9 +301,9 @@ def _head(rows: Layouts) -> dict[str, Floats]:
     """Seconds of embedding, output head and loss, forward and backward."""
     n, k = rows.vocab / rows.tp, rows.hidden
     tokens, width = rows.micro_batch * rows.seq_len, rows.compute_width
-    seconds = product_seconds(tokens, n, k, rows, width)
-    seconds = seconds + product_seconds(tokens, k, n, rows, width)
-    seconds = seconds + rows.trained_share * product_seconds(n, k, tokens, rows, width)
+    seconds = _product_seconds(tokens, n, k, rows, width)
+    seconds = seconds + _product_seconds(tokens, k, n, rows, width)
+    seconds = seconds + rows.trained_share * _product_seconds(n, k, tokens, rows, width)
     # the head stays in 16 bits
     seconds = seconds * np.where(rows.fp8, 2 * FP8_EFFICIENCY, 1.0)
     moved = tokens * (LOGIT_BYTES * n + HEAD_BYTES * k) / (BANDWIDTH_EFFICIENCY * rows.memory_bytes_per_s)

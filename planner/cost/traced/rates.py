@@ -5,7 +5,7 @@ A product of (m x k) and (k x n) takes, where it was measured, a sum of terms wi
     t = 2mnk / peak + a mn + b nk + c mk + launch,
 
 fitted to the probe's readings without negative terms: products, results written, weights read, inputs read. Where only
-a datasheet is known, the roofline with an efficiency (Williams et al. 2009): max(2mnk / (e peak), bytes / (e' bw)).
+a datasheet is known, the roofline of `planner.cost.roofline`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import numpy as np
 
 from autoplan.planner.cost.columns import Floats
 from autoplan.planner.cost.prediction import BANDWIDTH_EFFICIENCY
+from autoplan.planner.cost.roofline import (
+    FP8_EFFICIENCY,
+    LAUNCH_S,
+    attention_rate,
+    matmul_efficiency_of,
+    processors_of,
+    product_seconds,
+)
+from autoplan.probes import catalog
 from autoplan.probes.profile import Device
 
-# What dense kernels reach of a datasheet's peak on large problems, where nothing was measured. Source: NVIDIA "Matrix
-# Multiplication Background" charts cuBLAS at 80-90 % of peak.
-ASSUMED_MATMUL_EFFICIENCY = 0.75
-ASSUMED_ATTENTION_EFFICIENCY = 0.45
-# torch's eager path on a current host, per operation with autograd and module calls; the probe's figure is a bare
-# in-place addition, several times less
-ASSUMED_DISPATCH_S = 8e-6
+# torch's eager path per operation, autograd and module calls included, beside the probe's bare in-place addition
 AUTOGRAD_OVERHEAD = 6.0
 
 # Of the dense peaks: every chip of the catalogue that has both is at 2
@@ -58,10 +61,39 @@ class MatmulFit:
     coefficients: Floats
     measured: bool
 
-    def seconds(self, m: Floats, n: Floats, k: Floats) -> Floats:
-        """Seconds of one product of each size."""
+    @property
+    def flops_per_s(self) -> float:
+        """What the largest products reach."""
+        return float(1 / self.coefficients[0])
+
+    def seconds(self, m: Floats, n: Floats, k: Floats, batch: float | Floats = 1.0) -> Floats:
+        """Seconds of one product of each size, or of a batch of them, which is one launch."""
         c = self.coefficients
-        return c[0] * 2 * m * n * k + c[1] * m * n + c[2] * n * k + c[3] * m * k + c[4]
+        return batch * (c[0] * 2 * m * n * k + c[1] * m * n + c[2] * n * k + c[3] * m * k) + c[4]
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasheetProducts:
+    """Seconds of a matrix product in one dtype on a chip of which only the datasheet is known."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    processors: float
+    width: float
+    measured: bool = False
+
+    def seconds(self, m: Floats, n: Floats, k: Floats, batch: float | Floats = 1.0) -> Floats:
+        """Seconds of one product of each size, or of a batch of them."""
+        return product_seconds(
+            m,
+            n,
+            k,
+            flops_per_s=self.flops_per_s,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            processors=self.processors,
+            width=self.width,
+            batch=batch,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +112,7 @@ class Rates:
     """
 
     device: str
-    matmul: dict[str, MatmulFit]
+    matmul: dict[str, MatmulFit | DatasheetProducts]
     attention_flops_per_s: dict[str, float]
     memory_bytes_per_s: float
     dispatch_s: float
@@ -90,11 +122,11 @@ class Rates:
     assumed: list[str] = field(default_factory=list)
     doubts: dict[str, float] = field(default_factory=dict)
 
-    def matmul_fit(self, dtype: str) -> MatmulFit:
+    def matmul_fit(self, dtype: str) -> MatmulFit | DatasheetProducts:
         """The fit of a dtype, or of float32 where that one was never measured."""
-        found = self.matmul.get(dtype)
-        if found is None and dtype == "float8" and "bfloat16" in self.matmul:
-            return _in_8_bits(self.matmul["bfloat16"], FLOAT8_OVER_BFLOAT16)
+        found, plain = self.matmul.get(dtype), self.matmul.get("bfloat16")
+        if found is None and dtype == "float8" and isinstance(plain, MatmulFit):
+            return _in_8_bits(plain, FLOAT8_OVER_BFLOAT16)
         return found or self.matmul["float32"]
 
     def attention_rate(self, dtype: str) -> float:
@@ -114,7 +146,7 @@ class Rates:
 def from_device(device: Device) -> Rates:
     """Rates from a probed device, filled up from its datasheet; what neither knows is assumed and said."""
     assumed: list[str] = []
-    matmul: dict[str, MatmulFit] = {}
+    matmul: dict[str, MatmulFit | DatasheetProducts] = {}
     for dtype in ("float32", "tf32", "bfloat16", "float16", "float8"):
         fit = _measured_fit(device, dtype) or _beside_bfloat16(device, dtype, matmul) or _datasheet_fit(device, dtype)
         if fit is not None:
@@ -132,7 +164,7 @@ def from_device(device: Device) -> Rates:
             attention[dtype] = rate * 14 / 6
     if not attention:
         for dtype, fit in matmul.items():
-            attention[dtype] = ASSUMED_ATTENTION_EFFICIENCY / fit.coefficients[0] / ASSUMED_MATMUL_EFFICIENCY
+            attention[dtype] = float(attention_rate(fit.flops_per_s))
         assumed.append("attention rate: not measured, a share of the matmul rate")
     bandwidth = device.memory_bandwidth_bytes_per_s
     if bandwidth is None or bandwidth.value is None:
@@ -151,7 +183,7 @@ def from_device(device: Device) -> Rates:
         matmul=matmul,
         attention_flops_per_s=attention,
         memory_bytes_per_s=memory,
-        dispatch_s=launch * AUTOGRAD_OVERHEAD if launch is not None else ASSUMED_DISPATCH_S,
+        dispatch_s=launch * AUTOGRAD_OVERHEAD if launch is not None else LAUNCH_S,
         first_touch_s_per_byte=_first_touch_s_per_byte(device),
         thread_speed={
             r.shape[3]: r.rate.value
@@ -192,11 +224,13 @@ def _measured_fit(device: Device, dtype: str) -> MatmulFit | None:
     return MatmulFit(coefficients=fit_matmul(np.array(points, dtype=np.float64)), measured=True)
 
 
-def _beside_bfloat16(device: Device, dtype: str, known: Mapping[str, MatmulFit]) -> MatmulFit | None:
+def _beside_bfloat16(
+    device: Device, dtype: str, known: Mapping[str, MatmulFit | DatasheetProducts]
+) -> MatmulFit | None:
     """float8 that was not measured beside bfloat16 that was: in proportion to the datasheet's peaks."""
     plain = known.get("bfloat16")
     peaks = [device.datasheet_peak_flops_per_s.get(name) for name in (dtype, "bfloat16")]
-    if dtype != "float8" or plain is None or not plain.measured or None in peaks:
+    if dtype != "float8" or not isinstance(plain, MatmulFit) or None in peaks:
         return None
     mine, other = (peak.value if peak is not None else None for peak in peaks)
     return _in_8_bits(plain, mine / other) if mine and other else None
@@ -207,15 +241,17 @@ def _in_8_bits(plain: MatmulFit, faster: float) -> MatmulFit:
     return MatmulFit(coefficients=plain.coefficients * np.array([1 / faster, 1.0, 0.5, 0.5, 1.0]), measured=False)
 
 
-def _datasheet_fit(device: Device, dtype: str) -> MatmulFit | None:
-    peak = device.datasheet_peak_flops_per_s.get(dtype)
-    bandwidth = device.datasheet_memory_bandwidth_bytes_per_s
-    if peak is None or peak.value is None:
+def _datasheet_fit(device: Device, dtype: str) -> DatasheetProducts | None:
+    sheet = catalog.find(device.datasheet_name) if device.datasheet_name else None
+    peak = None if sheet is None else sheet.peak_flops_per_s.get(dtype)
+    if sheet is None or peak is None:
         return None
-    per_byte = 0.0 if bandwidth is None or bandwidth.value is None else 0.5 / bandwidth.value
-    size = _BYTES[dtype] * per_byte
-    return MatmulFit(
-        coefficients=np.array([1 / (ASSUMED_MATMUL_EFFICIENCY * peak.value), size, size, size, 4e-6]), measured=False
+    reached = matmul_efficiency_of(sheet) * (FP8_EFFICIENCY if dtype == "float8" else 1.0)
+    return DatasheetProducts(
+        flops_per_s=reached * peak.value,
+        memory_bytes_per_s=sheet.memory_bandwidth_bytes_per_s.value,
+        processors=processors_of(sheet),
+        width=_BYTES[dtype],
     )
 
 

@@ -177,7 +177,7 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
     if group.kind == "attention" or group.m.at(1) == 0:
         rate = rates.attention_rate(group.dtype) if group.kind == "attention" else None
         if rate is None:
-            rate = 1 / rates.matmul_fit(group.dtype).coefficients[0]
+            rate = rates.matmul_fit(group.dtype).flops_per_s
         return np.asarray(flops / rate)
     sizes = {}
     for name in ("m", "n", "k", "batch"):
@@ -191,13 +191,9 @@ def _group_seconds(group: OperationGroup, rates: Rates, candidates: Candidates) 
         here = candidates.precision == code
         dtype = _product_dtype(group.dtype, DTYPES[int(code)])
         fit = rates.matmul_fit(dtype)
-        batch = count[here] if isinstance(count, np.ndarray) else count
-        one = fit.coefficients.copy()
-        one[4] = 0.0  # a batch is one launch
+        batch = np.broadcast_to(count, samples.shape)[here]
         m, n, k = (np.broadcast_to(sizes[name], samples.shape)[here] for name in ("m", "n", "k"))
-        out[here] = (
-            batch * (one[0] * 2 * m * n * k + one[1] * m * n + one[2] * n * k + one[3] * m * k) + fit.coefficients[4]
-        )
+        out[here] = fit.seconds(m, n, k, batch)
     return out
 
 
@@ -216,7 +212,7 @@ def _time_ratio(group: OperationGroup, rates: Rates, c: Candidates, dtype: str, 
     """The time of a product in one dtype over its time in another, by the rates at its sizes, if these are known."""
     fast, slow = rates.matmul_fit(dtype), rates.matmul_fit(plain)
     if group.m.at(1) == 0:
-        return np.full(len(c), fast.coefficients[0] / slow.coefficients[0])
+        return np.full(len(c), slow.flops_per_s / fast.flops_per_s)
     m, n, k = (fit.at(c.micro_batch) for fit in (group.m, group.n, group.k))
     return fast.seconds(m, n, k) / slow.seconds(m, n, k)
 

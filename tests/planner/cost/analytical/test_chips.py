@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoplan.errors import UsageError
-from autoplan.planner.cost.analytical.cluster import DEFAULT_FORMS, MATMUL_EFFICIENCY, find_chip
+from autoplan.planner.cost.analytical.cluster import DEFAULT_FORMS, find_chip
+from autoplan.planner.cost.roofline import MATMUL_EFFICIENCY
 from autoplan.probes import catalog
 
 
