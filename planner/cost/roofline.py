@@ -44,14 +44,15 @@ ASSUMED_HEAD_DIM = 96.0
 LAUNCH_S = 3.3e-5
 
 
-def processors_of(sheet: ChipSheet) -> float:
-    """Multiprocessors (SMs), or compute units (AMD)."""
-    return sheet.multiprocessors.value if sheet.multiprocessors is not None else ASSUMED_PROCESSORS
+def processors_of(sheet: ChipSheet | None) -> float:
+    """Multiprocessors (SMs), or compute units (AMD); assumed for a chip that is not in the catalogue."""
+    known = None if sheet is None else sheet.multiprocessors
+    return ASSUMED_PROCESSORS if known is None else known.value
 
 
-def matmul_efficiency_of(sheet: ChipSheet) -> float:
+def matmul_efficiency_of(sheet: ChipSheet | None) -> float:
     """The share of the dense peak that large products reach."""
-    return MATMUL_EFFICIENCY.get(sheet.architecture, DEFAULT_MATMUL_EFFICIENCY)
+    return MATMUL_EFFICIENCY.get("" if sheet is None else sheet.architecture, DEFAULT_MATMUL_EFFICIENCY)
 
 
 def product_seconds(

@@ -242,14 +242,15 @@ def _in_8_bits(plain: MatmulFit, faster: float) -> MatmulFit:
 
 
 def _datasheet_fit(device: Device, dtype: str) -> DatasheetProducts | None:
-    sheet = catalog.find(device.datasheet_name) if device.datasheet_name else None
-    peak = None if sheet is None else sheet.peak_flops_per_s.get(dtype)
-    if sheet is None or peak is None:
+    peak = device.datasheet_peak_flops_per_s.get(dtype)
+    if peak is None or peak.value is None:
         return None
+    sheet = catalog.find(device.datasheet_name) if device.datasheet_name else None
+    bandwidth = device.datasheet_memory_bandwidth_bytes_per_s
     reached = matmul_efficiency_of(sheet) * (FP8_EFFICIENCY if dtype == "float8" else 1.0)
     return DatasheetProducts(
         flops_per_s=reached * peak.value,
-        memory_bytes_per_s=sheet.memory_bandwidth_bytes_per_s.value,
+        memory_bytes_per_s=np.inf if bandwidth is None or bandwidth.value is None else bandwidth.value,
         processors=processors_of(sheet),
         width=_BYTES[dtype],
     )
