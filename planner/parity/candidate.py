@@ -156,6 +156,7 @@ class _Candidate:
             data_rank=data_position(run.mesh)[0],
             data_ranks=1 if config.batch_norm == "sync" else config.dp,  # synchronised statistics are one process's
             lost=watched.lost,
+            uneven=watched.uneven,
             schedule_steps=getattr(run.schedule, "last_epoch", None),
             learning_rates=learning_rates(run.optimizer),
             replay=replay(small, reference.parameters, recorder, self.check.device),
@@ -332,6 +333,8 @@ class _WatchedRun:
         self.noise_seed = 0
         self.losses: list[float] = []  # of each micro-step
         self.lost = ""  # by loading
+        self.uneven = ""  # of the steps
+        self._calls = 0  # of the model, in a step
         self.factor = 1.0  # of each loss
         self._micro_step = 0
         self._module, run.module = run.module, self._watched_module
@@ -349,6 +352,7 @@ class _WatchedRun:
 
     def _watched_module(self, micro: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         total, count = self._module(micro)
+        self._calls += 1
         if self._part == "":
             self.losses.append(float(total.detach()))
         return (total if self.factor == 1.0 else total * self.factor), count
@@ -379,7 +383,11 @@ class _WatchedRun:
         size = batch_size(batch) // ranks
         own = slice_batch(batch, rank * size, (rank + 1) * size)
         if size == self.run.local_batch:
-            return self.run.step(own)
+            self._calls = 0
+            result = self.run.step(own)
+            if self.run.config.pp == 1 and self._calls != self.run.accumulation and not self.uneven:
+                self.uneven = f"a step has {self._calls} micro-batches, not {self.run.accumulation}"
+            return result
         divisor = self.run.loss_divisor(own)
         total, count = self.run.micro_step(own, divisor, sync=True)
         return self.run.optimizer_step(total, count, divisor)

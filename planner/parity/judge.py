@@ -172,6 +172,8 @@ def _problems(reference: Samples, candidate: Samples) -> list[str]:
             where = f"in step {number}: {names_of(one ^ other)} is in one of the two only"
             problems.append(f"gradients are not of the same parameters {where}")
             break
+    if ours.uneven:
+        problems.append(ours.uneven)
     if ours.lost:
         problems.append(f"saving and loading between two steps loses {ours.lost}")
     if ours.hides_nan:

@@ -233,6 +233,7 @@ class ParityMeasurement(Measure):
         description="of a candidate: what stays finite if the loss is NaN; of a reference: why that is not asked",
     )
     unproved: str = Field(default="", description="of a reference: what is wrong with the checkpointing that it needs")
+    uneven: str = Field(default="", description="of a candidate: a step that did not take all its micro-batches")
     lost: str = Field(default="", description="of a candidate: what was not as it had been saved after loading")
     chunk_rows: int | None = Field(default=None, description="rows of logits at once in the fused loss of the check")
     not_checked: tuple[str, ...] = Field(default=(), description="what was left out, and why, in sentences")
