@@ -21,6 +21,8 @@ _MEMBERS = {
     "autoplan.planner.plan.plan": ("Plan",),
     "autoplan.planner.plan.current": ("current_plan",),
     "autoplan.planner.verify.measure": ("verify",),
+    "autoplan.planner.verify.climb": ("staircase",),
+    "autoplan.planner.verify.stairs": ("Staircase",),
     "autoplan.planner.verify.verdict": ("Verification",),
     "autoplan.planner.verify.loop": ("watch",),
     "autoplan.frameworks.transformers.watch": ("TransformersWatch",),
@@ -87,8 +89,10 @@ if TYPE_CHECKING:
     from autoplan.planner.search.sampler import AutoplanSampler
     from autoplan.planner.space.bounds import Bound
     from autoplan.planner.store.optuna_study import load_study
+    from autoplan.planner.verify.climb import staircase
     from autoplan.planner.verify.loop import watch
     from autoplan.planner.verify.measure import verify
+    from autoplan.planner.verify.stairs import Staircase
     from autoplan.planner.verify.verdict import Verification
     from autoplan.probes.profile import HardwareProfile
     from autoplan.strategies.config import TrainingConfig

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    MemoryOption,
+    ModelOption,
+    PlanArgument,
+    QuietOption,
+    UnverifiedOption,
+    WaitOption,
+    load_plan,
+)
+from autoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from autoplan.planner.plan.plan import Plan
@@ -19,12 +31,55 @@ def explain_command(
         str | None,
         typer.Option("--knob", metavar="NAME", help="Only this knob: its value, and the trials of each of its values."),
     ] = None,
+    staircase: Annotated[
+        bool,
+        typer.Option(
+            "--staircase",
+            help="What each technique gives: measured a step at a time from the plain run to the plan, and kept beside "
+            "the plan. The options below go with it.",
+        ),
+    ] = False,
+    time_box: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="TIME", help="Time for all measuring; with more it goes on. Default: 5m."),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew, whatever was kept.")] = False,
+    memory_limit: MemoryOption = None,
+    wait: WaitOption = False,
+    unverified_ok: UnverifiedOption = False,
+    changed_ok: ChangedOption = False,
+    model: ModelOption = None,
+    quiet: QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Explain each choice of a plan.
 
     The value of each knob and its reason, which trials failed, and what was never tried and why.
     """
+    if staircase:
+        from autoplan.planner.verify.climb import staircase as climb
+        from autoplan.report.staircase import document, show_staircase
+
+        load_plan(plan, unverified_ok)  # says what is to be known of the file
+        with contextlib.nullcontext(lambda text: None) if quiet else output.progress("starting") as tell:
+            found = climb(
+                plan,
+                budget=time_box,
+                fresh=fresh,
+                memory_limit=memory_limit,
+                unverified_ok=unverified_ok,
+                changed_ok=changed_ok,
+                workload=model,
+                wait=wait,
+                on_progress=tell,
+            )
+        if json_output:
+            output.print_json({"status": "ok", "staircase": document(found)})
+        else:
+            show_staircase(output.console(stderr=False), found)
+        return
+    if time_box is not None or fresh:
+        raise UsageError("--budget and --fresh go with --staircase: nothing else is measured", hint="Add --staircase.")
     loaded = load_plan(plan)
     knobs = explain_knobs(loaded, knob)
     if json_output:

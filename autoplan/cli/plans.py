@@ -37,6 +37,17 @@ UnverifiedOption = Annotated[
     ),
 ]
 
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit", metavar="SIZE", help="What the plan may take: 8GiB, or 80% of all. Default: as a search."
+    ),
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Wait while a search measures on the device. Default: exit code 4.")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
+
 
 def load_plan(path: Path, unverified_ok: bool = False) -> Plan:
     """The plan in a file; what is to be known of the file goes to stderr; PlanError says what is wrong with it."""

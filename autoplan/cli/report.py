@@ -9,7 +9,7 @@ import typer
 
 from autoplan.cli import output
 from autoplan.cli.plans import DEFAULT_PLAN, PlanArgument, load_plan
-from autoplan.errors import UsageError
+from autoplan.errors import PlanError, UsageError
 from autoplan.files import replace_file
 
 
@@ -20,11 +20,19 @@ def report_command(
 ) -> None:
     """Write an HTML page about a plan.
 
-    Tables and drawings in one file of some 50 KB. It loads nothing; its one script sorts the table of trials.
+    Tables and drawings in one file of some 50 KB. It loads nothing; its one script sorts the table of trials. A
+    staircase that was measured (autoplan explain --staircase) is in it.
     """
+    from autoplan.planner.verify.climb import beside, load_staircase
     from autoplan.report.html import render_page
 
-    write_page(out, render_page(load_plan(plan)))
+    loaded, stairs = load_plan(plan), None
+    if beside(plan).exists():
+        try:
+            stairs = load_staircase(beside(plan), loaded)
+        except PlanError as error:
+            output.tell(f"note: the page has no staircase: {error.flag_message}", error.flag_hint)
+    write_page(out, render_page(loaded, stairs))
     if json_output:
         output.print_json({"status": "ok", "file": str(out)})
     else:

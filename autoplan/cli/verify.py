@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.cli.plans import DEFAULT_PLAN, ChangedOption, ModelOption, PlanArgument, UnverifiedOption, load_plan
+from autoplan.cli.plans import (
+    DEFAULT_PLAN,
+    ChangedOption,
+    MemoryOption,
+    ModelOption,
+    PlanArgument,
+    QuietOption,
+    UnverifiedOption,
+    WaitOption,
+    load_plan,
+)
 from autoplan.errors import AutoplanError, DidNotRunError, NoFeasiblePlanError
 from autoplan.units import format_bytes, format_number, parse_duration_s
 
@@ -23,21 +33,12 @@ def verify_command(
         str,
         typer.Option("--budget", metavar="TIME", help="Time for the measurement. The parity check takes its own time."),
     ] = "60s",
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-limit",
-            metavar="SIZE",
-            help="What the plan may take: 8GiB, or 80% of all. Default: as a search.",
-        ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait while a search measures on the device. Default: exit code 4.")
-    ] = False,
+    memory_limit: MemoryOption = None,
+    wait: WaitOption = False,
     unverified_ok: UnverifiedOption = False,
     changed_ok: ChangedOption = False,
     model: ModelOption = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
+    quiet: QuietOption = False,
     json_output: output.JsonOption = False,
 ) -> None:
     """Check a plan on this machine.

@@ -10,7 +10,8 @@ from typing import Any
 
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.trials import Outcome
-from autoplan.report import facts
+from autoplan.planner.verify.stairs import Staircase
+from autoplan.report import facts, staircase
 from autoplan.report.estimate import describe_layout
 from autoplan.report.pareto import pareto_rows
 from autoplan.report.svg import draw_best_so_far, draw_rent, draw_tradeoff, kind_of
@@ -85,13 +86,14 @@ ENDS = ("", "_low", "_high")
 """What the names of a figure, and of the ends of its interval, end in."""
 
 
-def render_page(plan: Plan) -> str:
-    """The whole page."""
+def render_page(plan: Plan, stairs: Staircase | None = None) -> str:
+    """The whole page; `stairs` is the staircase of the plan, where it was measured."""
     colours = "Green: the plan; blue: plain; brown: by hand."
     curve = f"Each dot is a trial; the line is the fastest so far. Time is that spent in trials. {colours}"
     points = f"Each dot is a configuration, by the number of its first trial. Up is faster, left is smaller. {colours}"
     sections = [
         _before_and_after(plan),
+        "" if stairs is None else _staircase(stairs),
         _section("Baseline against plan", facts.comparison(plan)),
         _section("The plan, and why", facts.configuration(plan)),
         _parity(plan),
@@ -227,6 +229,26 @@ def _before_and_after(plan: Plan) -> str:
     sizes = [(name, css, one.peak_memory_bytes) for name, css, one in named if one.peak_memory_bytes]
     speed = _bars("Before and after: speed", [(n, f"{format_number(v)} {unit}", v, css) for n, css, v in rates])
     return speed + _bars("Before and after: peak memory", [(n, format_bytes(v), float(v), css) for n, css, v in sizes])
+
+
+def _staircase(found: Staircase) -> str:
+    """A bar of the speed at each step, its gain and memory beside it; what is without each technique; sentences."""
+    if not found.order:
+        return ""
+    bars = [(staircase.start_words(found), format_bytes(found.peak_memory_bytes(found.start)), 1.0, "plain")]
+    for step in found.steps():
+        words = f"{staircase.gain_words(step)}, {format_bytes(step.peak_memory_bytes)}"
+        height = 0.0 if step.so_far is None else step.so_far.median
+        bars.append((f"{staircase.sign(step)} {', '.join(step.changes)}", words, height, "other"))
+    name, words, height, _ = bars[-1]
+    bars[-1] = (name, words, height, "best")
+    items = "".join(f"<li>{escape(line)}</li>" for line in staircase.remarks(found))
+    return (
+        _bars("From the plain run to the plan, a step at a time", bars)
+        + f'<p class="soft">{escape(staircase.headline(found))}. {escape(staircase.LEGEND)}.</p>\n'
+        + _section("Each technique alone, and the plan without it", staircase.part_rows(found))
+        + f"<ul>{items}</ul>"
+    )
 
 
 def _memory(plan: Plan) -> str:

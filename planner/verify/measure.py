@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from autoplan.errors import PlanError
@@ -20,13 +21,16 @@ from autoplan.planner.plan.surroundings import find_differences
 from autoplan.planner.records.trials import Recheck
 from autoplan.planner.records.trust import own_workload
 from autoplan.planner.search.options import SearchOptions, SearchResult
+from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.target import limits
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner
 from autoplan.planner.verify.verdict import Verification, judge
+from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import pick_device, read_host_profile
 from autoplan.processes import Zygote, folder_prefix
+from autoplan.strategies.workloads.spec import WorkloadSpec
 from autoplan.units import parse_duration_s
 
 DEFAULT_BUDGET_S = 60.0
@@ -48,7 +52,7 @@ def verify(
     memory_limit: str | int | None = None,
     unverified_ok: bool = False,
     changed_ok: bool = False,
-    workload: str | Path | None = None,
+    workload: str | Path | WorkloadSpec | None = None,
     wait: bool = False,
     on_progress: Callable[[str], None] = _say_nothing,
 ) -> Verification:
@@ -61,7 +65,8 @@ def verify(
             as in a search, 80 % of what is available; of a GPU 95 %, less its context.
         unverified_ok: Verify it although it is unverified: the best so far of a search that ended before its proof.
         changed_ok: Verify it although the plan was edited, or the workload's code changed.
-        workload: What the plan is of, as you name it: a text as `--model` takes it. Not needed where you searched it.
+        workload: What the plan is of, as you name it: a text as `--model` takes it; of Python objects their spec
+            (`spec_from_objects`). Not needed where you searched a file.
         wait: Wait where a search measures on this device. Default: an error.
         on_progress: Is told what is done, in words: `print` for example. It takes minutes for a large model.
 
@@ -75,24 +80,33 @@ def verify(
         DeviceBusyError: a search measures on the device.
     """
     loaded = (plan if isinstance(plan, Plan) else Plan.load(plan)).accepted(unverified_ok)
-    loaded, changed = make_verifiable(loaded, None if workload is None else str(workload), changed_ok=changed_ok)
+    loaded, changed = make_verifiable(
+        loaded, str(workload) if isinstance(workload, Path) else workload, changed_ok=changed_ok
+    )
     if changed is not None:
         warnings.warn(changed, stacklevel=2)
     seconds = parse_duration_s(budget or DEFAULT_BUDGET_S)
     return verify_plan(loaded, seconds, memory_limit, wait=wait, on_progress=on_progress)
 
 
-def make_verifiable(plan: Plan, workload: str | None, *, changed_ok: bool) -> tuple[Plan, str | None]:
-    """The plan with the workload that the user named, and what else changed, in words.
+def make_verifiable(plan: Plan, workload: str | WorkloadSpec | None, *, changed_ok: bool) -> tuple[Plan, str | None]:
+    """The plan with the workload that the user named or gave, and what else changed, in words.
 
     Raises:
         AutoplanError: it must not be run here.
     """
-    if plan.workload.kind == "object":
+    if isinstance(workload, WorkloadSpec):
+        if workload.identity != plan.workload.identity:
+            raise PlanError(
+                f"the plan is of {plan.workload.name}, and the workload that was given is another: {workload.name}",
+                hint="Give the spec of the objects that were searched.",
+            )
+        plan, workload = plan.model_copy(update={"workload": workload}), None
+    if plan.workload.kind == "object" and plan.workload.payload is None:
         raise PlanError(
             f"{plan.workload.name} was made of Python objects, which a plan does not carry",
-            hint="Search again with the same objects, which answers from its record; or use plan.prepare(model, "
-            "optimizer, loss).",
+            hint="In Python give them: workload=autoplan.spec_from_objects(...). Or search again with the same "
+            "objects, which answers from its record; or use plan.prepare(model, optimizer, loss).",
         )
     plan = plan.model_copy(update={"workload": own_workload(plan.workload, plan.study, workload)})
     return plan, check_before_use(plan, changed_ok=changed_ok, checks_parity=False)
@@ -138,28 +152,54 @@ def measure(
         on_wait: Is told that the device is waited for.
         on_progress: Is told what is done.
     """
-    profile = read_host_profile()
-    device = pick_device(profile, plan.device)
-    wanted = options.memory_limit_bytes(profile.device(device).memory_total_bytes.value)
-    limit, host_limit = limits(profile, device, wanted, ranks=plan.config.world_size, measured=plan.hardware)
-    parity = plan.parity
-    with (
-        DeviceLock(device_names(profile, device, plan.config.world_size), wait=options.wait, on_wait=on_wait),
-        tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder,
-        Zygote() as zygote,
-    ):
+    profile, parity = read_host_profile(), plan.parity
+    with open_runner(plan, options, profile, on_wait=on_wait) as runner:
         if checks_parity:
             on_progress("1 of 2: the parity check, the plan beside a plain run")
             parity = run_parity(
-                zygote,
+                runner.zygote,
                 options.spec,
                 plan.config,
-                device=device,
-                directory=Path(folder, "parity"),
+                device=runner.device,
+                directory=runner.directory.parent / "parity",
                 deadline_s=PARITY_DEADLINE_S,
-                memory_limit_bytes=host_limit,
+                memory_limit_bytes=runner.host_limit_bytes,
             )
-        runner = TrialRunner(
+        part = "2 of 2: the measurement" if checks_parity else "the measurement"
+        on_progress(part)
+        trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
+    return judge(plan, parity, trial, find_differences(plan, profile), runner.memory_limit_bytes)
+
+
+@contextmanager
+def open_runner(
+    plan: Plan,
+    options: SearchOptions,
+    profile: HardwareProfile,
+    *,
+    on_wait: Callable[[str], None] = _say_nothing,
+) -> Iterator[TrialRunner]:
+    """What runs trials of a plan's workload here, while no search measures on the device.
+
+    Args:
+        plan: The plan.
+        options: What is trained, the memory limit, the seed, whether a device that is in use is waited for.
+        profile: This machine.
+        on_wait: Is told that the device is waited for.
+
+    Raises:
+        DeviceError: the plan's kind of device is not here.
+        DeviceBusyError: a search measures on the device.
+    """
+    device = pick_device(profile, plan.device)
+    wanted = options.memory_limit_bytes(profile.device(device).memory_total_bytes.value)
+    limit, host_limit = limits(profile, device, wanted, ranks=plan.config.world_size, measured=plan.hardware)
+    with (
+        DeviceLock(device_names(profile, device, plan.config.world_size), wait=options.wait, on_wait=on_wait),
+        tempfile.TemporaryDirectory(prefix=folder_prefix("verify")) as folder,
+        Zygote(preload=preload_for(options.spec)) as zygote,
+    ):
+        yield TrialRunner(
             zygote,
             options.spec,
             device=device,
@@ -168,10 +208,6 @@ def measure(
             directory=Path(folder, "trials"),
             seed=options.seed,
         )
-        part = "2 of 2: the measurement" if checks_parity else "the measurement"
-        on_progress(part)
-        trial = runner.run(order, on_progress=lambda progress: on_progress(f"{part}, {progress.phase}"))
-    return judge(plan, parity, trial, find_differences(plan, profile), limit)
 
 
 def with_recheck(
