@@ -37,7 +37,7 @@ from autoplan.planner.search.references import hand_setting
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.state import read_state
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost, what_is_compiled
-from autoplan.planner.search.work import do
+from autoplan.planner.search.work import do, drawn
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.optuna_study import choices_of
 from autoplan.planner.trace.model_profile import ModelProfile
@@ -127,7 +127,7 @@ def replay(
 def run_session(session: Session, ahead: CompileAhead, end_after: TrainingConfig | None = None) -> Iterator[Moment]:
     """The loop of a live search (planner/search/run.py), with a parity check that takes what is predicted."""
     while True:
-        work = next_work(read_state(session, ahead), session.left_s, session.context.nproc)
+        work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
         if work.kind == "end":
             return
         if work.kind == "parity" and work.config is not None:
@@ -169,9 +169,8 @@ class MemoryStore:
     parities: dict[TrainingConfig, Parity] = field(default_factory=dict)
     spent_s: float = 0.0
 
-    @property
-    def next_number(self) -> int:
-        """Of the next trial."""
+    def take_number(self) -> int:
+        """The number of the next trial."""
         return len(self.trials)
 
     def parity_of(self, config: TrainingConfig) -> Parity | None:
