@@ -32,7 +32,7 @@ LLAMA = {
 @pytest.mark.torchao
 @pytest.mark.parametrize("micro_batch", [4, 1])
 def test_the_script_trains_as_the_plan_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, micro_batch: int) -> None:
-    monkeypatch.setattr(fp8, "_reason_against_chip", lambda recipe, device: None)  # all else is as on a GPU
+    monkeypatch.setattr(fp8, "_reason_against_chip", lambda *_: None)  # all else is as on a GPU
     plan = tiny_plan(tmp_path, TrainingConfig(micro_batch=micro_batch, precision="bf16", fp8="tensorwise"), LLAMA)
     (path,) = export_plan(plan, "pytorch", tmp_path / "train.py").paths
     text = path.read_text()
