@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
+
+from autoplan.strategies.workloads.pickling import dumps
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -42,7 +44,7 @@ def has_closed_hooks(model: nn.Module) -> bool:
 
 def copy_model(model: nn.Module) -> nn.Module:
     """A copy that shares nothing with the model."""
-    return cloudpickle.loads(cloudpickle.dumps(model)) if has_closed_hooks(model) else copy.deepcopy(model)
+    return pickle.loads(dumps(model)) if has_closed_hooks(model) else copy.deepcopy(model)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from autoplan.strategies.workloads.fingerprint import fingerprints_of
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss, count_labels
 from autoplan.strategies.workloads.optimizers import hooks_note, rebuild_over, trainable
+from autoplan.strategies.workloads.pickling import dumps
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.strategies.workloads.user_errors import refuse_lazy
 from autoplan.strategies.workloads.workload import LossSum, Workload
@@ -308,7 +309,7 @@ def pack_objects(objects: Any, identity: str, *, what: str, hint: str) -> str:
         WorkloadError: they cannot be pickled; `what` names them, and `hint` says what to do.
     """
     try:
-        data = cloudpickle.dumps(objects)
+        data = dumps(objects)
     except Exception as error:
         raise WorkloadError(
             f"{what} cannot be sent to another process: {type(error).__name__}: {error}", hint=hint

@@ -23,6 +23,7 @@ from autoplan.frameworks.transformers.rebuild import build_anew, divide_loss, sw
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.processes import Ended, RankContext, Task, Zygote
 from autoplan.strategies.workloads.devices import on_the_host
+from autoplan.strategies.workloads.pickling import dumps
 
 WARMUP_STEPS = 2
 """Steps that are not timed: the first make the optimizer's state, and compile."""
@@ -65,7 +66,7 @@ def run_own_loop(trainer: Any, *, steps: int = DEFAULT_STEPS, time_limit_s: floa
     with tempfile.TemporaryDirectory(prefix="autoplan-trainer-") as folder, on_the_host(trainer):
         file = Path(folder) / "trainer.pickle"
         try:
-            file.write_bytes(cloudpickle.dumps(_parts_to_send(trainer)))
+            file.write_bytes(dumps(_parts_to_send(trainer)))
         except Exception as error:
             return OwnLoop(reason=f"it cannot be sent to another process: {type(error).__name__}: {error}")
         task = Task(
