@@ -19,7 +19,8 @@ class Tolerance(Record):
         whole: The same of the whole gradient.
         floor: A parameter whose gradient is smaller than this share of the whole gradient is measured against that
             share: what is left of a gradient that cancels (a router's gate) is rounding.
-        module_floor: The same share of the gradient of its module (a key's bias, beside its weight).
+        module_floor: The same share of the gradient of its module (a key's bias, beside its weight). The bias of a
+            first convolution before a BatchNorm, on images of 0 to 1, was 4e-5 of its module's gradient off in fp32.
         scale: Of <g, g_ref> / <g_ref, g_ref> from 1, over the whole gradient and over each large parameter.
         parameter_scale: The same for one large parameter alone.
         later: The scale of the whole gradient in the second and the third step, when parameters differ.
@@ -58,7 +59,6 @@ TOLERANCES: dict[str, Tolerance] = {
         loss=1e-4,
         later_loss=1e-2,
         floor=1e-5,
-        module_floor=1e-2,
         scale=5e-4,
         parameter_scale=1e-3,
     ),
