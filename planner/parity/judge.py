@@ -123,9 +123,7 @@ def judge(reference: Samples, candidate: Samples, tolerance: Tolerance, *, state
             f"steps {steps + 1} to {plain.trained} beside the plain run: the training is too sensitive, gradients of "
             f"the plain run that are off by {NOISE:.1%} are off by {amplified[steps] * NOISE:.2g} in step {steps + 1}"
         )
-    return Judgement(
-        checks=tuple(checks), problems=tuple(_problems(reference, candidate)), too_sensitive=too_sensitive
-    )
+    return Judgement(checks=tuple(checks), problems=tuple(_problems(reference, candidate)), too_sensitive=too_sensitive)
 
 
 def amplification(reference: Samples) -> list[float]:

@@ -195,7 +195,7 @@ class Database:
         except ImportError as error:
             raise MissingExtraError(
                 f"--storage needs psycopg, which cannot be imported: {error}",
-                hint="pip install 'autoplan[postgres]'",
+                hint="pip install 'autoplan[postgres]' (or 'psycopg[binary]')",
             ) from None
         self._url = url
         self._errors = (psycopg.OperationalError, psycopg.InterfaceError)

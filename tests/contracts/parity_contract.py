@@ -19,18 +19,14 @@ from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.workload import Workload
 
 
-def make_check(
-    workload: Workload, config: TrainingConfig, *, own_shapes: bool = False, rung: Rung = "plain"
-) -> Check:
+def make_check(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False, rung: Rung = "plain") -> Check:
     """What a rank is given: here, on the CPU, without a limit of time."""
     device = torch.device("cpu")
     shapes: dict[str, Any] = {"own_shapes": own_shapes, "rung": rung}
     return Check(workload=workload, config=config, device=device, recorder=Recorder(), **shapes)
 
 
-def reference(
-    workload: Workload, config: TrainingConfig, *, own_shapes: bool = False, rung: Rung = "plain"
-) -> Samples:
+def reference(workload: Workload, config: TrainingConfig, *, own_shapes: bool = False, rung: Rung = "plain") -> Samples:
     """The plain run that a config is compared with."""
     check = make_check(workload, config, own_shapes=own_shapes, rung=rung)
     return Samples(run_reference(check), check.recorder.samples())

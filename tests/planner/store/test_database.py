@@ -44,7 +44,9 @@ def test_without_psycopg_the_error_has_the_install_line(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(MissingExtraError) as caught:
         Database("postgresql://me@db/name")
-    assert caught.value.hint == "pip install 'autoplan[postgres]'" and caught.value.exit_code == 2
+    assert (
+        caught.value.hint == "pip install 'autoplan[postgres]' (or 'psycopg[binary]')" and caught.value.exit_code == 2
+    )
 
 
 def test_the_look_at_a_configuration_has_one_name_whoever_wants_it():
