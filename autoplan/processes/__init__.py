@@ -8,9 +8,8 @@ the ranks of one task after another. `run` always returns a report, and leaves n
 
     task.py           Task: what goes in; Progress: how far it is
     report.py         ProcessReport: what comes back, rank by rank; ZygoteError; StopTask, which ends a task
-    limits.py         the limit that ended a task, in words
     client.py         Zygote: the planner's side
-    cause.py          what ended a task, and `run_again` for one that something outside ended
+    cause.py          what ended a task, in words where a limit did; `run_again` for one that something outside ended
     guard.py          the zygote's parent, for the case that planner and zygote are killed at once
     zygote.py         the zygote's own process: imports once, then forks
     supervisor.py     runs one task inside the zygote: starts, watches and ends the ranks
@@ -26,16 +25,18 @@ the ranks of one task after another. `run` always returns a report, and leaves n
 
 from autoplan.processes.cause import (
     Cause,
+    LimitHit,
     Runs,
     cause_of,
+    is_out_of_memory,
     killed_for_memory,
+    limit_hit,
     machine_trouble,
     raised_from_outside,
     run_again,
 )
 from autoplan.processes.client import Zygote
 from autoplan.processes.context import RankContext
-from autoplan.processes.limits import LimitHit, is_out_of_memory, limit_hit
 from autoplan.processes.owner import ProcessIdentity, folder_prefix, is_alive, sweep_abandoned, sweep_folders
 from autoplan.processes.report import (
     Ended,

@@ -29,7 +29,7 @@ from autoplan.processes.owner import (
     sweep_folders,
 )
 from autoplan.processes.report import Ended, ProcessReport, StopTask, ZygoteError, build_report
-from autoplan.processes.task import Progress, Task
+from autoplan.processes.task import Progress, Request, Task
 from autoplan.processes.wire import FrameReader, send_frame
 
 _START_S = 300.0
@@ -78,7 +78,6 @@ class Zygote:
         self.preload_errors: dict[str, str] = {}
         self.threads = 0
         """Threads of the zygote after its imports; idle ones of numpy's BLAS end themselves at a fork."""
-        self.start_seconds = 0.0
 
     def __enter__(self) -> Zygote:
         self.start()
@@ -125,7 +124,6 @@ class Zygote:
             ready = self._begin(began_at)
         self._pid, self.preload_errors = ready["pid"], ready["preload_errors"] | left_out
         self.threads = ready["threads"]
-        self.start_seconds = time.monotonic() - began_at
 
     def close(self) -> None:
         """Ends the zygote and everything that it started."""
@@ -169,9 +167,8 @@ class Zygote:
                 directory = task.directory.absolute()
                 directory.mkdir(parents=True, exist_ok=True)
                 clear_rank_files(directory)
-            request = _build_request(task, directory, requested_at)
             oom_kills_before = linux.kernel_oom_kills()
-            ended = self._run_request(request, payload, on_progress)
+            ended = self._run_request(_make_request(task, directory, requested_at), payload, on_progress)
             if ended["ended"] == Ended.ZYGOTE_LOST.value:  # its own count is lost with it
                 ended["kernel_oom_kills"] = linux.kernel_oom_kills() - oom_kills_before
             return build_report(task, directory, requested_at, ended)
@@ -185,23 +182,19 @@ class Zygote:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _run_request(
-        self, request: dict[str, Any], payload: bytes, on_progress: Callable[[Progress], None] | None
+        self, request: Request, payload: bytes, on_progress: Callable[[Progress], None] | None
     ) -> dict[str, Any]:
-        assert self._connection is not None
         try:
-            send_frame(self._connection, request, payload)
-        except OSError:
+            self._send({"kind": "run", "request": request.model_dump()}, payload)
+        except _Gone:
             return self._lose()
         except BaseException:
             self._lose()  # half a request was sent: the zygote cannot understand what follows
             raise
         try:
             return self._await_end(on_progress)
-        except (EOFError, OSError):
+        except _Gone:
             return self._lose()
-        except _CallbackError as stop:
-            self._cancel()
-            raise stop.error from None
         except StopTask:
             return self._cancel()
         except BaseException:
@@ -214,42 +207,43 @@ class Zygote:
             message = self._receive(_LISTEN_S)
             if message is None:
                 if not self.alive or time.monotonic() - heard_at > _SILENCE_S:
-                    raise EOFError("the zygote is gone or silent")
+                    raise _Gone
                 continue
             heard_at = time.monotonic()
             if message["kind"] == "ended":
                 return message
             if message["kind"] == "progress" and on_progress is not None:
-                self._call_back(on_progress, message)
-
-    def _call_back(self, on_progress: Callable[[Progress], None], message: dict[str, Any]) -> None:
-        """Calls `on_progress`; an error that it raises must not be taken for one of the connection."""
-        progress = Progress(**{name: value for name, value in message.items() if name != "kind"})
-        try:
-            on_progress(progress)
-        except (EOFError, OSError) as error:
-            raise _CallbackError(error) from error
+                on_progress(Progress(**{name: value for name, value in message.items() if name != "kind"}))
 
     def _cancel(self) -> dict[str, Any]:
         """Asks for the end of the task and waits for it; a second Ctrl-C, or no answer, ends the zygote."""
-        assert self._connection is not None
         give_up_at = time.monotonic() + _CANCEL_S
         try:
-            send_frame(self._connection, {"kind": "cancel"})
+            self._send({"kind": "cancel"})
             while time.monotonic() < give_up_at and self.alive:
                 message = self._receive(_LISTEN_S)
                 if message is not None and message["kind"] == "ended":
                     return message
-        except (EOFError, OSError):
+        except _Gone:
             pass
         except BaseException:
             self._lose()
             raise
         return self._lose() | {"ended": Ended.CANCELLED.value}
 
+    def _send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        assert self._connection is not None
+        try:
+            send_frame(self._connection, header, payload)
+        except OSError as error:
+            raise _Gone from error
+
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:
         assert self._reader is not None
-        frame = self._reader.read(timeout_s)
+        try:
+            frame = self._reader.read(timeout_s)
+        except (EOFError, OSError) as error:
+            raise _Gone from error
         return None if frame is None else frame[0]
 
     def _lose(self) -> dict[str, Any]:
@@ -279,7 +273,8 @@ class Zygote:
             **self._env,
             MARKER: self._marker,
         }
-        code = _BOOTSTRAP.format(path=_import_path(), fd=zygote_end.fileno(), pid=os.getpid(), preload=self._preload)
+        path, fd = list(map(str, sys.path)), zygote_end.fileno()
+        code = _BOOTSTRAP.format(path=path, fd=fd, pid=os.getpid(), preload=self._preload)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -288,7 +283,7 @@ class Zygote:
                 stdout=self._output if self._quiet else 2,  # never the planner's stdout, which carries data
                 stderr=self._output if self._quiet else 2,
                 env=environment,
-                pass_fds=[zygote_end.fileno()],
+                pass_fds=[fd],
                 start_new_session=True,  # Ctrl-C is the planner's to handle
             )
         except OSError as error:
@@ -305,7 +300,7 @@ class Zygote:
                 message = self._receive(_LISTEN_S)
                 if message is not None:
                     return message
-        except EOFError:
+        except _Gone:
             # Its end closes a moment before its status can be read.
             status = self._process.wait(_SWEEP_S)
             state, killed = f"ended with status {status}", status > 128 or status < 0
@@ -335,16 +330,8 @@ class Zygote:
         return swept
 
 
-class _CallbackError(BaseException):
-    """Carries an OSError of the caller's callback past the handling of the connection's own."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def _import_path() -> list[str]:
-    return [str(entry) for entry in sys.path]
+class _Gone(Exception):
+    """The other end of the connection is gone; an OSError of the caller's callback is none."""
 
 
 def _pickle_payload(task: Task) -> bytes:
@@ -362,20 +349,17 @@ def _pickle_payload(task: Task) -> bytes:
         ) from error
 
 
-def _build_request(task: Task, directory: Path, requested_at: float) -> dict[str, Any]:
-    return {
-        "kind": "run",
-        "target": task.target if isinstance(task.target, str) else None,
-        "ranks": task.ranks,
-        "directory": str(directory),
-        "deadlines_s": dict(task.deadlines_s),
-        "total_deadline_s": task.total_deadline_s,
-        "memory_limit_bytes": task.memory_limit_bytes,
-        "env": dict(task.env),
-        "cold": task.cold,
-        "cpu_affinity": task.cpu_affinity,
-        "independent": task.independent,
-        "requested_at": requested_at,
-        "cwd": os.getcwd(),
-        "sys_path": _import_path(),
-    }
+def _make_request(task: Task, directory: Path, requested_at: float) -> Request:
+    return Request(
+        target=task.target if isinstance(task.target, str) else None,
+        ranks=task.ranks,
+        directory=str(directory),
+        deadlines_s=dict(task.deadlines_s),
+        total_deadline_s=task.total_deadline_s,
+        memory_limit_bytes=task.memory_limit_bytes,
+        env=dict(task.env),
+        independent=task.independent,
+        requested_at=requested_at,
+        cwd=os.getcwd(),
+        sys_path=list(map(str, sys.path)),
+    )

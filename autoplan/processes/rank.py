@@ -20,27 +20,28 @@ from typing import Any, NoReturn
 from autoplan.processes import linux
 from autoplan.processes.context import RankContext
 from autoplan.processes.files import rank_file, write_json
-
-_COLD_START = "import sys; sys.path[:] = {path!r}; from autoplan.processes.rank import run_cold; run_cold({fd})"
+from autoplan.processes.task import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """The settings that a rank gets from the supervisor, apart from the payload."""
+    """What a rank gets from the supervisor, apart from the payload."""
 
+    request: Request
     rank: int
-    world_size: int
     zygote_pid: int
-    directory: str
-    target: str | None
-    requested_at: float
     store_port: int
     listen_fd: int | None
-    env: dict[str, str]
-    cwd: str
-    sys_path: list[str]
-    cpus: list[int] | None
     data_limit_bytes: int | None
+
+    @property
+    def world_size(self) -> int:
+        """Of independent processes each is alone."""
+        return 1 if self.request.independent else self.request.ranks
+
+    def file(self, kind: str) -> Path:
+        """One of the rank's files."""
+        return rank_file(Path(self.request.directory), self.rank, kind)
 
 
 def run_forked(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoReturn:
@@ -49,38 +50,6 @@ def run_forked(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoRe
     try:
         _detach(spec, inherited_fds)
         _reseed()
-        exit_code = _call_target(spec, payload)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        _exit(exit_code)
-
-
-def exec_cold(spec: RankSpec, payload: bytes, inherited_fds: list[int]) -> NoReturn:
-    """Replaces a process just forked from the zygote by a fresh interpreter that runs the target."""
-    try:
-        _detach(spec, inherited_fds)
-        request = os.memfd_create("autoplan-request")
-        with open(request, "wb", closefd=False) as file:
-            pickle.dump((spec, payload), file)
-        os.lseek(request, 0, os.SEEK_SET)
-        os.set_inheritable(request, True)
-        if spec.listen_fd is not None:
-            os.set_inheritable(spec.listen_fd, True)
-        code = _COLD_START.format(path=spec.sys_path, fd=request)
-        os.execve(sys.executable, [sys.executable, "-P", "-c", code], {**os.environ, **_rank_env(spec)})
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        _exit(1)
-
-
-def run_cold(request_fd: int) -> NoReturn:
-    """Where the fresh interpreter of `exec_cold` begins."""
-    exit_code = 1
-    try:
-        with open(request_fd, "rb") as file:
-            spec, payload = pickle.load(file)
         exit_code = _call_target(spec, payload)
     except BaseException:
         traceback.print_exc()
@@ -101,16 +70,13 @@ def _detach(spec: RankSpec, inherited_fds: list[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _redirect(0, os.devnull, os.O_RDONLY)
-    directory = Path(spec.directory)
-    _redirect(1, rank_file(directory, spec.rank, "stdout"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    _redirect(2, rank_file(directory, spec.rank, "stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    _redirect(1, spec.file("stdout"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    _redirect(2, spec.file("stderr"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     linux.raise_oom_score()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if spec.data_limit_bytes is not None:
         linux.limit_data_bytes(spec.data_limit_bytes)
-    if spec.cpus is not None:
-        os.sched_setaffinity(0, spec.cpus)
-    os.chdir(spec.cwd)
+    os.chdir(spec.request.cwd)
 
 
 def _redirect(fd: int, path: str | Path, flags: int) -> None:
@@ -137,29 +103,29 @@ def _rank_env(spec: RankSpec) -> dict[str, str]:
     """The variables of torchrun where there are several ranks. A single one is a plain process: accelerate and the
     Trainer, which a user's function may make, would else look for the other ranks."""
     if spec.world_size == 1:
-        return dict(spec.env)
+        return spec.request.env
     ranks = {"RANK": spec.rank, "LOCAL_RANK": spec.rank}
     sizes = {"WORLD_SIZE": spec.world_size, "LOCAL_WORLD_SIZE": spec.world_size}
-    return {**{name: str(value) for name, value in (ranks | sizes).items()}, **spec.env}
+    return {**{name: str(value) for name, value in (ranks | sizes).items()}, **spec.request.env}
 
 
 def _call_target(spec: RankSpec, payload: bytes) -> int:
     """Calls the target and writes its result or its exception; returns the exit status."""
-    sys.path[:] = spec.sys_path
+    request = spec.request
+    sys.path[:] = request.sys_path
     sys.argv = ["autoplan-rank"]
     os.environ.update(_rank_env(spec))
     _reopen_streams()
-    directory = Path(spec.directory)
     context = RankContext(
         rank=spec.rank,
         world_size=spec.world_size,
-        directory=directory,
+        directory=Path(request.directory),
         store_port=spec.store_port,
         listen_fd=spec.listen_fd,
-        requested_at=spec.requested_at,
+        requested_at=request.requested_at,
     )
     try:
-        target, args = _load_target(spec.target, payload)
+        target, args = _load_target(request.target, payload)
         context.mark_started()
         result = target(context, *args)
         if not context.reported and result is not None:
@@ -168,7 +134,7 @@ def _call_target(spec: RankSpec, payload: bytes) -> int:
         return _exit_status(stop)
     except BaseException as error:
         traceback.print_exc()
-        write_json(rank_file(directory, spec.rank, "error.json"), _describe(error))
+        write_json(spec.file("error.json"), _describe(error))
         return 1
     context.leave()
     return 0

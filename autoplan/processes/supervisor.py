@@ -20,9 +20,9 @@ from typing import Any
 from autoplan.processes import linux
 from autoplan.processes.files import drop_early_output, rank_file, read_json
 from autoplan.processes.memory import MemoryWatch, data_limit_bytes
-from autoplan.processes.rank import RankSpec, exec_cold, run_forked
+from autoplan.processes.rank import RankSpec, run_forked
 from autoplan.processes.report import Ended
-from autoplan.processes.task import ANY_PHASE, FIRST_PHASE
+from autoplan.processes.task import ANY_PHASE, FIRST_PHASE, Request
 
 _FAST_TICK_S = 0.02
 _SLOW_TICK_S = 0.1
@@ -72,7 +72,7 @@ class Supervisor:
     """One task, from the first fork to the last wait.
 
     Args:
-        request: The header that `Zygote.run` sent.
+        request: What `Zygote.run` sent.
         payload: The pickled target and arguments.
         is_cancelled: Asks the planner: True if the task is to be cancelled.
         watched_fds: Descriptors whose readiness is a reason to call `is_cancelled` at once.
@@ -82,7 +82,7 @@ class Supervisor:
 
     def __init__(
         self,
-        request: dict[str, Any],
+        request: Request,
         payload: bytes,
         *,
         is_cancelled: Callable[[], bool],
@@ -96,15 +96,14 @@ class Supervisor:
         self._watched_fds = watched_fds
         self._inherited_fds = inherited_fds
         self._send_progress = send_progress
-        self._directory = Path(request["directory"])
-        self._deadlines_s: dict[str, float] = request["deadlines_s"]
-        self._memory = MemoryWatch(os.getpid(), request["memory_limit_bytes"])
+        self._directory = Path(request.directory)
+        self._memory = MemoryWatch(os.getpid(), request.memory_limit_bytes)
         self._ranks: list[RankState] = []
         self._swept: set[int] = set()
         self._began_at = time.monotonic()
         self._progress_at = 0.0
-        limit_bytes = request["memory_limit_bytes"]
-        env = {**os.environ, **request["env"]}
+        limit_bytes = request.memory_limit_bytes
+        env = {**os.environ, **request.env}
         self._data_limit_bytes = None if limit_bytes is None else data_limit_bytes(limit_bytes, env)
 
     def run(self) -> dict[str, Any]:
@@ -149,21 +148,14 @@ class Supervisor:
     def _fork_ranks(self) -> None:
         """Forks the ranks around a store socket that is bound before the first of them exists."""
         request = self._request
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, request["ranks"])) as listener:
-            for rank in range(request["ranks"]):
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, request.ranks)) as listener:
+            for rank in range(request.ranks):
                 spec = RankSpec(
+                    request=request,
                     rank=rank,
-                    world_size=1 if request["independent"] else request["ranks"],
                     zygote_pid=os.getpid(),
-                    directory=request["directory"],
-                    target=request["target"],
-                    requested_at=request["requested_at"],
                     store_port=listener.getsockname()[1],
-                    listen_fd=listener.fileno() if rank == 0 and not request["independent"] else None,
-                    env=request["env"],
-                    cwd=request["cwd"],
-                    sys_path=request["sys_path"],
-                    cpus=None if request["cpu_affinity"] is None else request["cpu_affinity"][rank],
+                    listen_fd=listener.fileno() if rank == 0 and not request.independent else None,
                     data_limit_bytes=self._data_limit_bytes,
                 )
                 self._ranks.append(self._fork(spec, listener.fileno()))
@@ -174,8 +166,7 @@ class Supervisor:
         forked_at = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            start = exec_cold if self._request["cold"] else run_forked
-            start(spec, self._payload, [*self._inherited_fds, *own_fds, listener_fd])
+            run_forked(spec, self._payload, [*self._inherited_fds, *own_fds, listener_fd])
         try:
             os.setpgid(pid, pid)  # the rank does it too, and either may be first
         except OSError:
@@ -253,7 +244,7 @@ class Supervisor:
 
     def _failure(self) -> Verdict | None:
         failed = [state for state in self._ranks if state.failed]
-        if not failed or self._request["independent"]:
+        if not failed or self._request.independent:
             return None
         return Verdict(ended=Ended.RANK_FAILED, failed_rank=min(failed, key=self._failed_at).rank)
 
@@ -271,19 +262,19 @@ class Supervisor:
 
     def _overdue(self) -> Verdict | None:
         """The rank that is furthest over its phase's deadline, or the whole task over its own."""
-        now = time.monotonic()
+        now, deadlines_s = time.monotonic(), self._request.deadlines_s
         worst: tuple[float, RankState, float] | None = None
         for state in self._ranks:
             name, since = state.phases[-1] if state.phases else (FIRST_PHASE, state.forked_at)
-            limit_s = self._deadlines_s.get(name, self._deadlines_s.get(ANY_PHASE))
+            limit_s = deadlines_s.get(name, deadlines_s.get(ANY_PHASE))
             if state.ended_at is None and limit_s is not None:
                 over_s = now - since - limit_s
                 if over_s > 0 and (worst is None or over_s > worst[0]):
                     worst = (over_s, state, limit_s)
         if worst is not None:
             return Verdict(ended=Ended.DEADLINE, failed_rank=worst[1].rank, phase_deadline_s=worst[2])
-        total_s = self._request["total_deadline_s"]
-        if total_s is not None and now - self._request["requested_at"] > total_s:
+        total_s = self._request.total_deadline_s
+        if total_s is not None and now - self._request.requested_at > total_s:
             running = next(state for state in self._ranks if state.ended_at is None)
             return Verdict(ended=Ended.DEADLINE, failed_rank=running.rank, phase_deadline_s=total_s)
         return None
@@ -300,7 +291,7 @@ class Supervisor:
         self._send_progress(
             {
                 "kind": "progress",
-                "seconds": now - self._request["requested_at"],
+                "seconds": now - self._request.requested_at,
                 "phase": phase,
                 "phase_seconds": now - since,
                 "facts": [state.facts for state in self._ranks],

@@ -38,12 +38,8 @@ class Task:
     memory_limit_bytes: int | None = None
     """Host memory of all ranks and their descendants together. Polled; see `autoplan.processes.supervisor`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Set in the ranks before the target runs. What torch reads while it is imported needs `cold` too. The rest
-    of the environment is the planner's when the zygote was started."""
-    cold: bool = False
-    """A fresh interpreter, for settings that must be in place before torch is imported."""
-    cpu_affinity: tuple[tuple[int, ...], ...] | None = None
-    """The CPUs of each rank; None leaves them as they are."""
+    """Set in the ranks before the target runs; what torch reads while it is imported is read already. The rest of the
+    environment is the planner's when the zygote was started."""
     independent: bool = False
     """The ranks have nothing to do with each other: each is a plain single process (`world_size` 1, its number is
     `context.rank`), and one that fails ends none of the others. Such a task has FINISHED once all of them have ended,
@@ -52,13 +48,24 @@ class Task:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise UsageError(f"a task was given {self.ranks} ranks; it needs at least one")
-        if self.cpu_affinity is not None and len(self.cpu_affinity) != self.ranks:
-            raise UsageError(
-                f"cpu_affinity names the CPUs of {len(self.cpu_affinity)} ranks, the task has {self.ranks}",
-                hint="give one tuple of CPU numbers per rank, or None",
-            )
         if isinstance(self.target, str) and self.target.count(":") != 1:
             raise UsageError(f"the target {self.target!r} is not of the form 'package.module:function'")
+
+
+class Request(Record):
+    """A task as it travels to the zygote; its arguments, and a target that has no name, are pickled beside it."""
+
+    target: str | None
+    ranks: int
+    directory: str
+    deadlines_s: dict[str, float]
+    total_deadline_s: float | None
+    memory_limit_bytes: int | None
+    env: dict[str, str]
+    independent: bool
+    requested_at: float
+    cwd: str
+    sys_path: list[str]
 
 
 class Progress(Record):

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from autoplan.processes import linux
 from autoplan.processes.guard import fork_guarded
 from autoplan.processes.supervisor import Supervisor
+from autoplan.processes.task import Request
 from autoplan.processes.wire import FrameReader, encode_frame, send_frame
 
 HIDDEN = ("torchao",)
@@ -98,7 +99,7 @@ class ZygoteServer:
             if header["kind"] != "run":
                 continue  # a cancellation that crossed the end of its task
             supervisor = Supervisor(
-                header,
+                Request.model_validate(header["request"]),
                 payload,
                 is_cancelled=self._is_cancelled,
                 watched_fds=self._fds,
@@ -112,10 +113,7 @@ class ZygoteServer:
 
     def _next_request(self) -> tuple[dict[str, Any], bytes]:
         while True:
-            poller = select.poll()
-            for fd in self._fds:
-                poller.register(fd, select.POLLIN)
-            poller.poll()
+            select.select(self._fds, [], [])
             self._check_planner()
             frame = self._read()
             if frame is not None:

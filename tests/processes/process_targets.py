@@ -26,12 +26,10 @@ def describe_self(context: RankContext) -> dict[str, Any]:
         "ppid": os.getppid(),
         "group": os.getpgid(0),
         "oom_score_adj": int(Path("/proc/self/oom_score_adj").read_text()),
-        "cpus": sorted(os.sched_getaffinity(0)),
         "cwd": os.getcwd(),
         "sockets": [link for link in _open_files() if link.startswith(("socket:", "anon_inode:"))],
         "rank": [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")],
         "chosen": os.environ.get("CHOSEN"),
-        "torch_loaded": "torch" in sys.modules,
     }
 
 
@@ -80,16 +78,11 @@ def return_unwritable(context: RankContext) -> object:
     return object()
 
 
-def hang(context: RankContext, *, ignore_sigterm: bool = True) -> None:
+def hang(context: RankContext) -> None:
     context.phase("build")
-    if ignore_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context.phase("compile")
     time.sleep(600)
-
-
-def hang_ignoring_sigterm(context: RankContext) -> None:
-    hang(context)
 
 
 def sleep(context: RankContext, seconds: float) -> str:
@@ -121,7 +114,7 @@ def write_much(context: RankContext, lines: int, rest_s: float = 0.0) -> None:
     raise RuntimeError("after the noise")
 
 
-def leave_grandchildren(context: RankContext, *, stay: bool) -> list[int]:
+def leave_grandchildren(context: RankContext, stay: bool) -> list[int]:
     """Starts processes in sessions of their own, one of them by a double fork, and says who they are."""
     command = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
     child = subprocess.Popen(command, start_new_session=True)

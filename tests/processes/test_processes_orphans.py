@@ -31,7 +31,7 @@ with Zygote(preload=(), env={"PROCESS_TEST_TOKEN": token}) as zygote:
     (directory / "zygote").write_text(str(zygote.pid))
     target = "tests.processes.process_targets:stay_with_grandchildren"
     own = kind == "independent"
-    task = Task(target=target, ranks=2, directory=directory / "task", cold=kind == "cold", independent=own)
+    task = Task(target=target, ranks=2, directory=directory / "task", independent=own)
     report = zygote.run(task)
     print(json.dumps([report.ended, report.failed_rank, report.ranks[1].signal]))
 """
@@ -73,7 +73,7 @@ class Planner:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.mark.parametrize("kind", ["warm", "cold", "independent"])
+@pytest.mark.parametrize("kind", ["together", "independent"])
 @pytest.mark.parametrize("victim", ["planner", "zygote", "rank", "guard"])
 def test_nobody_is_left(victim: str, kind: str, tmp_path: Path, token: str, planners: Planners) -> None:
     planner = Planner(tmp_path, token, kind, planners)
@@ -158,7 +158,7 @@ def test_a_fork_of_the_planner_keeps_nothing_alive(end: str, tmp_path: Path, tok
 
 
 def test_planner_and_zygote_killed_at_once_leave_nobody(tmp_path: Path, token: str, planners: Planners) -> None:
-    planner = Planner(tmp_path, token, "warm", planners)
+    planner = Planner(tmp_path, token, "together", planners)
     zygote_pid = planner.pid_of("zygote")
     os.kill(planner.process.pid, signal.SIGSTOP)  # neither may act on the other's death
     os.kill(zygote_pid, signal.SIGKILL)
@@ -169,7 +169,7 @@ def test_planner_and_zygote_killed_at_once_leave_nobody(tmp_path: Path, token: s
 
 @pytest.mark.parametrize("others", [("zygote",), ("zygote", "planner")], ids="-".join)
 def test_the_guard_may_be_killed_too(others: tuple[str, ...], tmp_path: Path, token: str, planners: Planners) -> None:
-    planner = Planner(tmp_path, token, "warm", planners)
+    planner = Planner(tmp_path, token, "together", planners)
     zygote_pid = planner.pid_of("zygote")
     guard_pid = linux.parent_of(zygote_pid)
     assert guard_pid is not None and guard_pid != planner.process.pid

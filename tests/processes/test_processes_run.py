@@ -57,27 +57,13 @@ def test_a_closure_over_local_state(warm_zygote: Zygote) -> None:
 
 def test_a_rank_is_a_process_of_its_own(warm_zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cpu = min(os.sched_getaffinity(0))
-    task = Task(target=targets.describe_self, env={"CHOSEN": "yes"}, cpu_affinity=((cpu,),))
-    found = warm_zygote.run(task).results[0]
+    found = warm_zygote.run(Task(target=targets.describe_self, env={"CHOSEN": "yes"})).results[0]
     assert found["ppid"] == warm_zygote.pid
     assert found["group"] == found["pid"]
     assert found["oom_score_adj"] > 0
-    assert found["cpus"] == [cpu]
     assert Path(found["cwd"]) == tmp_path
     assert found["rank"] == [None, None] and found["chosen"] == "yes"
-    assert found["torch_loaded"]
     # Only the store's listening socket: none of the zygote's own connections, which would hide its death.
-    assert len(found["sockets"]) == 1
-
-
-def test_a_cold_rank_imports_for_itself(warm_zygote: Zygote) -> None:
-    report = warm_zygote.run(Task(target=targets.describe_self, cold=True, env={"CHOSEN": "cold"}))
-    found = report.check().results[0]
-    assert found["ppid"] == warm_zygote.pid
-    assert found["group"] == found["pid"]
-    assert found["chosen"] == "cold"
-    assert not found["torch_loaded"]
     assert len(found["sockets"]) == 1
 
 
@@ -99,9 +85,8 @@ def test_forked_ranks_do_not_share_their_random_state(warm_zygote: Zygote) -> No
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("cold", [False, True])
-def test_ranks_meet_in_a_process_group(warm_zygote: Zygote, cold: bool) -> None:
-    task = Task(target=targets.sum_of_ranks, ranks=2, cold=cold, total_deadline_s=90.0)
+def test_ranks_meet_in_a_process_group(warm_zygote: Zygote) -> None:
+    task = Task(target=targets.sum_of_ranks, ranks=2, total_deadline_s=90.0)
     assert warm_zygote.run(task).check().results == (3.0, 3.0)
 
 
@@ -153,7 +138,7 @@ def test_task_after_task_leaves_no_descriptor_open(warm_zygote: Zygote) -> None:
     warm_zygote.run(Task(target=targets.give, args=(1,)))
     before = open_files(warm_zygote.pid), open_files(os.getpid())
     for number in range(10):
-        warm_zygote.run(Task(target=targets.give, args=(number,), ranks=2, cold=number == 5))
+        warm_zygote.run(Task(target=targets.give, args=(number,), ranks=2))
     assert (open_files(warm_zygote.pid), open_files(os.getpid())) == before
 
 
@@ -161,9 +146,7 @@ def test_a_large_argument_travels(warm_zygote: Zygote) -> None:
     def size(context: RankContext, data: bytes) -> int:
         return len(data)
 
-    for cold in (False, True):
-        report = warm_zygote.run(Task(target=size, args=(b"x" * 20_000_000,), cold=cold))
-        assert report.check().results == (20_000_000,)
+    assert warm_zygote.run(Task(target=size, args=(b"x" * 20_000_000,))).check().results == (20_000_000,)
 
 
 def test_what_cannot_be_sent_is_refused_with_a_hint(warm_zygote: Zygote) -> None:
@@ -172,10 +155,7 @@ def test_what_cannot_be_sent_is_refused_with_a_hint(warm_zygote: Zygote) -> None
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"ranks": 0}, {"target": "no_colon"}, {"ranks": 2, "cpu_affinity": ((0,),)}],
-)
+@pytest.mark.parametrize("wrong", [{"ranks": 0}, {"target": "no_colon"}])
 def test_an_impossible_task_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Task(**{"target": targets.give, **wrong})  # type: ignore[arg-type]
