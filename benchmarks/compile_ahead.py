@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from autoplan.planner.cost.traced.estimator import CostTable, Estimator
 from autoplan.planner.records.trials import Compiled, CompiledAhead, Interval, Outcome, Trial
 from autoplan.planner.search.compile_ahead import Choice, CompileAhead, Machine, Waiting, slowdown
 from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.session import Session
 from autoplan.planner.search.trial_cost import what_is_compiled
 from autoplan.strategies.config import TrainingConfig
-from benchmarks.replay import SearchMethod, make_estimator, open_session, run_session
+from benchmarks.recorded import Recorded, read_table
+from benchmarks.replay import make_estimator, open_session, run_session
 from benchmarks.search_tables import TABLES
-from benchmarks.trials_saved_record import LIMIT_BYTES as TABLE_LIMIT_BYTES
-from benchmarks.trials_saved_record import Recorded, read_table
 
 WAYS = ("one by one", "side by side")
 
@@ -42,10 +46,40 @@ COMPILED_FASTER, SCATTER = 1.5, 0.15
 """How many times as fast a compiled candidate is, and how steps scatter around their prediction (a standard deviation
 of the logarithm), so that many candidates may be the best. Chosen."""
 
-METHOD = SearchMethod(name="ours, no cost model", sampler="autoplan", model="none", drops=False)
-"""Without a cost model all candidates stay hopeful, so that the time is what limits how many are looked at."""
+FLAT_FACTOR = 3.0
+"""Half the width of a 90 % interval, as a factor, of what the search expects of each candidate. Chosen."""
 
 TABLE, WANTED = "gpt-1", 15
+
+
+class FlatEstimator(Estimator):
+    """No cost model: every configuration is expected to be like the mean of the trials, within FLAT_FACTOR.
+
+    All candidates stay hopeful so, and the time is what limits how many are looked at.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[float, float]] = []
+
+    def observe(self, trial: Trial) -> None:
+        """Keeps the logarithms of the time and the peak of what ran."""
+        if trial.step_time_s is not None and trial.peak_memory_bytes:
+            self.seen.append((math.log(trial.step_time_s.median), math.log(trial.peak_memory_bytes)))
+
+    def table(self, configs: Sequence[TrainingConfig]) -> CostTable:
+        """The same for each."""
+        seconds, peak = np.exp(np.mean(self.seen or [(0.0, math.log(2**30))], axis=0))
+        ones = np.ones(len(configs))
+        return replace(
+            super().table(configs),
+            step_time_s=ones * seconds,
+            step_time_low_s=ones * seconds / FLAT_FACTOR,
+            step_time_high_s=ones * seconds * FLAT_FACTOR,
+            peak_memory_bytes=ones * peak,
+            peak_memory_low_bytes=ones * peak / FLAT_FACTOR,
+            peak_memory_high_bytes=ones * peak * FLAT_FACTOR,
+        )
 
 
 class ReplayedAhead(CompileAhead):
@@ -86,7 +120,7 @@ def gpu_table(recorded: Recorded, seed: int) -> Recorded:
     varied = [dict(zip(knobs, values, strict=True)) for values in itertools.product(*knobs.values())]
     eager = recorded.plain + [config.model_copy(update=one) for config in bf16 for one in varied]
     configs = [config.model_copy(update={"compile": scope}) for config in eager for scope in ("off", "block", "model")]
-    estimator = make_estimator(recorded, "search", TABLE_LIMIT_BYTES)
+    estimator = make_estimator(recorded)
     rounds: tuple[list[Trial], list[Trial]] = ([], [])
     for config, seconds in zip(configs, estimator.table(configs).step_time_s, strict=True):
         factor = rng.lognormvariate(0.0, SCATTER) / (1.0 if config.compile == "off" else COMPILED_FASTER)
@@ -112,7 +146,8 @@ def gpu_trial(like: Trial, config: TrainingConfig, step_s: float, compiling_s: f
 def replayed(recorded: Recorded, seed: int, kind: type[CompileAhead]) -> tuple[int, float]:
     """How many compiled candidates one search has measured, and the speed of its plan, of the best there is."""
     table = gpu_table(recorded, seed)
-    session: Session = open_session(table, METHOD, seed, BUDGET_S)
+    flat = make_estimator(table, kind=FlatEstimator)
+    session: Session = open_session(table, "autoplan", seed, BUDGET_S, estimator=flat)
     *_, last = run_session(session, kind(session))
     truth = dict(zip(table.candidates, table.seconds.tolist(), strict=True))
     ran = {t.config for t in last.trials if t.config.compile != "off" and t.outcome in (Outcome.OK, Outcome.PRUNED)}

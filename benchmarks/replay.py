@@ -1,6 +1,6 @@
 """Replays a search over a recorded table: the live search's own state, decisions and pieces of work, with no training.
 
-    for moment in replay(recorded, METHODS["ours"], seed, budget_s=60.0):
+    for moment in replay(recorded, "autoplan", seed, budget_s=60.0):
         print(moment.seconds, moment.work.kind, moment.leader)
 
 A replay is a `Session` whose runner answers from the table, and whose store is in memory with a clock that goes forward
@@ -16,67 +16,42 @@ setting is looked at where the table has it; a table that has no plain run is as
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from autoplan.planner.cost.traced.estimator import CostTable, Estimator
+from autoplan.planner.cost.traced.estimator import Estimator
 from autoplan.planner.records.trials import ClaimRounds, CompiledAhead, Outcome, Parity, Trial, WorkLine
-from autoplan.planner.search.candidate_model import Assessment, CandidateModel
+from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.claim import is_no_gain
 from autoplan.planner.search.compile_ahead import CompileAhead
 from autoplan.planner.search.next_work import Work, next_work
 from autoplan.planner.search.options import SamplerName, SearchObserver, SearchOptions
 from autoplan.planner.search.references import hand_setting
+from autoplan.planner.search.sampler import make_sampler
 from autoplan.planner.search.session import BudgetOver, Session
 from autoplan.planner.search.state import read_state
 from autoplan.planner.search.trial_cost import SLOW_MODE_SHARE, TrialCost, what_is_compiled
 from autoplan.planner.search.work import do, drawn
 from autoplan.planner.space.prune import keep_what_may_win
 from autoplan.planner.store.optuna_study import choices_of
-from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.measure import ToBeat, compare, invert, median_interval, step_terms, sum_interval
 from autoplan.planner.trials.request import FEWEST_SAMPLES
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from benchmarks.replay_samplers import sampler_of
-from benchmarks.trials_saved_record import LIMIT_BYTES, Recorded
-
-FLAT_FACTOR = 3.0
-"""Over two small records of 26 candidates 3 and 4 always came to the best, after 6 to 8 trials, and ended the search
-after 9 to 21. With 2 one of the two records ended 36 % off it, with 1.3 both (24 and 147 %)."""
+from benchmarks.recorded import LIMIT_BYTES, Recorded
 
 STEP = "step"
 PASSED = Parity(
     passed=True, tolerance=1.0, worst_gradient_difference=0.0, worst_update_difference=0.0, worst_group="",
     loss_difference=0.0, global_batch=1, sequence_length=None, changes_numerics=False,
 )  # fmt: skip
-
-Model = Literal["search", "untimed", "none"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchMethod:
-    """One way to search.
-
-    Attributes:
-        name: In the table.
-        sampler: Its name.
-        model: The cost model as a search has it; the same without the operations' times, by rates alone; none.
-        drops: Whether what the model calls too big is dropped before the first trial.
-    """
-
-    name: str
-    sampler: SamplerName | Literal["gp"]
-    model: Model = "search"
-    drops: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,29 +77,22 @@ class Moment:
 
 
 def replay(
-    recorded: Recorded,
-    way: SearchMethod,
-    number: int,
-    *,
-    budget_s: float,
-    limit_bytes: int = LIMIT_BYTES,
-    end_after: TrainingConfig | None = None,
+    recorded: Recorded, sampler: SamplerName, number: int, *, budget_s: float, limit_bytes: int = LIMIT_BYTES
 ) -> Iterator[Moment]:
     """One search over what was recorded, piece by piece.
 
     Args:
         recorded: The table.
-        way: How it searches.
+        sampler: As `--sampler` takes it.
         number: Its seed.
         budget_s: Seconds that it may take.
         limit_bytes: A recorded peak above it is answered as out of memory.
-        end_after: A configuration after whose first run it ends.
     """
-    session = open_session(recorded, way, number, budget_s, limit_bytes)
-    yield from run_session(session, CompileAhead(session), end_after)
+    session = open_session(recorded, sampler, number, budget_s, limit_bytes)
+    yield from run_session(session, CompileAhead(session))
 
 
-def run_session(session: Session, ahead: CompileAhead, end_after: TrainingConfig | None = None) -> Iterator[Moment]:
+def run_session(session: Session, ahead: CompileAhead) -> Iterator[Moment]:
     """The loop of a live search (planner/search/run.py), with a parity check that takes what is predicted."""
     while True:
         work = drawn(session, next_work(read_state(session, ahead), session.left_s, session.context.nproc))
@@ -142,8 +110,6 @@ def run_session(session: Session, ahead: CompileAhead, end_after: TrainingConfig
         yield Moment(
             seconds=session.store.spent_s, work=work, leader=plan_now(session), trials=tuple(session.store.trials)
         )
-        if end_after is not None and any(trial.config == end_after for trial in session.store.trials):
-            return
 
 
 def plan_now(session: Session) -> TrainingConfig | None:
@@ -325,41 +291,33 @@ class ReplaySession(Session):
         return super().hand_config or (None if self._has_hand_setting else self.plain_config)
 
 
-class ListedCandidates(CandidateModel):
-    """For samplers that ask of the candidates only which are left: what is expected of each is not worked out again."""
-
-    _first: Assessment | None = None
-
-    def assess(self) -> Assessment:
-        """As it was at first, less what was tried since."""
-        if self._first is None:
-            self._first = super().assess()
-        tried = {trial.config for trial in self.trials}
-        return replace(self._first, untried=np.array([config not in tried for config in self.candidates]))
-
-
 def open_session(
-    recorded: Recorded, way: SearchMethod, number: int, budget_s: float, limit_bytes: int = LIMIT_BYTES, **context: Any
+    recorded: Recorded,
+    sampler: SamplerName,
+    number: int,
+    budget_s: float,
+    limit_bytes: int = LIMIT_BYTES,
+    estimator: Estimator | None = None,
 ) -> Session:
-    """A session at its start; `context` is put in the place of what `SearchContext` has."""
-    estimator = make_estimator(recorded, way.model, limit_bytes)
-    candidates = kept(recorded, estimator, limit_bytes) if way.drops else recorded.candidates
-    profile, device = recorded.profile, context.get("device", "cpu")
+    """A session at its start; with an estimator given, it keeps all candidates, whatever is predicted of them."""
+    candidates = recorded.candidates
+    if estimator is None:
+        estimator = make_estimator(recorded, limit_bytes)
+        candidates = kept(recorded, estimator, limit_bytes)
+    profile = recorded.profile
     spec = WorkloadSpec(
         kind="model", reference=recorded.name, name=recorded.name, identity=recorded.name,
         sequence_length=profile.sequence_length, global_batch=recorded.global_batch,
     )  # fmt: skip
-    options = SearchOptions(spec=spec, sampler="autoplan" if way.sampler == "gp" else way.sampler, seed=number)
+    options = SearchOptions(spec=spec, sampler=sampler, seed=number)
     cost = TrialCost(
-        candidates, global_batch=recorded.global_batch, num_blocks=profile.num_blocks, device=device,
+        candidates, global_batch=recorded.global_batch, num_blocks=profile.num_blocks, device="cpu",
     )  # fmt: skip
-    kind = CandidateModel if way.sampler == "autoplan" else ListedCandidates
-    model = kind(
-        candidates, estimator, cost, memory_limit_bytes=limit_bytes, device=device,
+    model = CandidateModel(
+        candidates, estimator, cost, memory_limit_bytes=limit_bytes, device="cpu",
         slow_mode_limit_s=SLOW_MODE_SHARE * budget_s,
     )  # fmt: skip
     values = choices_of((*candidates, *recorded.plain))
-    sampler = None if way.sampler == "autoplan" else sampler_of(way.sampler, model, number)
     store = MemoryStore()
     known = {
         "spec": spec, "hardware": recorded.hardware, "device": "cpu", "nproc": 64, "probed": True, "profile": profile,
@@ -371,7 +329,7 @@ def open_session(
     stands_in: dict[str, Any] = {
         "store": store,
         "zygote": None,
-        "context": SimpleNamespace(**known | context),
+        "context": SimpleNamespace(**known),
         "runner": TableRunner(recorded, store, number, limit_bytes),
     }
     return ReplaySession(
@@ -379,64 +337,21 @@ def open_session(
         observer=SearchObserver(),
         budget_s=budget_s,
         model=model,
-        sampler=sampler,
+        sampler=None if sampler == "autoplan" else make_sampler(sampler, model, seed=number),
         **stands_in,
     )
 
 
-class FlatEstimator(Estimator):
-    """No cost model: every configuration is expected to be like the mean of the trials, within a factor of three.
-
-    The factor is that of a 90 % interval. What the trials show of each other's neighbours is left to the surrogate.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.seen: list[tuple[float, float]] = []
-
-    def observe(self, trial: Trial) -> None:
-        """Keeps the logarithms of the time and the peak of what ran."""
-        if trial.step_time_s is not None and trial.peak_memory_bytes:
-            self.seen.append((math.log(trial.step_time_s.median), math.log(trial.peak_memory_bytes)))
-
-    def table(self, configs: Sequence[TrainingConfig]) -> CostTable:
-        """The same for each."""
-        seconds, peak = np.exp(np.mean(self.seen or [(0.0, math.log(2**30))], axis=0))
-        ones = np.ones(len(configs))
-        return replace(
-            super().table(configs),
-            step_time_s=ones * seconds,
-            step_time_low_s=ones * seconds / FLAT_FACTOR,
-            step_time_high_s=ones * seconds * FLAT_FACTOR,
-            peak_memory_bytes=ones * peak,
-            peak_memory_low_bytes=ones * peak / FLAT_FACTOR,
-            peak_memory_high_bytes=ones * peak * FLAT_FACTOR,
-        )
-
-
-def make_estimator(recorded: Recorded, model: Model, limit_bytes: int) -> Estimator:
-    """The cost model of a way to search, before its first trial."""
-    profile = without_times(recorded.profile) if model == "untimed" else recorded.profile
-    kind = FlatEstimator if model == "none" else Estimator
-    device: Literal["cuda", "cpu"] = "cuda" if profile.device == "cuda" else "cpu"
+def make_estimator(recorded: Recorded, limit_bytes: int = LIMIT_BYTES, kind: type[Estimator] = Estimator) -> Estimator:
+    """The cost model before its first trial."""
+    device: Literal["cuda", "cpu"] = "cuda" if recorded.profile.device == "cuda" else "cpu"
     return kind(
-        profile,
+        recorded.profile,
         recorded.hardware,
         device=device,
         global_batch=recorded.global_batch,
         memory_limit_bytes=limit_bytes,
     )
-
-
-def without_times(profile: ModelProfile) -> ModelProfile:
-    """The profile as if no operation had been timed."""
-    variants = {
-        text: variant.model_copy(
-            update={"groups": tuple(group.model_copy(update={"measured_s": None}) for group in variant.groups)}
-        )
-        for text, variant in profile.variants.items()
-    }
-    return profile.model_copy(update={"variants": variants})
 
 
 def kept(recorded: Recorded, estimator: Estimator, limit_bytes: int) -> list[TrainingConfig]:

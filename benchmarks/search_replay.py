@@ -1,13 +1,12 @@
-"""Replays searches over recorded tables: ours, Optuna's TPE and GP, random; device seconds, looks, regret, a plot.
+"""Replays searches over recorded tables: ours, Optuna's TPE, random; device seconds, looks, regret, a plot.
 
-    python -m benchmarks.search_replay [--seeds 50] [--methods ours per_second tpe gp random] [--plot F] [FOLDER ...]
+    python -m benchmarks.search_replay [--seeds 50] [--methods ours tpe random] [--plot F] [FOLDER ...]
 
 The tables are those of benchmarks/search_tables.py: every candidate ran for real, in several processes. A search
 chooses among a table's candidates alone and decides as a live one (benchmarks/replay.py): each of its runs draws one of
 the recorded processes, and the time goes by what it took. How good the configuration is that it would hand over, is
 judged by all processes: the geometric mean of a candidate's step times. All methods have the same pieces of work; they
-differ in the candidate that is looked at next. The others choose among what is left of the table
-(benchmarks/replay_samplers.py). `per_second` is ours with another `next_work.score`: the gain per second.
+differ in the candidate that is looked at next: the others are those of `autoplan search --sampler`.
 
 The regret is that of a search whose budget is a tenth of the device time of all candidates, parity check and claim
 included. It is taken against the best that is affordable in that time: whose look and parity check fit beside the plain
@@ -18,35 +17,28 @@ that keeps room for it; and a check may end past the budget, which makes a regre
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import optuna
 
-from autoplan.planner.search import candidate_model, next_work
+from autoplan.planner.search.next_work import Work
+from autoplan.planner.search.options import SamplerName
 from autoplan.planner.search.references import plain_configs
 from autoplan.planner.search.state import check_s
 from autoplan.planner.search.work import do
 from autoplan.strategies.config import TrainingConfig
-from benchmarks.replay import Moment, SearchMethod, compile_s, open_session, replay
+from benchmarks.recorded import EARLIER, Recorded, read
+from benchmarks.replay import Moment, compile_s, open_session, replay
 from benchmarks.search_plot import draw_curves
 from benchmarks.search_tables import TABLES
-from benchmarks.trials_saved import RESULTS, about
-from benchmarks.trials_saved_record import Recorded, read
 
 LEVELS = (0.95, 0.98, 0.99)
-METHODS = {
-    "ours": SearchMethod(name="ours", sampler="autoplan"),
-    "per_second": SearchMethod(name="ours, gain per second", sampler="autoplan"),
-    "tpe": SearchMethod(name="tpe", sampler="tpe", drops=False),
-    "gp": SearchMethod(name="gp", sampler="gp", drops=False),
-    "random": SearchMethod(name="random", sampler="random", drops=False),
-}
+METHODS: dict[str, SamplerName] = {"ours": "autoplan", "tpe": "tpe", "random": "random"}
 BUDGET_SHARE = 0.1
 """Of the device time of all candidates: at which the regret is read."""
 
@@ -72,19 +64,9 @@ class Point:
     share: float
 
 
-@contextlib.contextmanager
-def scored_as(way: SearchMethod) -> Iterator[None]:
-    """Within it, pieces of work are compared as a method has it."""
-    before = next_work.score
-    if way is METHODS["per_second"]:
-        next_work.score = candidate_model.score = lambda gain, cost_s: np.asarray(gain / np.maximum(cost_s, 1.0))
-    try:
-        yield
-    finally:
-        next_work.score = candidate_model.score = before
-
-
-def curve(recorded: Recorded, way: SearchMethod, number: int, budget_s: float, *, to_end: bool = True) -> list[Point]:
+def curve(
+    recorded: Recorded, sampler: SamplerName, number: int, budget_s: float, *, to_end: bool = True
+) -> list[Point]:
     """One search, piece by piece; without `to_end` it ends where all LEVELS are reached."""
     truth = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
     best = min(truth.values())
@@ -94,11 +76,10 @@ def curve(recorded: Recorded, way: SearchMethod, number: int, budget_s: float, *
         share = 0.0 if moment.leader is None else best / truth[moment.leader]
         return Point(trials=moment.looks, seconds=moment.seconds, share=share)
 
-    with scored_as(way):
-        for moment in replay(recorded, way, number, budget_s=budget_s):
-            points.append(point_of(moment))
-            if not to_end and all(reached(points, level) for level in LEVELS):
-                break
+    for moment in replay(recorded, sampler, number, budget_s=budget_s):
+        points.append(point_of(moment))
+        if not to_end and all(reached(points, level) for level in LEVELS):
+            break
     return points
 
 
@@ -112,13 +93,13 @@ def affordable_share(recorded: Recorded, budget_s: float) -> float:
 
     By what was recorded: the plain run and its look; and the parity check as it is predicted.
     """
-    session = open_session(recorded, METHODS["ours"], 0, math.inf)
+    session = open_session(recorded, "autoplan", 0, math.inf)
     truth = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
     looks = {config: max(trial.seconds_spent for trial in trials) for config, trials in recorded.processes.items()}
     plain_s = 0.0
     if recorded.plain:
         plain = next(c for c in plain_configs(session) if truth[c] < math.inf)
-        do(session, next_work.Work(kind="baseline", config=plain), None)  # type: ignore[arg-type]
+        do(session, Work(kind="baseline", config=plain), None)  # type: ignore[arg-type]
         plain_s = looks[plain]
 
     def needed_s(config: TrainingConfig) -> float:
@@ -168,12 +149,12 @@ class Score:
     regrets: dict[int, float]
 
 
-def score(recorded: Recorded, way: SearchMethod, seeds: int) -> Score:
+def score(recorded: Recorded, name: str, seeds: int) -> Score:
     """Replays one method on one table."""
-    whole_s = all_seconds(recorded)
-    curves = [curve(recorded, way, seed, whole_s, to_end=way.sampler == "autoplan") for seed in range(seeds)]
-    brief = [curve(recorded, way, seed, BUDGET_SHARE * whole_s) for seed in range(seeds)]
-    return score_of(way.name, curves, brief, affordable_share(recorded, BUDGET_SHARE * whole_s))
+    whole_s, sampler = all_seconds(recorded), METHODS[name]
+    curves = [curve(recorded, sampler, seed, whole_s, to_end=sampler == "autoplan") for seed in range(seeds)]
+    brief = [curve(recorded, sampler, seed, BUDGET_SHARE * whole_s) for seed in range(seeds)]
+    return score_of(name, curves, brief, affordable_share(recorded, BUDGET_SHARE * whole_s))
 
 
 def score_of(name: str, curves: list[list[Point]], brief: Sequence[Sequence[Point]], affordable: float) -> Score:
@@ -258,8 +239,8 @@ def show(folders: Sequence[Path], methods: Sequence[str], seeds: int, plots: Pat
     """Prints what the replays of each table show; returns how many tables there are."""
     tables = [recorded for folder in folders for recorded in read(folder)]
     for recorded in tables:
-        print(f"\n{about(recorded)}; {passes(recorded)}\n", flush=True)
-        scores = [score(recorded, METHODS[name], seeds) for name in methods]
+        print(f"\n{recorded.describe()}; {passes(recorded)}\n", flush=True)
+        scores = [score(recorded, name, seeds) for name in methods]
         print(table(scores))
         print("".join(f"\n- {said}" for said in verdicts(recorded, scores)), flush=True)
         if plots is not None:
@@ -274,7 +255,7 @@ def show(folders: Sequence[Path], methods: Sequence[str], seeds: int, plots: Pat
 def main() -> None:
     """Replays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*", default=[RESULTS, TABLES], help="of tables")
+    parser.add_argument("folders", type=Path, nargs="*", default=[EARLIER, TABLES], help="of tables")
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write a drawing of each table there")

@@ -45,8 +45,7 @@ from autoplan.processes import Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.digests import installed_versions
 from autoplan.strategies.workloads.spec import WorkloadSpec
-from benchmarks.search_cases import CASES, case_spec
-from benchmarks.trials_saved_record import (
+from benchmarks.recorded import (
     LIMIT_BYTES,
     SETUP,
     TRIALS,
@@ -56,6 +55,7 @@ from benchmarks.trials_saved_record import (
     processes_of,
     read_setup,
 )
+from benchmarks.search_cases import CASES, case_spec
 
 TABLES = Path(__file__).parent / "results" / "search_tables"
 CANDIDATES, COMPILED, PROCESSES = 64, 8, 3

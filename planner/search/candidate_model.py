@@ -37,7 +37,7 @@ MOST_LOOKS = 2
 """So often is a configuration looked at, if other work disturbed the looks before."""
 
 FLAT_FACTOR = 3.0
-"""Without a cost model: half the width of a 90 % interval, as a factor (benchmarks/trials_saved.py tried others)."""
+"""Without a cost model: half the width of a 90 % interval, as a factor. Replays tried others."""
 
 FLAT_MEMORY_BYTES = float(2**30)
 """Without a cost model: the expected peak before the first trial."""

@@ -43,7 +43,7 @@ LEAST_PAIR_GAIN = 0.003
 SPARED_LOOKS = 3.0
 """A probe, or the trace of the next candidates' variants, spares about so many looks at candidates that the rough
 predictions have wrong: it is made if it costs less than these. Assumed: in replays a search without timed operations
-needed 1 to 6 looks more (benchmarks/trials_saved.py)."""
+needed 1 to 6 looks more."""
 
 ALONE: Sequence[Kind] = ("baseline", "claim", "end")
 """Work during which no other planner of the study has any: what all others wait for, and what rests on all of it."""

@@ -20,8 +20,6 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from benchmarks.trainers import pad
-
 ARGUMENTS: dict[str, Any] = {
     "output_dir": "trainer-output",
     "use_cpu": True,
@@ -35,6 +33,21 @@ ARGUMENTS: dict[str, Any] = {
     "disable_tqdm": True,
     "logging_steps": 1,
 }
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded to the longest sample of the micro-batch."""
+
+    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+
+    ids = [sample["input_ids"] for sample in samples]
+    return {
+        "input_ids": padded(ids, 0),
+        "attention_mask": padded([[1] * len(row) for row in ids], 0),
+        "labels": padded([sample["labels"] for sample in samples], -100),
+    }
 
 
 def _rows(count: int, low: int, high: int, seed: int) -> list[list[int]]:

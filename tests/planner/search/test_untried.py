@@ -14,9 +14,8 @@ from autoplan.planner.search.candidate_model import CandidateModel
 from autoplan.planner.search.untried import find_untried
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
+from benchmarks.recorded import EARLIER, LIMIT_BYTES, read
 from benchmarks.replay import answer, make_estimator
-from benchmarks.trials_saved import RESULTS
-from benchmarks.trials_saved_record import LIMIT_BYTES, read
 from tests.planner.search.test_search_sampler import CANDIDATES, LIMIT, Search, make_trial
 from tests.recorded import make_plan
 
@@ -118,12 +117,10 @@ def test_a_search_whose_budget_ended_says_what_it_would_try_next():
 def test_its_probabilities_are_those_of_recorded_searches():
     """After every second of the first trials in the order of the record: how often is what it names really faster?"""
     said, true, inside = [], [], []
-    for recorded in read(RESULTS):
+    for recorded in read(EARLIER):
         for trials in recorded.rounds:
             times = dict(zip(recorded.candidates, recorded.seconds.tolist(), strict=True))
-            model = CandidateModel(
-                recorded.candidates, make_estimator(recorded, "timed", LIMIT_BYTES), memory_limit_bytes=LIMIT_BYTES
-            )
+            model = CandidateModel(recorded.candidates, make_estimator(recorded), memory_limit_bytes=LIMIT_BYTES)
             for number, trial in enumerate(trials[:-1]):
                 model.observe(answer(trial, number, LIMIT_BYTES))
                 best = model.best_trial()

@@ -1,7 +1,7 @@
 """Tables of candidates of a real space that were all run for real, several times: which are recorded, and the reader.
 
-benchmarks/search_tables.py records them; benchmarks/trials_saved.py and benchmarks/search_replay.py replay them. Older
-tables have two processes of each candidate, and one step time of each process.
+benchmarks/search_tables.py records them; benchmarks/search_replay.py replays them. Older tables have two processes of
+each candidate, and one step time of each process; those of EARLIER are bounded to a few knobs, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from autoplan.probes.profile import CollectiveReading, HardwareProfile
 from autoplan.strategies.config import KNOBS, TrainingConfig
 from benchmarks.accuracy_local import GLOBAL_BATCH
 
+EARLIER = Path(__file__).parent / "results" / "trials_saved"
 LIMIT_BYTES = 8 << 30
 SETUP, TRIALS = "setup.json.gz", "trials.jsonl"
 """The files of a table: what it was begun with, and a line for each trial."""
@@ -98,6 +99,18 @@ class Recorded:
     def noise(self) -> float:
         """The noise floor: the median of `apart`, so that a disturbed minute of the record does not raise it."""
         return float(np.median(self.apart))
+
+    def describe(self) -> str:
+        """A sentence on what was recorded."""
+        best, near = self.seconds.min(), max(0.02, self.noise)
+        compiled = sum(config.compile != "off" for config in self.candidates)
+        within = f" within {' '.join(self.bounds)}" if self.bounds else ""
+        return (
+            f"{self.name}: {len(self.candidates)} candidates ({compiled} compiled) of {self.legal}{within}; its "
+            f"processes are {self.noise:.1%} apart (median; more than 25 %: {np.sum(self.apart > 0.25)} of "
+            f"{len(self.apart)}); the best takes {best:.3f} s, {np.sum(self.seconds <= best * (1 + near))} are within "
+            f"{near:.1%} of it"
+        )
 
 
 def is_plain(config: TrainingConfig) -> bool:
