@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from autoplan.errors import ConfigError
 from autoplan.record import Record
@@ -27,7 +27,6 @@ Compile = Literal["off", "block", "model"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 Attention = Literal["own", "eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
 BatchNorm = Literal["own", "sync"]
-Gelu = Literal["own", "torch"]
 Kernels = Literal["own", "liger"]
 LossHead = Literal["full", "fused"]
 OptimizerStep = Literal["own", "for_loop", "foreach", "fused"]
@@ -66,13 +65,14 @@ INTERLEAVED_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
 
 TORCHAO_INSTALL = 'pip install "autoplan[cuda]" (or torchao)'
 
+GONE: Mapping[str, Any] = {"gelu": "own", "fsdp_prefetch": 0, "ddp_bucket_mb": 25, "ddp_static_graph": False}
+"""Knobs that earlier plans have, each at the value with which torch does as it does by itself."""
+
 _RANKS = Knob(
     technique="data_parallel", role="rank_count", left_out="data-parallel ranks do not divide the global batch"
 )
 _SHARDS = (Need(knob="dp_shard", at_least=2),)
 _STAGES = (Need(knob="pp", at_least=2),)
-_DDP = Need(knob="dp_replicate", at_least=2, why="no gradients are all-reduced")
-_DDP_ALONE = dict.fromkeys(("dp_shard", "tp"), "FSDP2 keeps the replicas' gradients together, not DDP")
 _NOT_COMPARED = dict.fromkeys(("tp", "pp"), "it was not compared over such ranks")
 
 
@@ -178,20 +178,6 @@ class TrainingConfig(Record):
         default="own",
         description="own: each data-parallel rank normalises its own micro-batch; sync: SyncBatchNorm, over the "
         "micro-batches of all of them, which trains as BatchNorm does at micro_batch x dp samples",
-    )
-    gelu: Annotated[
-        Gelu,
-        Knob(
-            technique="kernels",
-            unpriced="passes over one activation, which a compiled run does not make: variants are traced with the "
-            "model's own",
-            left_out="the model writes no tanh formula of GELU out (GPT-2's)",
-            without="the activation is the model's own",
-        ),
-    ] = Field(
-        default="own",
-        description="own: as the model has it; torch: GPT-2's tanh formula of GELU as torch's one operation, for runs "
-        "that are not compiled",
     )
     kernels: Annotated[
         Kernels,
@@ -325,22 +311,6 @@ class TrainingConfig(Record):
     ] = Field(
         default=True, description="FSDP2: free gathered parameters after the forward (ZeRO-3) or keep them (ZeRO-2)"
     )
-    fsdp_prefetch: Annotated[
-        int,
-        Knob(
-            technique="data_parallel",
-            numerics="none",
-            role="exchange",
-            needs=(Need(knob="dp_shard", at_least=2, why="nothing else gathers parameters"),),
-            excludes={"pp": "a stage's parameters stay gathered"},
-            unpriced="how early units are gathered: the share of a gathering that is hidden is one constant",
-            without="shards are gathered in another order",
-        ),
-    ] = Field(
-        default=0,
-        ge=0,
-        description="FSDP2: blocks whose parameters are gathered ahead, in forward and backward; 0: torch's own order",
-    )
     gradient_sync: Annotated[
         GradientSync,
         Knob(
@@ -356,34 +326,6 @@ class TrainingConfig(Record):
         default="last",
         description="FSDP2, when gradients accumulate: scattered over the ranks at the last micro-step alone (whole "
         "gradients are kept until then) or at every one (a share is kept; more is sent)",
-    )
-    ddp_bucket_mb: Annotated[
-        int,
-        Knob(
-            technique="data_parallel",
-            role="exchange",
-            needs=(_DDP,),
-            excludes=_DDP_ALONE,
-            unpriced="the size of DDP's buckets: latency per bucket is not modelled",
-            without="gradients are reduced in other buckets",
-        ),
-    ] = Field(
-        default=25, ge=1, description="DDP: MiB of gradients per all-reduce; 25 is torch's own (its first bucket: 1)"
-    )
-    ddp_static_graph: Annotated[
-        bool,
-        Knob(
-            technique="data_parallel",
-            numerics="none",
-            role="exchange",
-            needs=(_DDP,),
-            excludes=_DDP_ALONE | {"pp": "a stage has several forwards before a backward"},
-            unpriced="a promise to DDP that saves host time which was never measured apart",
-            without="nothing promises that the graph stays the same",
-            left_out="several micro-batches per step",
-        ),
-    ] = Field(
-        default=False, description="DDP: the graph is promised to be the same at every step (torch's static_graph)"
     )
     tp: Annotated[
         int,
@@ -432,6 +374,19 @@ class TrainingConfig(Record):
             left_out="fewer blocks than stages; goes with `interleaved_1f1b` and `zero_bubble` alone",
         ),
     ] = Field(default=1, ge=1, description="stages per pipeline rank (interleaved schedules)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gone_knobs(cls, value: Any) -> Any:
+        """Earlier plans load where they left the knobs that are gone alone."""
+        if not isinstance(value, dict):
+            return value
+        for name, plain in GONE.items():
+            if value.get(name, plain) != plain:
+                raise ConfigError(
+                    f"{name}={value[name]}: there is no such knob any more", hint="Search again, or leave it out."
+                )
+        return {name: one for name, one in value.items() if name not in GONE}
 
     @property
     def dp(self) -> int:

@@ -20,7 +20,7 @@ from autoplan.strategies.techniques.checkpointing import CheckpointingStrategy
 from autoplan.strategies.techniques.compilation import CompilationStrategy, CompileModeStrategy
 from autoplan.strategies.techniques.data_parallel import DataParallelStrategy
 from autoplan.strategies.techniques.fp8 import Fp8Strategy
-from autoplan.strategies.techniques.kernels import GeluStrategy, KernelsStrategy
+from autoplan.strategies.techniques.kernels import KernelsStrategy
 from autoplan.strategies.techniques.loss import LossStrategy
 from autoplan.strategies.techniques.mesh import build_mesh, rank_seed
 from autoplan.strategies.techniques.micro_batch import MicroBatchStrategy
@@ -43,7 +43,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     PipelineStrategy(),  # drops what other stages hold, so that all below works on this rank's part alone
     ParametersStrategy(),  # casts what is left, in place, before anything makes other tensors of it
     AttentionStrategy(),  # swaps what happens inside the blocks, so before anything wraps them
-    GeluStrategy(),  # likewise
     KernelsStrategy(),  # likewise
     Fp8Strategy(),  # swaps linear layers inside the blocks, likewise; those of kernels look them up by name
     LossStrategy(),  # swaps the head and the loss, likewise
@@ -118,7 +117,7 @@ def prepare(
     return TrainingRun(build, schedule)
 
 
-IN_PLACE = ("threads", "allocator", "attention", "gelu", "batch_norm", "checkpointing", "compile")
+IN_PLACE = ("threads", "allocator", "attention", "batch_norm", "checkpointing", "compile")
 """The knobs that change a model if another trainer runs it; the other knobs are the trainer's, or are not carried."""
 
 

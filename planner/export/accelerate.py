@@ -141,7 +141,7 @@ def not_carried(plan: Plan) -> list[str]:
     """Sentences on what neither file says."""
     config = plan.config
     carried = {"offload"} if config.offload == "parameters" and config.dp_shard > 1 else set()  # offload, above
-    names = {*LEFT_BY_TOOLS, "fsdp_prefetch"} - carried
+    names = set(LEFT_BY_TOOLS) - carried
     found = loop_not_carried(plan, "accelerate", sorted(names))
     if config.dp_shard > 1 and config.precision == "fp16":
         found.append("gradients reduced in fp32: under FSDP2, accelerate gathers and reduces in fp16")

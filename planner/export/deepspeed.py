@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 """The precisions that use autocast, and DeepSpeed's name of the dtype."""
 
-NOT_CARRIED = (*LEFT_BY_TOOLS, "ddp_bucket_mb", "ddp_static_graph", "fsdp_prefetch")
+NOT_CARRIED = LEFT_BY_TOOLS
 
 BY_TENSOR = ("Adafactor", "Muon", "LBFGS")
 """Optimizers whose step looks at whole tensors; ZeRO gives them flat pieces."""

@@ -19,7 +19,7 @@ from autoplan.planner.export.pretraining import NEAREST, adamw_of, causal_fields
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import pick_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.config import CHECKPOINT_EVERY, LEFT_BY_TOOLS, PLAIN, not_carried
+from autoplan.strategies.config import CHECKPOINT_EVERY, LEFT_BY_TOOLS, not_carried
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 Flags = dict[str, str | int | float | bool]
 """By flag; True for one without a value."""
 
-NOT_CARRIED = (
-    *LEFT_BY_TOOLS,
-    *("ddp_static_graph", "fsdp_prefetch", "batch_norm", "gelu", "threads", "allocator"),
-)
+NOT_CARRIED = (*LEFT_BY_TOOLS, "batch_norm", "threads", "allocator")
 
 BACKENDS = {"eager": "unfused", "sdpa": "auto", "sdpa_flash": "flash", "sdpa_cudnn": "fused"}
 """By value of attention, what --attention-backend says."""
@@ -130,8 +127,6 @@ def _parallel(plan: Plan, fields: dict[str, Any], not_carried: list[str]) -> Fla
         return given | _sharding(plan, fields, not_carried)
     if config.dp_replicate > 1:
         given["--overlap-grad-reduce"] = True
-        if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
-            given["--ddp-bucket-size"] = config.ddp_bucket_mb * 2**20 // 4  # counted in fp32 gradients
     return given
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from autoplan.planner.export.kit import settings
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.plan import Plan
-from autoplan.strategies.config import ATTENTION_BACKENDS, CHECKPOINT_EVERY, CUDAGRAPH_MODES, PLAIN, TrainingConfig
+from autoplan.strategies.config import ATTENTION_BACKENDS, CHECKPOINT_EVERY, CUDAGRAPH_MODES, TrainingConfig
 
 REMARKS = {
     "GLOBAL_BATCH": "samples per optimizer step, over all ranks",
@@ -39,7 +39,6 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     fsdp = config.dp > 1 and not uses_ddp(config)
     by_block = config.checkpointing != "none" or config.compile == "block" or config.fp8 != "off"
     loading = setting_of(plan)
-    bucket = config.ddp_bucket_mb
     return plain_settings() | {
         "DEVICE": plan.device,
         "GLOBAL_BATCH": plan.workload.global_batch,
@@ -60,15 +59,14 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         "RANKS": config.world_size,
         "DDP": uses_ddp(config),
         "FSDP": fsdp,
-        "DDP_BUCKET_MB": None if bucket == PLAIN.ddp_bucket_mb else bucket,
         "RESHARD_AFTER_FORWARD": config.reshard_after_forward and config.dp_shard > 1,
     }
 
 
 _AS_THEY_ARE = (
-    *("precision", "checkpointing", "compile", "compile_mode", "gelu", "kernels", "fp8", "loss", "optimizer_step"),
+    *("precision", "checkpointing", "compile", "compile_mode", "kernels", "fp8", "loss", "optimizer_step"),
     *("offload", "parameters", "optimizer_state", "threads", "allocator", "batch_norm"),
-    *("dp_replicate", "dp_shard", "tp", "ddp_static_graph", "fsdp_prefetch", "gradient_sync"),
+    *("dp_replicate", "dp_shard", "tp", "gradient_sync"),
 )
 """Knobs whose constants have their values."""
 

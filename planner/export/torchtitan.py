@@ -43,10 +43,7 @@ FORMS = {"own": "foreach", "for_loop": "for-loop", "foreach": "foreach", "fused"
 CHECKPOINTING = {"none": None, "selective": "SelectiveAC"}
 """By value of checkpointing; any other is FullAC."""
 
-NOT_CARRIED = (
-    *LEFT_BY_TOOLS,
-    *("ddp_bucket_mb", "ddp_static_graph", "fsdp_prefetch", "batch_norm", "gelu", "threads", "allocator"),
-)
+NOT_CARRIED = (*LEFT_BY_TOOLS, "batch_norm", "threads", "allocator")
 
 SECTIONS = {
     "training": "TrainingConfig",

@@ -251,7 +251,7 @@ class _Candidate:
             return None
         self.check.phase("the same in fp32")
         small = self._small(self.config)
-        fixed = self.workload.fixed_micro_batch is not None or config.ddp_static_graph
+        fixed = self.workload.fixed_micro_batch is not None
         if self.check.own_shapes and not fixed:  # what a 16-bit candidate fits in may be too little
             config = config.model_copy(update={"micro_batch": math.gcd(config.micro_batch, CHECK_MICRO_BATCH)})
         watched = self._watched(small, config)

@@ -58,9 +58,7 @@ def step_part(number: int) -> str:
 
 
 def check_accumulation(config: TrainingConfig) -> int:
-    """Micro-steps per step of the check: five, or the next multiple of a pipeline pass; one where it has to be."""
-    if config.ddp_static_graph:
-        return 1
+    """Micro-steps per step of the check: five, or the next multiple of a pipeline pass."""
     if config.pp == 1:
         return CHECK_ACCUMULATION
     return math.ceil(CHECK_ACCUMULATION / config.pp_microbatches) * config.pp_microbatches
@@ -68,8 +66,6 @@ def check_accumulation(config: TrainingConfig) -> int:
 
 def dropout_accumulation(config: TrainingConfig) -> int:
     """Micro-steps of a step with dropout on: two, whose masks have to differ, or those of a pipeline pass."""
-    if config.ddp_static_graph:
-        return 1
     return config.pp_microbatches if config.pp > 1 else 2
 
 

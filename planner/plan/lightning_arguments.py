@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan.key_tables import pick_table
-from autoplan.strategies.config import PLAIN, TrainingConfig, not_carried
+from autoplan.strategies.config import TrainingConfig, not_carried
 
 Kind = Literal["trainer", "fabric"]
 PACKAGES = {"trainer": "lightning.pytorch", "fabric": "lightning.fabric"}
@@ -133,10 +133,6 @@ def _strategy(config: TrainingConfig, package: str) -> str | Call:
     if config.dp_replicate == 1:
         return "auto"
     options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}  # as data_parallel.py has them
-    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
-        options["bucket_cap_mb"] = config.ddp_bucket_mb
-    if config.ddp_static_graph:
-        options["static_graph"] = True
     return Call(f"{package}.strategies", "DDPStrategy", options)
 
 

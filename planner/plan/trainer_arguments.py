@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.strategies.config import LEFT_BY_TOOLS, PLAIN, TrainingConfig
+from autoplan.strategies.config import LEFT_BY_TOOLS, TrainingConfig
 from autoplan.strategies.config import not_carried as left_out
 from autoplan.strategies.workloads.loading.settings import LoaderSetting
 
@@ -48,7 +48,7 @@ def plan_values(
     values |= _data_parallel(config, keys, not_carried)
     values |= _checkpointing(config.checkpointing, keys, not_carried)
     values |= _compilation(config, device, not_carried)
-    not_carried += left_out(config, "the Trainer", (*LEFT_BY_TOOLS, "fsdp_prefetch"))
+    not_carried += left_out(config, "the Trainer", LEFT_BY_TOOLS)
     return values, not_carried
 
 
@@ -93,10 +93,6 @@ def named_arguments(config: TrainingConfig, values: dict[str, Any], keys: dict[s
 def _data_parallel(config: TrainingConfig, keys: dict[str, str | None], not_carried: list[str]) -> dict[str, Any]:
     """The knobs of DDP and FSDP2 that are not at torch's default."""
     values: dict[str, Any] = {}
-    if config.ddp_bucket_mb != PLAIN.ddp_bucket_mb:
-        values["ddp_bucket_mb"] = config.ddp_bucket_mb
-    if config.ddp_static_graph:
-        values["ddp_static_graph"] = True
     if config.gradient_sync == "every":
         values["gradient_sync"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     not_carried += [

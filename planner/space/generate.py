@@ -22,7 +22,6 @@ from autoplan.planner.space.bounds import Bound
 from autoplan.strategies.analysis.facts import Choices, LeftOut
 from autoplan.strategies.config import (
     DEGREES,
-    EXCHANGE_KNOBS,
     KNOBS,
     LOSSY,
     PLAIN,
@@ -32,7 +31,7 @@ from autoplan.strategies.config import (
     micro_batches,
 )
 from autoplan.strategies.knob_text import check_knob
-from autoplan.strategies.techniques.degrees import with_exchange_knobs
+from autoplan.strategies.techniques.degrees import with_gradient_sync
 from autoplan.strategies.techniques.rules import RULES, incompatible
 
 LOSSY_REASON = "it loses bits at each step, which a few steps cannot judge; tried by your word alone: --numerics lossy"
@@ -184,29 +183,20 @@ def _combinations(
     bounds: Mapping[str, Bound],
 ) -> list[Mapping[str, Any]]:
     """The combinations of degrees, with the exchange knobs, that the user allows; ConfigError where there is none."""
-    varied, reasons = with_exchange_knobs(degrees, _asked_of_exchange(fixed, bounds))
+    knob, asked = "gradient_sync", None
+    if knob in fixed:
+        asked = [check_knob(knob, fixed[knob])]
+    elif knob in bounds:
+        asked = [value for value in knob_values(knob) or () if bounds[knob].allows(value)]
+    varied, reasons = with_gradient_sync(degrees, asked)
     combinations = [d for d in varied if _degrees_allowed(d, fixed, bounds)]
     if not combinations:
-        asked = ", ".join(f"{knob}={value}" for knob, value in fixed.items() if knob in DEGREES)
+        named = ", ".join(f"{knob}={value}" for knob, value in fixed.items() if knob in DEGREES)
         raise ConfigError(
-            f"no combination of degrees is left with {asked or 'these bounds'}",
+            f"no combination of degrees is left with {named or 'these bounds'}",
             hint="".join(f"{reason}. " for reason in reasons[:3]) + _degrees_hint(degrees, left_out),
         )
     return combinations
-
-
-def _asked_of_exchange(fixed: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, list[Any]]:
-    """The values of exchange knobs that the user names; of a range its ends, and the powers of two within."""
-    asked: dict[str, list[Any]] = {}
-    for knob in EXCHANGE_KNOBS:
-        if knob in fixed:
-            asked[knob] = [check_knob(knob, fixed[knob])]
-        elif knob in bounds:
-            bound = bounds[knob]
-            named = [getattr(PLAIN, knob), *(bound.values or ()), bound.low, bound.high, *(2**p for p in range(11))]
-            allowed = {value for value in named if value is not None and bound.allows(value)}
-            asked[knob] = sorted(bound.values or allowed)
-    return asked
 
 
 def _degrees_allowed(degrees: Mapping[str, Any], fixed: Mapping[str, Any], bounds: Mapping[str, Bound]) -> bool:

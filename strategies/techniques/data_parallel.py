@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
-from autoplan.strategies.config import PLAIN
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import GlobalNormClipper, data_position, sum_over_axes
 from autoplan.strategies.workloads.workload import Workload
@@ -65,12 +64,7 @@ def uses_ddp(build: Build) -> bool:
 
 def apply_ddp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Wraps modules in DistributedDataParallel: one all-reduce per bucket, overlapped with the backward."""
-    config = build.config
-    bucket = None if config.ddp_bucket_mb == PLAIN.ddp_bucket_mb else config.ddp_bucket_mb
-    wrapped = [
-        wrap_ddp(module, mesh, build.device, bucket_mb=bucket, static_graph=config.ddp_static_graph)
-        for module in modules
-    ]
+    wrapped = [wrap_ddp(module, mesh, build.device) for module in modules]
     build.hooks.set_sync = ddp_gradient_sync(wrapped)
     return wrapped
 
@@ -85,17 +79,13 @@ def ddp_gradient_sync(wrapped: Sequence[nn.Module]) -> Callable[[bool], None]:
     return set_sync
 
 
-def wrap_ddp(
-    module: nn.Module, mesh: DeviceMesh, device: torch.device, *, bucket_mb: int | None, static_graph: bool
-) -> nn.Module:
+def wrap_ddp(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """A module whose gradients DDP averages over the replicas; itself where it trains nothing.
 
     Args:
         module: What a step calls.
         mesh: The mesh, with an axis dp_replicate.
         device: This rank's.
-        bucket_mb: MiB per all-reduce, the first included; None: torch's own, 25 MiB with a first bucket of 1 MiB.
-        static_graph: The graph is promised to be the same at every step.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module  # DDP refuses a stage that trains nothing
@@ -103,8 +93,6 @@ def wrap_ddp(
         module,
         device_ids=[device.index] if device.type == "cuda" and device.index is not None else None,
         process_group=mesh.get_group("dp_replicate"),
-        bucket_cap_mb=bucket_mb,
-        static_graph=static_graph,
         gradient_as_bucket_view=True,  # saves one copy of the gradients
         broadcast_buffers=False,  # each rank keeps the running statistics of its own micro-batches
     )
@@ -120,7 +108,6 @@ def apply_fsdp(build: Build, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> 
         reshard=config.reshard_after_forward and config.dp_shard > 1,
         gathered=gather_dtype(config.precision, build.device.type),
         reduced=torch.float32 if config.parameters != "own" else None,
-        prefetch=config.fsdp_prefetch,
         on_host=config.offload == "parameters",
     )
     build.hooks.set_sync = fsdp_gradient_sync(roots, every=config.gradient_sync == "every")
@@ -134,7 +121,6 @@ def shard_modules(
     *,
     reshard: bool,
     gathered: torch.dtype | None,
-    prefetch: int,
     reduced: torch.dtype | None = None,
     on_host: bool = False,
 ) -> list[FSDPModule]:
@@ -146,7 +132,6 @@ def shard_modules(
         mesh: Of one axis (shards), or of two (replicas of shards).
         reshard: Free a block's parameters after its forward.
         gathered: The type that parameters are gathered in; None: as they are stored.
-        prefetch: Blocks that are gathered ahead.
         reduced: The type that gradients are reduced in; None: fp32 where parameters are gathered in another type.
         on_host: Shards of parameters, gradients and states lie in the host's memory, where the optimizer steps.
     """
@@ -158,17 +143,13 @@ def shard_modules(
     )
     rest = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
-    units = [
+    for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-        for block in blocks
-    ]
     # The outermost unit is needed again at once in the backward: gathering it twice would gain nothing.
-    roots = [
+    return [
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=rest, offload_policy=offload)
         for module in modules
     ]
-    set_prefetch(units, prefetch)
-    return roots
 
 
 def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[[bool], None]:
@@ -193,19 +174,6 @@ def fsdp_gradient_sync(roots: Sequence[FSDPModule], *, every: bool) -> Callable[
             root.set_requires_all_reduce(sync)
 
     return at_every if every else at_the_last
-
-
-def set_prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
-    """Has each unit start gathering the next `ahead` units in the forward, and those before it in the backward.
-
-    0 leaves torch's own order: in the forward the next gathering starts when the host reaches the next unit, in the
-    backward one unit ahead.
-    """
-    if ahead == 0:
-        return
-    for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + ahead]))
-        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - ahead) : place])))
 
 
 def shard_units(build: Build) -> list[nn.Module]:

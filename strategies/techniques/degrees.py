@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoplan.strategies.analysis.facts import LeftOut, ParallelFacts, WorkloadFacts
-from autoplan.strategies.config import EXCHANGE_KNOBS, PLAIN, RANK_COUNTS, knob_values, knobs, micro_batches
+from autoplan.strategies.config import PLAIN, RANK_COUNTS, knob_values, micro_batches
 from autoplan.strategies.techniques.rules import incompatible
 
 VIRTUAL_STAGES = (2,)
@@ -29,8 +28,7 @@ def legal_degrees(
         ranks_per_node: tp stays within a node; None: one node.
 
     Returns:
-        The combinations without the knobs of how data-parallel ranks exchange (`with_exchange_knobs` adds them), and
-        what was left out.
+        The combinations without gradient_sync (`with_gradient_sync` adds it), and what was left out.
     """
     combinations: list[DegreeCombination] = []
     left_out: dict[str, LeftOut] = {}
@@ -45,42 +43,29 @@ def legal_degrees(
     return combinations, list(left_out.values())
 
 
-def with_exchange_knobs(
-    combinations: Sequence[Mapping[str, Any]], asked: Mapping[str, Sequence[Any]]
+def with_gradient_sync(
+    combinations: Sequence[Mapping[str, Any]], asked: Sequence[Any] | None
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Each combination of degrees once per combination of exchange knobs that goes with it.
+    """Each combination of degrees once per value of gradient_sync that goes with it.
 
     Args:
         combinations: Legal degrees, as `legal_degrees` gives them.
-        asked: Values per exchange knob that the user names. Of the others, those that a search varies by itself take
-            all their values, and the rest stay at their plain one.
+        asked: The values that the user allows; None: all.
 
     Returns:
         The combinations, and why what was asked for does not go with some of them.
     """
     made: list[Mapping[str, Any]] = []
     reasons: dict[str, None] = {}
-    varied = [knob for knob in EXCHANGE_KNOBS if not knobs()[knob].unpriced and knob not in asked]
-    searched = [dict(itertools.chain(*pairs)) for pairs in itertools.product(*(_off_plain(knob) for knob in varied))]
     for combination in combinations:
-        for row in itertools.product(*asked.values()):
-            full = dict(combination) | dict(zip(asked, row, strict=True))
-            reason = _reason_against_combination(full)
+        for value in knob_values("gradient_sync") or () if asked is None else asked:
+            full = dict(combination) | ({} if value == PLAIN.gradient_sync else {"gradient_sync": value})
+            reason = incompatible(PLAIN.model_copy(update=full))
             if reason is None:
-                made += [full | more for more in searched if _reason_against_combination(full | more) is None]
-            elif _reason_against_combination(combination) is None:
+                made.append(full)
+            elif asked is not None:
                 reasons[reason] = None
     return made, list(reasons)
-
-
-def _off_plain(knob: str) -> list[tuple[tuple[str, Any], ...]]:
-    """A knob at its plain value, which is not named, and at each other value of its closed list."""
-    others = (value for value in knob_values(knob) or () if value != getattr(PLAIN, knob))
-    return [(), *(((knob, value),) for value in others)]
-
-
-def _reason_against_combination(combination: Mapping[str, Any]) -> str | None:
-    return incompatible(PLAIN.model_copy(update=dict(combination)))
 
 
 def world_sizes(nproc: int, device: str) -> list[int]:

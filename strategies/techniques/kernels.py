@@ -1,14 +1,9 @@
-"""The gelu and kernels knobs: other code for small operations inside the blocks of models of transformers.
+"""The kernels knob: Liger's Triton kernels for norms, rotary embeddings and gated MLPs of models of transformers.
 
-gelu: NewGELUActivation writes GPT-2's tanh formula out, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): eight passes
-over the widest activation of a block, and as many tensors kept for the backward. torch.nn.functional.gelu with
-approximate="tanh" is the same formula in one pass. Compiled code fuses the passes by itself.
-
-kernels: Liger's Triton kernels for norms, rotary embeddings and gated MLPs. Liger replaces methods on a model's
-modules, and besides names in the file of transformers that defines the model: there its functions for rotary embeddings
-are found, and its classes for models to come. That would hold for all models of the process. So those names are put
-back at once, and each module whose code looks one of the replaced functions up gets a copy of its method that finds
-Liger's. Only this model is changed; the loss stays the workload's own.
+Liger replaces methods on a model's modules, and besides names in the file of transformers that defines the model: there
+its functions for rotary embeddings are found, and its classes for models to come. That would hold for all models of the
+process. So those names are put back at once, and each module whose code looks one of the replaced functions up gets a
+copy of its method that finds Liger's. Only this model is changed; the loss stays the workload's own.
 """
 
 from __future__ import annotations
@@ -28,34 +23,7 @@ from autoplan.strategies.analysis.structure import Structure, language_models
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.workloads.workload import Workload
 
-WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
-"""The classes of transformers.activations that write the formula out."""
-
-NONE_WRITTEN_OUT = "the model has no GELU whose tanh formula is written out (NewGELUActivation of transformers)"
-
 LIGER_INSTALL = 'pip install "autoplan[cuda]" (or liger-kernel)'
-
-
-class GeluStrategy:
-    """own: as the model has it; torch: one operation for the formula."""
-
-    name = "gelu"
-
-    def choices(self, workload: Workload, structure: Structure, hardware: HardwareProfile, device: str) -> Choices:
-        """torch where a module has the formula."""
-        return offer(self.name, ("own",), {"torch": None if written_out(structure.model) else NONE_WRITTEN_OUT})
-
-    def apply(self, build: Build) -> None:
-        """Puts torch's operation in the place of the formula.
-
-        Raises:
-            ConfigError: no module has it.
-        """
-        if build.config.gelu == "own":
-            return
-        if build.pipeline.cut is None and not written_out(build.model):
-            check_applies(build.config, self.name, NONE_WRITTEN_OUT)
-        use_torch_gelu(build.model)
 
 
 class KernelsStrategy:
@@ -78,22 +46,6 @@ class KernelsStrategy:
         check_applies(build.config, self.name, reason_against_liger(build.model, build.device.type))
         if not use_liger(build.model):
             check_applies(build.config, self.name, "Liger found nothing in this model to replace")
-
-
-def written_out(model: nn.Module) -> list[str]:
-    """The names of the modules that write the formula out; a module that several parts share has several."""
-    return [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if type(module).__module__ == "transformers.activations" and type(module).__name__ in WRITTEN_OUT
-    ]
-
-
-def use_torch_gelu(model: nn.Module) -> None:
-    """Puts torch's operation in the place of the formula, in place; neither has parameters."""
-    for name in written_out(model):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.GELU(approximate="tanh"))
 
 
 def reason_against_liger(model: nn.Module, device: str) -> str | None:

@@ -81,21 +81,11 @@ def _batch_norm(config: TrainingConfig, global_batch: int | None) -> str | None:
     return None
 
 
-def _accumulation(config: TrainingConfig, global_batch: int | None) -> str | None:
-    """The reason against a value that needs several micro-batches per step, or only one; None: there is no reason."""
-    if global_batch is None or (config.gradient_sync == "last" and not config.ddp_static_graph):
+def _gradient_sync(config: TrainingConfig, global_batch: int | None) -> str | None:
+    if global_batch is None or config.gradient_sync == "last" or global_batch > config.micro_batch * config.dp:
         return None
-    accumulation = global_batch // (config.micro_batch * config.dp)
-    made = f"micro_batch={config.micro_batch} on {config.dp} ranks makes {accumulation}"
-    if config.gradient_sync == "every" and accumulation == 1:
-        return f"gradient_sync=every needs several micro-batches per step, and {made}: it would be gradient_sync=last"
-    if config.ddp_static_graph and accumulation > 1:
-        # Seen with torch 2.13: `expect_autograd_hooks_ INTERNAL ASSERT FAILED` in reducer.cpp.
-        return (
-            f"ddp_static_graph=True takes one micro-batch per step, and {made}: torch learns the graph in the first "
-            "backward, which must reduce gradients"
-        )
-    return None
+    made = f"micro_batch={config.micro_batch} on {config.dp} ranks makes 1"
+    return f"gradient_sync=every needs several micro-batches per step, and {made}: it would be gradient_sync=last"
 
 
 def _offload(config: TrainingConfig, global_batch: int | None) -> str | None:
@@ -183,7 +173,7 @@ RULES = (
     Rule(technique="attention", reads=("attention", "precision"), incompatible=_attention),
     Rule(technique="compilation", reads=("compile", "compile_mode"), incompatible=_compilation),
     Rule(technique="batch_norm", reads=("batch_norm", "dp_replicate", "dp_shard"), incompatible=_batch_norm),
-    Rule(technique="data_parallel", reads=(*_SHARE, "gradient_sync", "ddp_static_graph"), incompatible=_accumulation),
+    Rule(technique="data_parallel", reads=(*_SHARE, "gradient_sync"), incompatible=_gradient_sync),
     Rule(
         technique="offload",
         reads=(

@@ -356,7 +356,7 @@ def test_a_tiny_table_is_recorded_and_replayed(tmp_path: Path):
     options = argparse.Namespace(
         case="vision", ranks=1, minutes=None, candidates=3, compiled=0, processes=2, seed=0, folder=tmp_path,
         bound=["micro_batch=32", "precision=fp32", "checkpointing=none", "compile=off", "allocator=own",
-               "attention=own", "gelu=own", "optimizer_step=own,fused"],
+               "attention=own", "optimizer_step=own,fused"],
         again=False, fresh=False,
     )  # fmt: skip
     assert search_tables.run(options) == 0

@@ -11,8 +11,6 @@ NUMBERS_TRIED: dict[str, tuple[int, ...]] = {
     "threads": (1, 2),
     "dp_replicate": (2,),
     "dp_shard": (2,),
-    "fsdp_prefetch": (2,),
-    "ddp_bucket_mb": (1,),
     "tp": (2,),
     "pp": (2,),
     "pp_microbatches": (2, 4),

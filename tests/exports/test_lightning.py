@@ -34,7 +34,7 @@ CASES: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("trainer", WORKLOAD, {"checkpointing": "selective", "threads": 2}, []),
     ("trainer", BATCH_NORM, {}, []),
     ("trainer", BATCH_NORM, {"dp_replicate": 2}, []),
-    ("trainer", WORKLOAD, {"dp_shard": 2, "fsdp_prefetch": 1, "checkpointing": "every_2"}, []),
+    ("trainer", WORKLOAD, {"dp_shard": 2, "checkpointing": "every_2"}, []),
     ("trainer", WORKLOAD, {"dp_shard": 2, "gradient_sync": "every"}, []),
     ("fabric", WORKLOAD, {"attention": "sdpa", "optimizer_step": "foreach"}, []),
     ("fabric", BATCH_NORM, {"dp_replicate": 2}, []),
@@ -95,7 +95,7 @@ print(json.dumps(found))
 def test_a_real_trainer_and_fabric_read_the_plan_back_and_planted_mistakes_are_caught(tmp_path: Path) -> None:
     plans = {
         "one": make_plan(precision="bf16"),
-        "ddp": make_plan(dp_replicate=2, ddp_bucket_mb=5, ddp_static_graph=True, micro_batch=4),
+        "ddp": make_plan(dp_replicate=2, micro_batch=4),
         "shard": make_plan(dp_shard=2),
         "fp16": make_plan(precision="fp16"),
     }

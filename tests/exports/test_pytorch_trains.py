@@ -58,9 +58,8 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "one_full": {"checkpointing": "full", "optimizer_step": "foreach", "micro_batch": 4},
-    "ddp": {"dp_replicate": 2, "ddp_bucket_mb": 1},
-    "ddp_static": {"dp_replicate": 2, "ddp_static_graph": True, "micro_batch": 4},
-    "fsdp": {"dp_shard": 2, "checkpointing": "full", "fsdp_prefetch": 1},
+    "ddp": {"dp_replicate": 2},
+    "fsdp": {"dp_shard": 2, "checkpointing": "full"},
     "fsdp_every": {"dp_shard": 2, "gradient_sync": "every", "reshard_after_forward": False, "micro_batch": 1},
     "tp": {"tp": 2},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},

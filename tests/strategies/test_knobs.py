@@ -128,7 +128,7 @@ def test_a_rule_reads_what_it_says(rule: Any) -> None:
     [
         ({"compile_mode": "max-autotune"}, "nothing is compiled"),
         ({"compile_mode": "max-autotune", "compile": "block"}, "needs compile=model"),
-        ({"fsdp_prefetch": 2}, "needs dp_shard >= 2"),
+        ({"gradient_sync": "every"}, "needs dp_shard >= 2"),
     ],
 )
 def test_prepare_refuses_what_does_not_go_together(values: dict[str, Any], words: str) -> None:
@@ -136,12 +136,20 @@ def test_prepare_refuses_what_does_not_go_together(values: dict[str, Any], words
         prepare(language(GPT2), TrainingConfig(**({"micro_batch": 2} | values)))
 
 
-@pytest.mark.parametrize(("knob", "least"), [("fsdp_prefetch", 0), ("micro_batch", 1), ("threads", 1)])
+@pytest.mark.parametrize(("knob", "least"), [("micro_batch", 1), ("threads", 1)])
 def test_the_smallest_value_of_a_number_is_the_fields(knob: str, least: int) -> None:
     assert check_knob(knob, least) == least
     with pytest.raises(ConfigError) as caught:
         check_knob(knob, least - 1)
     assert caught.value.hint is not None and f"at least {least}" in caught.value.hint
+
+
+def test_a_plan_with_a_knob_that_is_gone_loads_where_it_did_nothing() -> None:
+    assert TrainingConfig.model_validate({"micro_batch": 2, "gelu": "own", "ddp_bucket_mb": 25}) == TrainingConfig(
+        micro_batch=2
+    )
+    with pytest.raises(ConfigError, match="ddp_bucket_mb=50: there is no such knob any more"):
+        TrainingConfig.model_validate({"micro_batch": 2, "ddp_bucket_mb": 50})
 
 
 @pytest.mark.parametrize(

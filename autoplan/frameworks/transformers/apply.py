@@ -44,7 +44,6 @@ from autoplan.strategies.config import CUDAGRAPH_MODES, OPTIMIZER_FLAGS
 from autoplan.strategies.techniques.attention import AttentionStrategy
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.batch_norm import BatchNormStrategy
-from autoplan.strategies.techniques.kernels import GeluStrategy
 from autoplan.strategies.workloads.batch import move_batch
 from autoplan.strategies.workloads.carried import buffers_kept
 from autoplan.strategies.workloads.devices import device_of
@@ -258,7 +257,7 @@ def _prepare_model(plan: PlanRecord, trainer: Any, workload: Workload) -> list[s
         module=TrainingModule(model, workload.loss),
         structure=find_structure(model),
     )
-    for strategy in (AttentionStrategy(), GeluStrategy(), BatchNormStrategy()):
+    for strategy in (AttentionStrategy(), BatchNormStrategy()):
         strategy.apply(build)
     for module, flag in own_checkpointing(model):
         setattr(module, flag, False)  # from here on the arguments decide

@@ -13,8 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoplan.planner.export.kit.settings import (
     CONFIG_FILE,
     DDP,
-    DDP_BUCKET_MB,
-    DDP_STATIC_GRAPH,
     DEVICE,
     FSDP,
     MIXED_PRECISION,
@@ -35,8 +33,7 @@ def make_accelerator(**more: Any) -> Accelerator:
     if DEVICE == "cpu":
         arguments["cpu"] = True
     if DDP:
-        options = {"bucket_cap_mb": DDP_BUCKET_MB or 25, "static_graph": DDP_STATIC_GRAPH}  # 25: torch's default
-        ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True, **options)
+        ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         arguments["kwargs_handlers"] = [ddp]
     if FSDP and DEVICE == "cuda" and PRECISION == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

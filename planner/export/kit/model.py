@@ -19,8 +19,6 @@ from autoplan.planner.export.kit.settings import (
     COMPILE_MODE,
     DEVICE,
     FP8,
-    FSDP_PREFETCH,
-    GELU,
     KERNELS,
     MASKLESS,
     PRECISION,
@@ -33,7 +31,7 @@ from autoplan.strategies.techniques.causal_attention import use_maskless_attenti
 from autoplan.strategies.techniques.checkpointing import replace_module, wrap
 from autoplan.strategies.techniques.data_parallel import gather_dtype, shard_modules, with_parameters
 from autoplan.strategies.techniques.fp8 import fp8_linears, use_fp8
-from autoplan.strategies.techniques.kernels import use_liger, use_torch_gelu
+from autoplan.strategies.techniques.kernels import use_liger
 from autoplan.strategies.techniques.precision import set_matmul_tf32
 from autoplan.strategies.workloads.training_mode import caching_configs, enter_training_mode, own_checkpointing
 
@@ -102,8 +100,6 @@ def change_layers(model: Any) -> None:
                 inner.set_attn_implementation(ATTENTION)
     if MASKLESS:
         use_maskless_attention(language_models(model))  # for batches without a mask
-    if GELU != "own":
-        use_torch_gelu(model)
     if KERNELS != "own":
         assert use_liger(model), KERNELS
     if FP8 != "off":
@@ -157,6 +153,5 @@ def shard(model: Any, mesh: Any) -> Any:
         mesh["data_parallel"],
         reshard=RESHARD_AFTER_FORWARD,
         gathered=gather_dtype(PRECISION, DEVICE),
-        prefetch=FSDP_PREFETCH,
     )
     return model

@@ -33,13 +33,10 @@ from autoplan.planner.export.kit.settings import (
     COUNTED_ITEMS,
     CUDA_GRAPHS,
     DDP,
-    DDP_BUCKET_MB,
-    DDP_STATIC_GRAPH,
     DEVICE,
     DP_REPLICATE,
     DP_SHARD,
     FSDP,
-    FSDP_PREFETCH,
     GLOBAL_BATCH,
     GRADIENT_SYNC,
     HEAD,
@@ -234,7 +231,7 @@ def prepare(device: torch.device | str) -> Run:
         gradients.clip = GlobalNormClipper(mesh)
         gradients.ranks = DP_REPLICATE * DP_SHARD
     if DDP:
-        module = wrap_ddp(module, mesh, device, bucket_mb=DDP_BUCKET_MB, static_graph=DDP_STATIC_GRAPH)
+        module = wrap_ddp(module, mesh, device)
         hooks.set_sync = ddp_gradient_sync([module])
     if FSDP:
         hooks.set_sync = shard_over(model, module, mesh, device)
@@ -313,7 +310,6 @@ def shard_over(model: Any, module: nn.Module, mesh: Any, device: torch.device) -
         reshard=RESHARD_AFTER_FORWARD,
         gathered=gather_dtype(PRECISION, device.type),
         reduced=torch.float32 if PARAMETERS != "own" else None,
-        prefetch=FSDP_PREFETCH,
         on_host=OFFLOAD == "parameters",
     )
     return fsdp_gradient_sync(roots, every=GRADIENT_SYNC == "every")

@@ -300,10 +300,6 @@ PERTURBED: dict[str, tuple[dict[str, Any], Any]] = {
     "pp_schedule": ({"pp": 2, "pp_microbatches": 8}, "gpipe"),
     "pp_microbatches": ({"pp": 2, "pp_microbatches": 8}, 4),
     "virtual_stages": ({"pp": 2, "pp_microbatches": 8, "pp_schedule": "interleaved_1f1b"}, 2),
-    "fsdp_prefetch": ({"dp_shard": 2}, 2),
-    "ddp_bucket_mb": ({"dp_replicate": 2}, 100),
-    "ddp_static_graph": ({"dp_replicate": 2}, True),
-    "gelu": ({}, "torch"),
     "batch_norm": ({"dp_replicate": 2}, "sync"),
 }
 """For each knob a configuration, and another value of the knob."""

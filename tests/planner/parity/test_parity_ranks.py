@@ -56,7 +56,6 @@ def test_one_rank_and_the_reference_is_kept(check, tmp_path):
 
 TWO_RANKS = {
     "ddp": {"dp_replicate": 2},
-    "ddp_static": {"dp_replicate": 2, "ddp_static_graph": True},  # checked with one micro-batch per step
     "fsdp2": {"dp_shard": 2},
     "fsdp2_every": {"dp_shard": 2, "gradient_sync": "every"},
     "tp": {"tp": 2},

@@ -180,28 +180,6 @@ PIPELINE = {"dp_replicate": 2, "pp": 2, "pp_microbatches": 2}
 WAYS = ({}, {"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, PIPELINE)
 
 
-@pytest.mark.parametrize(
-    ("fixed", "ways"),
-    [
-        ({"ddp_bucket_mb": 50}, [WAYS[1], WAYS[4]]),
-        ({"ddp_static_graph": True}, [WAYS[1]]),
-        ({"fsdp_prefetch": 2}, [WAYS[2], WAYS[3]]),
-        ({"gradient_sync": "every"}, [WAYS[2], WAYS[3]]),
-    ],
-)
-def test_a_knob_of_data_parallelism_that_is_fixed_goes_where_it_means_something(fixed, ways):
-    space = generate(CHOICES, global_batch=12, degrees=WAYS, fixed=fixed)
-    plain = TrainingConfig(micro_batch=1)
-    degrees = {(config.dp_replicate, config.dp_shard, config.pp) for config in space.candidates}
-    asked = [plain.model_copy(update=way) for way in ways]
-    assert degrees == {(config.dp_replicate, config.dp_shard, config.pp) for config in asked}
-    assert all(getattr(config, knob) == value for config in space.candidates for knob, value in fixed.items())
-    if "ddp_static_graph" in fixed:
-        assert {config.accumulation(12) for config in space.candidates} == {1}
-    if "gradient_sync" in fixed:
-        assert {config.accumulation(12) for config in space.candidates} == {2, 3, 6}
-
-
 def test_gradients_are_scattered_at_every_micro_step_wherever_that_means_something():
     space = generate(CHOICES, global_batch=12, degrees=(*WAYS, {"dp_shard": 2, "pp": 2, "pp_microbatches": 2}))
     assert len(set(space.candidates)) == len(space.candidates)
@@ -213,31 +191,15 @@ def test_gradients_are_scattered_at_every_micro_step_wherever_that_means_somethi
     assert {c.gradient_sync for c in asked.candidates} == {"last"}
 
 
-def test_knobs_of_data_parallelism_vary_only_where_they_are_asked_for():
-    def values(**options: object) -> set[tuple[int, int]]:
-        space = generate(CHOICES, global_batch=12, degrees=WAYS, **options)  # type: ignore[arg-type]
-        assert len(set(space.candidates)) == len(space.candidates)
-        return {(config.dp_replicate * (config.dp_shard == 1), config.ddp_bucket_mb) for config in space.candidates}
-
-    assert {bucket for _, bucket in values()} == {25}
-    asked = values(bounds={"ddp_bucket_mb": Bound(values=(10, 25, 100))})
-    assert asked == {(1, 25), (0, 25), (2, 10), (2, 25), (2, 100)}
-    assert {bucket for _, bucket in values(bounds={"ddp_bucket_mb": Bound(low=20, high=70)})} == {20, 25, 32, 64, 70}
-
-
 @pytest.mark.parametrize(
     ("fixed", "text"),
     [
-        ({"fsdp_prefetch": 2, "dp_replicate": 2, "dp_shard": 1}, "nothing else gathers parameters"),
         ({"gradient_sync": "every", "dp_replicate": 2, "dp_shard": 1}, "needs dp_shard >= 2"),
         ({"gradient_sync": "every", "pp": 2}, "needs dp_shard >= 2"),
         (
             {"gradient_sync": "every", "dp_shard": 2, "dp_replicate": 1, "micro_batch": 6},
             "several micro-batches per step",
         ),
-        ({"ddp_bucket_mb": 50, "dp_shard": 2}, "FSDP2 keeps the replicas' gradients together"),
-        ({"ddp_static_graph": True, "pp": 2}, "several forwards before a backward"),
-        ({"ddp_static_graph": True, "micro_batch": 1}, "one micro-batch per step"),
     ],
 )
 def test_a_knob_of_data_parallelism_in_the_wrong_place_says_why(fixed: dict[str, object], text: str):

@@ -38,9 +38,9 @@ FAULTY = Path(__file__).parents[1] / "data" / "faulty.py"
 ENDS = [
     {"micro_batch": 4, "precision": "bf16", "compile": "block", "attention": "sdpa", "checkpointing": "every_2"},
     {"precision": "bf16", "fp8": "rowwise", "compile": "model", "compile_mode": "max-autotune", "loss": "fused"},
-    {"precision": "bf16", "attention": "sdpa_flash", "parameters": "bf16", "gelu": "torch", "threads": 2},
-    {"micro_batch": 2, "dp_replicate": 2, "ddp_bucket_mb": 50, "optimizer_step": "fused"},
-    {"dp_shard": 4, "reshard_after_forward": False, "fsdp_prefetch": 2, "micro_batch": 2, "gradient_sync": "every"},
+    {"precision": "bf16", "attention": "sdpa_flash", "parameters": "bf16", "checkpointing": "full", "threads": 2},
+    {"micro_batch": 2, "dp_replicate": 2, "optimizer_step": "fused"},
+    {"dp_shard": 4, "reshard_after_forward": False, "micro_batch": 2, "gradient_sync": "every"},
     {"pp": 2, "pp_schedule": "interleaved_1f1b", "virtual_stages": 2, "pp_microbatches": 4},
 ]
 
@@ -81,18 +81,18 @@ def test_what_needs_another_comes_with_it_and_leaves_with_it() -> None:
 
 
 def test_the_largest_gain_comes_first_and_what_does_not_run_last() -> None:
-    between = changes({"precision": "bf16", "attention": "sdpa", "gelu": "torch"})
+    between = changes({"precision": "bf16", "attention": "sdpa", "loss": "fused"})
     one = {name: frozenset({name}) for name in between.knobs}
-    known = {frozenset[str](): 1.0, one["precision"]: 0.5, one["attention"]: 0.8, one["gelu"]: math.inf}
-    assert between.order(known) == [one["precision"], one["attention"], one["gelu"]]
+    known = {frozenset[str](): 1.0, one["precision"]: 0.5, one["attention"]: 0.8, one["loss"]: math.inf}
+    assert between.order(known) == [one["precision"], one["attention"], one["loss"]]
     assert between.order({}) == [one[name] for name in between.knobs], "nothing is known: the order of the fields"
-    # Alone, attention is the better second step; beside bf16 gelu is, which was measured.
-    known |= {one["gelu"]: 0.99, one["precision"] | one["gelu"]: 0.1, one["precision"] | one["attention"]: 0.45}
-    assert between.order(known)[1] == one["gelu"]
+    # Alone, attention is the better second step; beside bf16 the loss is, which was measured.
+    known |= {one["loss"]: 0.99, one["precision"] | one["loss"]: 0.1, one["precision"] | one["attention"]: 0.45}
+    assert between.order(known)[1] == one["loss"]
     # Nobody measured the pairs: what the end loses without a technique counts too.
-    last = {between.all: 0.1, between.all - one["gelu"]: 0.9, between.all - one["attention"]: 0.11}
-    looks = {frozenset[str](): 1.0, one["precision"]: 0.5, one["attention"]: 0.9, one["gelu"]: 0.95}
-    assert between.order(looks | last)[1] == one["gelu"]
+    last = {between.all: 0.1, between.all - one["loss"]: 0.9, between.all - one["attention"]: 0.11}
+    looks = {frozenset[str](): 1.0, one["precision"]: 0.5, one["attention"]: 0.9, one["loss"]: 0.95}
+    assert between.order(looks | last)[1] == one["loss"]
 
 
 def ratio(median: float, half: float = 0.02) -> Interval:
@@ -132,9 +132,9 @@ def test_an_interaction_is_said_where_intervals_have_nothing_in_common() -> None
     def effect(name: str, median: float) -> Effect:
         return Effect(changes=(name,), config=PLAIN, gain=ratio(median))
 
-    steps = [effect("attention=eager", 1.5), effect("precision=bf16", 1.9), effect("gelu=torch", 1.05)]
-    alone = [effect("attention=eager", 1.5), effect("precision=bf16", 1.1), effect("gelu=torch", 1.04)]
-    without = [effect("attention=eager", 0.4), effect("precision=bf16", 0.53), effect("gelu=torch", 0.96)]
+    steps = [effect("attention=eager", 1.5), effect("precision=bf16", 1.9), effect("loss=fused", 1.05)]
+    alone = [effect("attention=eager", 1.5), effect("precision=bf16", 1.1), effect("loss=fused", 1.04)]
+    without = [effect("attention=eager", 0.4), effect("precision=bf16", 0.53), effect("loss=fused", 0.96)]
     assert interactions(steps, alone, without) == [
         "attention=eager: alone 1.50 times, with the rest of the plan 2.50",
         "precision=bf16: alone 1.10 times, after attention=eager 1.90",
@@ -171,9 +171,9 @@ class DrawnRuns:
         return make_trial(order.number, order.config, step_s, **given)
 
 
-FACTORS = {"precision": 0.5, "compile": 0.8, "gelu": 1.001, "optimizer_step": 0.999, "checkpointing": 1.3}
+FACTORS = {"precision": 0.5, "compile": 0.8, "loss": 1.001, "optimizer_step": 0.999, "checkpointing": 1.3}
 END = TrainingConfig(
-    micro_batch=2, precision="bf16", compile="block", gelu="torch", optimizer_step="fused", checkpointing="full"
+    micro_batch=2, precision="bf16", compile="block", loss="fused", optimizer_step="fused", checkpointing="full"
 )
 
 
@@ -196,7 +196,7 @@ def test_the_figures_are_those_of_the_runs(tmp_path: Path) -> None:
     assert [step.changes for step in steps] == [
         ("precision=bf16",),
         ("compile=block",),
-        ("gelu=torch", "optimizer_step=fused"),
+        ("loss=fused", "optimizer_step=fused"),
         ("checkpointing=full",),
     ]
     assert [sign(step) for step in steps] == ["+", "+", "~", "-"]
@@ -310,7 +310,7 @@ def test_the_tables_fit_80_columns_and_the_page_has_the_bars(tmp_path: Path, cap
     lines = capsys.readouterr().out.splitlines()
     tables = [line for line in lines if line.startswith("  ")]
     assert len(tables) > 10 and max(map(len, tables)) <= 80
-    assert any(line.startswith("  ~ gelu=torch") for line in tables)
+    assert any(line.startswith("  ~ loss=fused") for line in tables)
     assert step_rows(found).rows[1][0] == "  micro_batch=2"
     page = render_page(make_plan(END), found)
     assert page.count('class="bar') > 5 and "Each technique alone, and the plan without it" in page

@@ -24,11 +24,8 @@ DATA = {
     "ddp": {"dp_replicate": 2},
     "fsdp": {"dp_shard": 2},
     "fsdp_kept": {"dp_shard": 2, "reshard_after_forward": False},
-    "fsdp_prefetch": {"dp_shard": 2, "fsdp_prefetch": 2},
     "fsdp_every": {"dp_shard": 2, "gradient_sync": "every"},
     "fsdp_kept_every": {"dp_shard": 2, "reshard_after_forward": False, "gradient_sync": "every"},
-    "ddp_buckets": {"dp_replicate": 2, "ddp_bucket_mb": 1},
-    "ddp_static": {"dp_replicate": 2, "ddp_static_graph": True, "micro_batch": 4},
 }
 TENSOR_PARALLEL = {"tp": {"tp": 2, "micro_batch": 4}}
 PIPELINE = {
@@ -102,7 +99,7 @@ def check(
 
 
 TWO_RANKS = [(model, name) for model in ("gpt2", "llama") for name in [*DATA, *TENSOR_PARALLEL, *PIPELINE]]
-LIKE_OTHERS = {("gpt2", name) for name in ("fsdp_prefetch", "fsdp_kept_every", "ddp_buckets", "1f1b_two_passes")}
+LIKE_OTHERS = {("gpt2", name) for name in ("fsdp_kept_every", "1f1b_two_passes")}
 RUN = [case for case in TWO_RANKS if case[0] == "gpt2" or case[1] in ("fsdp_every", "tp", "1f1b")]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
@@ -17,10 +16,9 @@ from autoplan.processes import RankContext, Task, Zygote
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
 from autoplan.strategies.techniques.mesh import local_tensor, named_parameters
-from autoplan.strategies.techniques.rules import incompatible
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
-from tests.strategies.parallel.world import GLOBAL_BATCH, build_gpt2, make_workload, run_ranks
+from tests.strategies.parallel.world import build_gpt2, make_workload, run_ranks
 
 
 def build_gpt2_with_dropout() -> Any:
@@ -203,51 +201,6 @@ def test_tp_needs_a_plan_and_a_degree_that_divides(zygote: Zygote) -> None:
         zygote, refuse, 2, (TrainingConfig(micro_batch=2, tp=2), "gpt2", {"build_model": build_encoder, "head": None})
     )
     assert "has no tensor-parallel plan" in report.ranks[0].result
-
-
-def read_settings(context: RankContext, config: TrainingConfig) -> Any:
-    """What DDP and FSDP2 say of how they were set up."""
-    context.init_process_group("gloo", 60.0)
-    run = prepare(make_workload("gpt2"), config, device="cpu")
-    if config.dp_replicate > 1:
-        ddp: Any = run._build.module
-        return ddp.bucket_bytes_cap, ddp.static_graph, ddp.gradient_as_bucket_view
-    blocks: Any = [run.model.get_submodule(name) for name, _ in run._build.structure.blocks]
-    states = [block._get_fsdp_state() for block in blocks]
-    return [
-        [
-            [states.index(state) for state in ahead]
-            for ahead in (s._states_to_forward_prefetch, s._states_to_backward_prefetch)
-        ]
-        for s in states
-    ]
-
-
-@pytest.mark.parametrize(
-    ("knobs", "expected"),
-    [
-        ({"dp_replicate": 2}, (25 * 2**20, False, True)),
-        ({"dp_replicate": 2, "ddp_bucket_mb": 3, "ddp_static_graph": True}, (3 * 2**20, True, True)),
-        ({"dp_shard": 2}, [[[], []]] * 4),
-        ({"dp_shard": 2, "fsdp_prefetch": 2}, [[[1, 2], []], [[2, 3], [0]], [[3], [1, 0]], [[], [2, 1]]]),
-    ],
-    ids=["ddp", "ddp_set", "fsdp", "fsdp_set"],
-)
-def test_torch_is_set_as_the_knobs_say(zygote: Zygote, knobs: dict[str, Any], expected: Any) -> None:
-    config = TrainingConfig(**({"micro_batch": 4} | knobs))
-    found = run_ranks(zygote, read_settings, 2, (config,)).ranks[0].result
-    assert json.loads(json.dumps(found)) == json.loads(json.dumps(expected))
-
-
-def test_a_knob_of_data_parallelism_on_one_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs dp_replicate >= 2"):
-        prepare(make_workload("gpt2"), TrainingConfig(micro_batch=4, ddp_bucket_mb=3), device="cpu")
-
-
-def test_a_static_graph_takes_one_micro_batch_per_step() -> None:
-    config = TrainingConfig(micro_batch=2, dp_replicate=2, ddp_static_graph=True)
-    assert "takes one micro-batch per step" in (incompatible(config, GLOBAL_BATCH) or "")
-    assert incompatible(config.model_copy(update={"micro_batch": 4}), GLOBAL_BATCH) is None
 
 
 def die(context: RankContext) -> None:
