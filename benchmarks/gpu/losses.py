@@ -17,7 +17,6 @@ from autoplan.strategies.techniques.loss_kernels_gpu import (
     agrees,
     liger_cross_entropy,
     random_case,
-    rows_cross_entropy_gpu,
     seconds_of,
 )
 from autoplan.strategies.workloads.workload import IGNORE_INDEX
@@ -44,13 +43,12 @@ def main() -> None:
             "all logits": all_logits,
             "compiled": torch.compile(all_logits),
             "torch": choose_kernel(precision, compiled=False),
-            "own": functools.partial(rows_cross_entropy_gpu, dtype=dtype),
             "liger": functools.partial(liger_cross_entropy, dtype=dtype),
         }
         case = random_case(*shape, False, dtype, device)
         for form, kernel in forms.items():
             found = {"shape": name, "precision": precision, "form": form, "seconds": None, "peak_bytes": None}
-            if form in ("own", "liger") and not agrees(kernel, dtype, device):
+            if form == "liger" and not agrees(kernel, dtype, device):
                 print(json.dumps(found | {"note": "it does not run here, or does not agree with torch's"}), flush=True)
                 continue
             if device.type == "cuda":

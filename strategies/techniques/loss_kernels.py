@@ -26,18 +26,7 @@ Kernel = Callable[..., torch.Tensor]
 
 With `cap=c`, the logits are c * tanh(hidden weight^T + bias), as Gemma 2 caps them."""
 
-LossOfLogits = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(logits, classes, vocabulary, cap) -> the summed loss, and the gradient by the logits, which may lie in their place.
-"""
-
 _CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, enough rows for matmuls at full rate
-
-IN_PLACE_ROWS = 8192
-"""Rows of a chunk whose gradient lies in the place of its logits. The whole weight gradient is read and written once
-for each chunk: 309 MB for GPT-2, which at fewer rows take as long as a good part of the matmul (docs/techniques.md)."""
-
-IN_PLACE_BYTES = 2**30
-"""Of the logits of such a chunk, where the vocabulary is large."""
 
 
 def choose_kernel(precision: str, *, compiled: bool) -> Kernel:
@@ -72,12 +61,6 @@ def padded_rows(vocabulary: int, device: str) -> int:
 def chunk_rows(vocabulary: int) -> int:
     """Rows of logits held at once: a power of two, at least 256; no more than `limit_chunk_rows` allows."""
     return limited_rows(max(256, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1))
-
-
-def in_place_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """The same where the gradient lies in the place of the logits, so that a chunk is in memory once, in `dtype`."""
-    most = IN_PLACE_BYTES // dtype.itemsize // vocabulary
-    return limited_rows(min(IN_PLACE_ROWS, max(256, 1 << most.bit_length() - 1)))
 
 
 def limited_rows(rows: int) -> int:
@@ -195,16 +178,10 @@ def precomputed_cross_entropy(
     *,
     dtype: torch.dtype,
     cap: float | None = None,
-    of_logits: LossOfLogits | None = None,
 ) -> torch.Tensor:
-    """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32.
-
-    `of_logits` computes a chunk's loss, and its gradient in the place of the logits; None: `loss_of_logits`.
-    """
+    """Chunk by chunk, gradients taken in the forward; matmuls in `dtype`, everything summed in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Precomputed.apply(
-            hidden, weight, bias, targets, dtype, cap, weight.requires_grad, of_logits or loss_of_logits
-        )
+        return _Precomputed.apply(hidden, weight, bias, targets, dtype, cap, weight.requires_grad)
 
 
 def loss_of_logits(
@@ -272,7 +249,6 @@ class _Precomputed(torch.autograd.Function):
         dtype: torch.dtype,
         cap: float | None,
         head_trains: bool,
-        of_logits: LossOfLogits,
     ) -> torch.Tensor:
         vocabulary = weight.shape[0]
         missing = padded_rows(vocabulary, weight.device.type) - vocabulary
@@ -285,10 +261,10 @@ class _Precomputed(torch.autograd.Function):
         shape = weight.shape if head_trains else (0, 0)
         weight_gradient = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         bias_gradient = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=weight.device)
-        rows_at_once = chunk_rows(vocabulary) if of_logits is loss_of_logits else in_place_rows(vocabulary, dtype)
+        rows_at_once = chunk_rows(vocabulary)
         for rows, classes in zip(hidden.split(rows_at_once), targets.split(rows_at_once), strict=True):
             rows = rows.to(dtype)
-            loss, gradient = of_logits(F.linear(rows, low_weight, low_bias), classes, vocabulary, cap)
+            loss, gradient = loss_of_logits(F.linear(rows, low_weight, low_bias), classes, vocabulary, cap)
             total = total + loss
             low_gradient = gradient.to(dtype)
             hidden_gradients.append((low_gradient @ low_weight).to(hidden.dtype))
@@ -309,5 +285,5 @@ class _Precomputed(torch.autograd.Function):
             (hidden.float() * scale).to(hidden.dtype) if ctx.needs_input_grad[0] else None,
             (weight.float() * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None,
             bias[0] * scale if bias and ctx.needs_input_grad[2] else None,
-            *(None,) * 5,
+            *(None,) * 4,
         )

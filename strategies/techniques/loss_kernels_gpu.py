@@ -1,13 +1,7 @@
-"""Summed cross-entropy of a linear head on CUDA: by torch's operations, our Triton kernel or Liger's, as timed there.
+"""Summed cross-entropy of a linear head on CUDA: by torch's operations or Liger's, as timed there.
 
-A chunk's logits come out of a matmul in the precision of the run. Our kernel then reads each row twice: once for its
-log-sum-exp (online: the largest number so far, and the sum of exponentials relative to it; Milakov and Gimelshein,
-arXiv:1805.02867), once to write the gradient, softmax less one-hot, over the logits. torch's own operations pass over
-an fp32 copy of the chunk some ten times. What is summed is summed in fp32, as in `loss_kernels.py`, whose padding of
-the head and fp32 weight gradient stay. Liger's operation pads no head, and makes the host wait in each micro-step.
-
-A kernel is used only after it agreed with torch's operations on this device, in this process; of those that did, each
-head gets the one that took the least time there.
+Liger's operation is used only after it agreed with torch's on this device, in this process; then each head gets the one
+that took less time there. It pads no head, and makes the host wait in each micro-step.
 """
 
 from __future__ import annotations
@@ -30,13 +24,8 @@ from autoplan.strategies.techniques.loss_kernels import (
 )
 from autoplan.strategies.workloads.workload import IGNORE_INDEX
 
-tl: Any = None  # triton.language, once `_compiled_row_kernel` has run
-
-BLOCK = 4096
-"""Logits that our kernel reads at once."""
-
 LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of gradients, relative to the largest, where a kernel is compared with torch's operations: a rounding each."""
+"""Of gradients, relative to the largest, where Liger's are compared with torch's: a rounding each."""
 
 TIMED_ROWS = 8192
 """Of hidden states, at most, on which kernels are timed."""
@@ -48,10 +37,10 @@ TIMED_RUNS = 3
 def choose_gpu_kernel(precision: str, *, compiled: bool) -> Kernel:
     """The kernel for a precision on CUDA; `compiled`: inside torch.compile, which fuses torch's operations by itself.
 
-    In fp16 the gradients have to see the loss scale, which neither Liger's operation nor ours does.
+    In fp16 the gradients have to see the loss scale, which Liger's operation does not.
     """
     plain = choose_kernel(precision, compiled=compiled)
-    if precision == "fp16" or compiled or importlib.util.find_spec("triton") is None:
+    if precision == "fp16" or compiled or importlib.util.find_spec("liger_kernel") is None:
         return plain
     return FastestKernel(plain, torch.bfloat16 if precision == "bf16" else torch.float32)
 
@@ -93,15 +82,12 @@ class FastestKernel:
         """
         key = tuple(weight.shape), bias is not None, self.dtype, weight.device
         if key not in _FASTEST:
-            own: Kernel = functools.partial(rows_cross_entropy_gpu, dtype=self.dtype)
+            _FASTEST[key] = self.plain
             liger: Kernel = functools.partial(liger_cross_entropy, dtype=self.dtype)
-            others = [own, liger] if importlib.util.find_spec("liger_kernel") is not None else [own]
-            able = [self.plain, *(kernel for kernel in others if agrees(kernel, self.dtype, weight.device))]
-            _FASTEST[key] = able[0]
-            if len(able) > 1:
+            if agrees(liger, self.dtype, weight.device):
                 sizes = min(rows, TIMED_ROWS), weight.shape[0], weight.shape[1]
                 case = random_case(*sizes, bias is not None, self.dtype, weight.device)
-                _FASTEST[key] = min(able, key=lambda kernel: seconds_of(kernel, case))
+                _FASTEST[key] = min((self.plain, liger), key=lambda kernel: seconds_of(kernel, case))
                 if weight.device.type == "cuda":
                     torch.cuda.empty_cache()
         return _FASTEST[key]
@@ -143,18 +129,6 @@ def seconds_of(kernel: Kernel, case: Any) -> float:
     return min(found[1:])
 
 
-def rows_cross_entropy_gpu(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """`precomputed_cross_entropy` with our kernel for each chunk's rows."""
-    return precomputed_cross_entropy(hidden, weight, bias, targets, dtype=dtype, of_logits=rows_in_place)
-
-
 def liger_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -179,89 +153,20 @@ def liger_cross_entropy(
     return loss
 
 
-def rows_in_place(
-    logits: torch.Tensor, classes: torch.Tensor, vocabulary: int, cap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of rows of logits in fp32, and its gradient, written over the logits in their own type.
-
-    Args:
-        logits: (rows, at least vocabulary), contiguous rows; columns past the vocabulary are padding.
-        classes: (rows,), whole numbers; IGNORE_INDEX is not counted. One outside of the vocabulary gives NaN.
-        vocabulary: Columns that count.
-        cap: None: this kernel caps nothing.
-    """
-    assert cap is None and logits.stride(1) == 1
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    if logits.shape[0]:
-        _compiled_row_kernel()[(logits.shape[0],)](
-            logits,
-            classes.contiguous(),
-            losses,
-            logits.stride(0),
-            vocabulary,
-            logits.shape[1],
-            IGNORE_INDEX,
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
-    return losses.sum(), logits
-
-
-@functools.cache
-def _compiled_row_kernel() -> Any:
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton.jit(_row_kernel)
-
-
-def _row_kernel(logits, classes, losses, stride, vocabulary, width, ignored, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Loads are masked by the width, which is a multiple of 64 where the head is padded: those by an odd vocabulary
-    # cannot be of 16 bytes at once. What lies in the padding is left out afterwards.
-    row = tl.program_id(0).to(tl.int64)
-    picked = tl.load(classes + row)
-    own_row = logits + row * stride
-    counted = picked != ignored
-    known = (picked >= 0) & (picked < vocabulary)
-    own = tl.load(own_row + picked, mask=known, other=float("nan")).to(tl.float32)
-    largest = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(own_row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-        x = tl.where(columns < vocabulary, x, float("-inf"))
-        larger = tl.maximum(largest, tl.max(x, axis=0))
-        base = tl.where(larger == float("-inf"), 0.0, larger)  # all so far is masked: -inf less -inf is no number
-        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), axis=0)
-        largest = larger
-    log_total = tl.log(total)  # of log-sum-exp, what is beyond the largest: apart, so that large logits lose no bits
-    tl.store(losses + row, tl.where(counted, log_total + (largest - own), 0.0))
-    tl.debug_barrier()  # all have read the row's own logit, which is about to be written over
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < vocabulary
-        x = tl.load(own_row + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-        gradient = tl.exp((x - largest) - log_total) - tl.where(columns == picked, 1.0, 0.0)
-        gradient = tl.where(inside & counted, gradient, 0.0)
-        tl.store(own_row + columns, gradient.to(logits.dtype.element_ty), mask=columns < width)
-
-
 _AGREED: dict[Any, bool] = {}
 
 
 def agrees(kernel: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel runs here and agrees with torch's operations, in loss and gradients; asked once per process.
 
-    Asked with several chunks of rows and several blocks of logits, of which the last ones are partly filled. Asked
+    Asked with several chunks of rows, of which the last is partly filled, and more logits than a block has. Asked
     without TF32, whatever the process has set: its rounding (2^-11 of a number) is larger than the difference that is
     allowed in fp32, and one kernel's matmuls may take it where another's do not.
     """
     key = getattr(kernel, "func", kernel), dtype, device
     if key not in _AGREED:
         try:
-            case = random_case(40, BLOCK + 131, 32, True, dtype, device)
+            case = random_case(40, 4227, 32, True, dtype, device)
             plain = functools.partial(precomputed_cross_entropy, dtype=dtype)
             with full_fp32(), limit_chunk_rows(16):
                 pairs = zip(*(loss_and_gradients(one, case) for one in (plain, kernel)), strict=True)
