@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import autoplan
 
@@ -122,10 +123,22 @@ def test_the_form_of_an_output_is_how_its_lines_begin() -> None:
     assert missing_lines(forms, "tokens/s   3") == {"speed-up"}
 
 
+LONG = {"train_gpt2.py", "gpt2_walk.py"}
+
+
 def test_no_example_is_long() -> None:
-    """But for the one that searches, trains on real text, saves and resumes."""
+    """But for the one that searches, trains on real text, saves and resumes, and the one that compares techniques."""
     long = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert [name for name, lines in long.items() if lines > 100 and name != "train_gpt2.py"] == []
+    assert [name for name, lines in long.items() if lines > 100 and name not in LONG] == []
+
+
+@pytest.mark.exhaustive
+def test_the_walk_measures_a_technique_beside_the_step_before_it(tmp_path: Path) -> None:
+    small = ["--size", "tiny", "--rounds", "1", "--steps", "1", "--techniques", "copies", "larger batch"]
+    said = run(tmp_path, str(EXAMPLES / "gpt2_walk.py"), *small)
+    gain = re.search(r"larger batch +([\d.]+) \(", said)
+    assert gain is not None and float(gain[1]) > 0 and "the whole walk: " in said
+    assert torch.cuda.is_available() or "copies           not tried: there is no GPU to copy to" in said
 
 
 @pytest.mark.exhaustive
