@@ -1,7 +1,7 @@
 """Offload: what lies in the host's memory, and what its way over the link shows in a step.
 
-    optimizer     states of a step in and out, side by side with the step itself: max(in, out) - step, and two pieces
-    activations   out behind the forward (a third of a micro-step's compute), in behind the backward (two thirds)
+    optimizer     states of a step in and out
+    activations   out in the forward, in in the backward: both on the stream that computes, so nothing hides them
     parameters    shards in at each gathering, gradients out at each reduction, the optimizer's passes in host memory
 
 No GPU has measured any of it: the rates of the link are the probe's, the shares that hide are those of communication.
@@ -19,7 +19,7 @@ from autoplan.planner.cost.states import ModelSize, StateBytes, StateWidths, ran
 from autoplan.planner.cost.step import BACKWARD_SHARE, OVERLAP
 from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.config import knob_values
-from autoplan.strategies.techniques.sizes import IN_FLIGHT_BYTES, PIECE_BYTES, PIECES_AT_ONCE
+from autoplan.strategies.techniques.sizes import PIECE_BYTES
 
 OFFLOADS: tuple[str, ...] = knob_values("offload") or ()
 OPTIMIZER, ACTIVATIONS, PARAMETERS = (OFFLOADS.index(name) for name in ("optimizer", "activations", "parameters"))
@@ -29,10 +29,8 @@ ASSUMED_LINK_BYTES_PER_S = 25e9
 # What the threads of a host read and write together, where no probe measured it. Assumed.
 ASSUMED_HOST_BYTES_PER_S = 40e9
 # torch rounds each pinned buffer up to a power of two (CachingHostAllocator): a third more on average over sizes that
-# are spread evenly. States are pinned piece by piece, activations tensor by tensor, shards one by one.
+# are spread evenly. States, activations and shards are pinned one by one.
 PINNED = 4 / 3
-# Of a micro-step's compute, the forward's share.
-FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +104,7 @@ def device_states(states: StateBytes, moved: Offloaded, columns: Columns, size: 
     on_host = moved.offload == PARAMETERS
     away = on_host | (moved.offload == OPTIMIZER)
     piece = piece_share(columns, size)
-    in_pieces = np.minimum(PIECES_AT_ONCE * piece, 1.0) * states.optimizer + piece * states.temporaries
+    in_pieces = piece * (states.optimizer + states.temporaries)
     temporaries = np.where(moved.offload == OPTIMIZER, in_pieces, states.temporaries)
     return replace(
         states,
@@ -126,18 +124,16 @@ def piece_share(columns: Columns, size: ModelSize) -> Floats:
 
 
 def left_bytes(moved: Offloaded, block_saved_bytes: Floats) -> Floats:
-    """Bytes by which a micro-step's peak shrinks: all that blocks save, but two blocks' and the copies under way."""
-    return np.asarray(np.maximum(moved.activations - 2 * block_saved_bytes - IN_FLIGHT_BYTES, 0.0))
+    """Bytes by which a micro-step's peak shrinks: all that blocks save, but two blocks'."""
+    return np.asarray(np.maximum(moved.activations - 2 * block_saved_bytes, 0.0))
 
 
 def transfer_s(
     moved: Offloaded,
     link: HostLink,
     columns: Columns,
-    size: ModelSize,
     *,
     micro_step_s: Floats,
-    optimizer_s: Floats,
     device: str,
 ) -> Floats:
     """Seconds of an optimizer step in which copies to and from the host show.
@@ -146,19 +142,12 @@ def transfer_s(
         moved: What is moved.
         link: Its rates.
         columns: The configurations.
-        size: The model.
         micro_step_s: Compute of one micro-step.
-        optimizer_s: Of the optimizer's step on the device.
         device: cpu or cuda.
     """
-    coming, going = moved.states / link.to_device_bytes_per_s, moved.states / link.to_host_bytes_per_s
-    step = np.maximum(np.maximum(coming, going) - optimizer_s, 0.0) + piece_share(columns, size) * (coming + going)
-    hides = OVERLAP[device] * micro_step_s
-    out = moved.activations / link.to_host_bytes_per_s - FORWARD_SHARE * hides
-    back = moved.activations / link.to_device_bytes_per_s - (1 - FORWARD_SHARE) * hides
-    micro_step = np.maximum(out, 0.0) + np.maximum(back, 0.0)
-    shards = _shards_s(moved, link, columns, hides)
-    return np.where(moved.offload == OPTIMIZER, step, columns.accumulation * micro_step + shards)
+    both_ways = 1 / link.to_device_bytes_per_s + 1 / link.to_host_bytes_per_s
+    shards = _shards_s(moved, link, columns, OVERLAP[device] * micro_step_s)
+    return (moved.states * (moved.offload == OPTIMIZER) + columns.accumulation * moved.activations) * both_ways + shards
 
 
 def _shards_s(moved: Offloaded, link: HostLink, columns: Columns, hides: Floats) -> Floats:

@@ -60,8 +60,7 @@ from autoplan.strategies.analysis.additivity import check_additivity, shorten
 from autoplan.strategies.analysis.structure import clean_name, disable_dropout, find_structure
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.techniques.fp8 import selected_linears
-from autoplan.strategies.techniques.host_activations import HostActivations
-from autoplan.strategies.techniques.host_states import keep_states_on_host
+from autoplan.strategies.techniques.host_memory import HostActivations, keep_states_on_host
 from autoplan.strategies.techniques.mesh import local_tensor
 from autoplan.strategies.techniques.parameters import rounded_parameters
 from autoplan.strategies.techniques.precision import set_matmul_tf32

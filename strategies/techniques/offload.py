@@ -1,6 +1,6 @@
 """The offload knob: which tensors lie in the host's memory instead of the device's, and come when they are needed.
 
-optimizer: the states (`host_states.py`). activations: what the forward saves for the backward (`host_activations.py`).
+optimizer: the states. activations: what the forward saves for the backward (both: `host_memory.py`).
 parameters: FSDP2's CPUOffloadPolicy: shards of parameters, gradients and states on the host, where the optimizer's step
 runs; `data_parallel.py` gives it to fully_shard. On a CPU, the host is the device: the same code runs and saves
 nothing, so a search does not offer it.
@@ -21,8 +21,7 @@ from autoplan.probes.profile import HardwareProfile
 from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure
 from autoplan.strategies.techniques.base import Build, check_applies
-from autoplan.strategies.techniques.host_activations import HostActivations
-from autoplan.strategies.techniques.host_states import keep_states_on_host, reason_against_pieces
+from autoplan.strategies.techniques.host_memory import HostActivations, keep_states_on_host, reason_against_pieces
 from autoplan.strategies.techniques.mesh import local_tensor
 from autoplan.strategies.workloads.optimizers import trainable
 from autoplan.strategies.workloads.workload import Workload

@@ -9,12 +9,6 @@ from autoplan.strategies.config import Fp8
 PIECE_BYTES = 128 * 2**20
 """Of parameters that an optimizer with its states on the host steps at once; a larger one is a piece by itself."""
 
-PIECES_AT_ONCE = 3
-"""Whose states are on the device: one comes, one is stepped, one goes."""
-
-IN_FLIGHT_BYTES = 2**30
-"""Of activations on their way to the host or back: the host, which launches ahead, waits beyond it."""
-
 RECIPES: tuple[str, ...] = get_args(Fp8)[1:]
 """torchao's recipes of products in 8 bits, which are the fp8 knob's values beside off."""
 

@@ -415,9 +415,7 @@ def step_parts(
         traced_offload(plain, full, profile, c),
         machine.host,
         c,
-        profile_size(profile),
         micro_step_s=stage.sum(axis=0),
-        optimizer_s=parts[FACTORS.index("optimizer")],
         device=machine.device,
     )
     parts[FACTORS.index("communication")] = step.communication_s + copies

@@ -81,7 +81,7 @@ from autoplan.strategies.techniques.data_parallel import (
     wrap_ddp,
 )
 from autoplan.strategies.techniques.deferred_logits import DeferredLoss
-from autoplan.strategies.techniques.host_states import keep_states_on_host
+from autoplan.strategies.techniques.host_memory import keep_states_on_host
 from autoplan.strategies.techniques.loss import FusedLoss
 from autoplan.strategies.techniques.loss_kernels import choose_kernel
 from autoplan.strategies.techniques.loss_kernels_gpu import choose_gpu_kernel

@@ -52,7 +52,7 @@ def test_states_leave_the_device_for_the_host() -> None:
     assert found.memory.optimizer.tolist() == [8.0 * elements, 0.0]
     assert found.host_bytes.tolist() == pytest.approx([0.0, PINNED * 8.0 * elements])
     saved = found.live_bytes[0] - found.live_bytes[1]
-    assert 0.5 * 8.0 * elements < saved < 8.0 * elements  # three pieces of the states stay
+    assert 0.5 * 8.0 * elements < saved < 8.0 * elements  # a piece of the states stays
 
 
 @pytest.mark.parametrize("value", ["optimizer", "activations"])
@@ -64,10 +64,9 @@ def test_a_slower_link_costs_more(value: str) -> None:
 
 
 def test_the_slowest_link_takes_the_time_of_the_bytes() -> None:
-    """States go one way while others come the other: the step is no shorter than one way's bytes."""
     elements, rate = 400_000_000, 1e8
     found = table(rate, {}, {"offload": "optimizer"})
-    assert found.step_time_s[1] - found.step_time_s[0] >= 0.9 * 8.0 * elements / rate
+    assert found.step_time_s[1] - found.step_time_s[0] == pytest.approx(2 * 8.0 * elements / rate)
 
 
 def test_shards_on_the_host_leave_activations_and_gathered_blocks_on_the_device() -> None:
