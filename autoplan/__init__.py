@@ -24,7 +24,7 @@ _MEMBERS = {
     "autoplan.planner.verify.climb": ("staircase",),
     "autoplan.planner.verify.stairs": ("Staircase",),
     "autoplan.planner.verify.verdict": ("Verification",),
-    "autoplan.planner.verify.loop": ("watch",),
+    "autoplan.planner.verify.meter": ("watch",),
     "autoplan.frameworks.transformers.watch": ("TransformersWatch",),
     "autoplan.frameworks.lightning.watch": ("LightningWatch",),
     "autoplan.planner.space.bounds": ("Bound",),
@@ -90,8 +90,8 @@ if TYPE_CHECKING:
     from autoplan.planner.space.bounds import Bound
     from autoplan.planner.store.optuna_study import load_study
     from autoplan.planner.verify.climb import staircase
-    from autoplan.planner.verify.loop import watch
     from autoplan.planner.verify.measure import verify
+    from autoplan.planner.verify.meter import watch
     from autoplan.planner.verify.stairs import Staircase
     from autoplan.planner.verify.verdict import Verification
     from autoplan.probes.profile import HardwareProfile

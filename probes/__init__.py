@@ -3,6 +3,7 @@
 run.py          all probes in order, within a budget, with a cache: `run_probes`, `read_host_profile`
 profile.py      the records: HardwareProfile, Device, Host, Link, OperationReading, CollectiveReading
 host.py         CPU, memory, versions: read, not measured
+cpu.py          the cores' time, and what others took of it
 cgroup.py       the limits of a container or a batch system
 gpu.py          the GPUs that are visible, through the driver
 nvml.py         the one place that calls the driver (NVML)

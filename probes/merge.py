@@ -26,6 +26,16 @@ BUSY_SHARE = 0.5
 SEVERE_SPREAD = 0.25
 # Other processes on a tenth of the cores lower a rate by about a tenth: more than the differences a search decides by.
 SEVERE_OTHERS_SHARE = 0.10
+# What `merge_measured` gives a device.
+MEASURED = (
+    "operations",
+    "kernel_launch_s",
+    "context_bytes",
+    "peak_flops_per_s",
+    "memory_bandwidth_bytes_per_s",
+    "host_to_device_bytes_per_s",
+    "device_to_host_bytes_per_s",
+)
 
 
 def widened(measured: Measured, spread: float) -> Measured:
@@ -198,23 +208,12 @@ def save_cached(path: Path, profile: HardwareProfile) -> str | None:
 
 def refresh(now: HardwareProfile, cached: HardwareProfile, path: Path) -> HardwareProfile:
     """A cached profile's measured figures, with what is read now (free memory, clocks, load)."""
-    measured = [
-        Measured(
-            type=d.type,
-            index=d.index,
-            operations=d.operations,
-            kernel_launch_s=d.kernel_launch_s,
-            context_bytes=d.context_bytes,
-            complete=True,
-        )
-        for d in cached.devices
-        if d.operations
-    ]
+    known = {(d.type, d.index): {name: getattr(d, name) for name in MEASURED} for d in cached.devices if d.operations}
     notes = [f"measured at {cached.created}, kept in {path}"]
     notes += [note for note in cached.notes if note not in now.notes]
     return now.model_copy(
         update={
-            "devices": tuple(merge_measured(d, measured) for d in now.devices),
+            "devices": tuple(d.model_copy(update=known.get((d.type, d.index), {})) for d in now.devices),
             "collectives": cached.collectives,
             "disturbed": cached.disturbed,
             "others_cpu_share": cached.others_cpu_share,

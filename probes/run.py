@@ -63,7 +63,7 @@ def read_host_profile(*, api: Any = None) -> HardwareProfile:
         devices = ()
     notes += busy_notes(host, devices)
     return HardwareProfile(
-        created=_now(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds_spent=time.perf_counter() - started,
         host=host,
         devices=(*devices, read_cpu_device(host)),
@@ -257,7 +257,7 @@ def _measure(
     ]
     task = Task(
         target="autoplan.probes.worker:probe_devices",
-        args=([request.model_dump() for request in requests],),
+        args=(requests,),
         deadlines_s={"*": 3 * measure_s + 30},
         total_deadline_s=3 * measure_s + 90,  # a first CUDA context can take tens of seconds
         memory_limit_bytes=_host_limit_bytes(profile.host),
@@ -356,7 +356,3 @@ def _cache_bytes(device: Device) -> int | None:
 
 def _with_notes(profile: HardwareProfile, notes: Sequence[str]) -> HardwareProfile:
     return profile.model_copy(update={"notes": (*profile.notes, *notes)})
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

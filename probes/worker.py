@@ -1,6 +1,6 @@
 """The half of the probes that measures, in a rank; `autoplan.probes.run` is the half that starts it.
 
-In: a `ProbeRequest` per device. Out: `Measured` records, as dicts.
+In: a `ProbeRequest` per device. Out: `Measured` records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from autoplan.probes.cpu import cpu_shares, read_cpu_times
 from autoplan.probes.profile import OperationReading
 from autoplan.record import Reading, Record
 
@@ -49,25 +50,24 @@ class Measured(Record):
     complete: bool = False
 
 
-def probe_devices(context: RankContext, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def probe_devices(context: RankContext, requests: Sequence[ProbeRequest]) -> list[Measured]:
     """Measure devices one after the other; after each series the result so far is written.
 
     Args:
         context: The rank's.
-        requests: `ProbeRequest`s as dicts.
+        requests: For each device.
 
     Returns:
-        `Measured` as dicts, in the order of the requests.
+        In the order of the requests.
     """
     done: list[Measured] = []
-    for item in requests:
-        request = ProbeRequest.model_validate(item)
+    for request in requests:
         context.phase(f"{request.type}:{request.index}")
         measured = Measured(type=request.type, index=request.index)
         for measured in _series(context, request):
-            context.report([m.model_dump(mode="json") for m in (*done, measured)])
+            context.report([*done, measured])
         done.append(measured)
-    return [m.model_dump(mode="json") for m in done]
+    return done
 
 
 def _open_device(kind: str, index: int, threads: int) -> Any:
@@ -108,30 +108,6 @@ def _context_bytes(device: Any, free_before: float | None) -> Reading | None:
     return Reading(value=taken, unit="bytes", provenance="measured", source="free before and after the first product")
 
 
-class OtherProcesses:
-    """How much time of the cores that this process may use went to other processes since this was made."""
-
-    def __init__(self) -> None:
-        self._began = self._read()
-
-    def cpu_share(self) -> float:
-        """A share of those cores, 0 to 1; the kernel counts in steps of 10 ms."""
-        own_s, busy_s, all_s = (now - then for now, then in zip(self._read(), self._began, strict=True))
-        return 0.0 if all_s <= 0 else min(1.0, max(0.0, (busy_s - own_s) / all_s))
-
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        """Seconds of CPU: this process's; of its cores, the busy ones and all. /proc/stat through psutil."""
-        import psutil
-
-        allowed = os.sched_getaffinity(0)
-        cores = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in allowed]
-        # guest time is part of user time already, iowait is idle time
-        everything = sum(sum(one) - getattr(one, "guest", 0.0) - getattr(one, "guest_nice", 0.0) for one in cores)
-        idle = sum(one.idle + getattr(one, "iowait", 0.0) for one in cores)
-        return time.process_time(), everything - idle, everything
-
-
 def _memory_limit_bytes(device: Any, given: float | None) -> float:
     import torch
 
@@ -145,7 +121,8 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
     from autoplan.probes.timing import Budget, Rates, measure_operations, probe_launch
 
     started = time.perf_counter()
-    others = OtherProcesses()
+    cores = os.sched_getaffinity(0)
+    before = read_cpu_times(cores, os.getpid())
     free_before = _free_bytes(request)
     device = _open_device(request.type, request.index, request.threads)
     context = _context_bytes(device, free_before)
@@ -186,7 +163,7 @@ def _series(rank: RankContext, request: ProbeRequest) -> Any:
             operations=tuple(operations),
             kernel_launch_s=launch,
             context_bytes=context,
-            others_cpu_share=others.cpu_share(),
+            others_cpu_share=cpu_shares(before, read_cpu_times(cores, os.getpid()), len(cores))[1] or 0.0,
             notes=tuple(notes),
             complete=position + 1 == len(series),
         )

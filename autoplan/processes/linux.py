@@ -17,6 +17,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
 _PAGE_UNITS_BYTES = 1024  # /proc/PID/status and smaps_rollup count in kB of 1024 bytes
 
 
@@ -89,6 +91,12 @@ def start_ticks(pid: int) -> int | None:
     if fields is None or fields[0] in ("Z", "X"):
         return None
     return int(fields[19])
+
+
+def cpu_time_s(pid: int) -> float:
+    """CPU seconds of a process and of its children that were waited for (proc(5), fields 14 to 17); 0 if it is gone."""
+    fields = _stat_fields(pid)
+    return 0.0 if fields is None else sum(map(int, fields[11:15])) / TICKS_PER_S
 
 
 def _stat_fields(pid: int) -> list[str] | None:

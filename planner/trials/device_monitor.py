@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,22 @@ class MemoryMonitor:
         self.device = device
         self.limit_bytes = limit_bytes
         if device.type == "cuda":
-            total, free = _device_memory(device)
+            free, total = torch.cuda.mem_get_info(device)
             self._used_before = total - free
             if limit_bytes is not None and limit_bytes < total:
                 torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
             torch.cuda.reset_peak_memory_stats(device)
             self._retries_before = _allocator_retries(device)
         else:
-            _return_free_pages()
-            _reset_resident_peak()
+            with contextlib.suppress(OSError, AttributeError):  # not glibc: the peak then counts pages that were free
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
+            with contextlib.suppress(OSError):  # forbidden in some sandboxes: the peak is that of the whole process
+                Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> PeakMemory:
         """The peaks so far."""
         if self.device.type == "cuda":
-            total, free = _device_memory(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
             reserved = torch.cuda.max_memory_reserved(self.device)
             return PeakMemory(
                 allocated_bytes=torch.cuda.max_memory_allocated(self.device),
@@ -68,27 +71,8 @@ class MemoryMonitor:
         return _allocator_retries(self.device) - self._retries_before if self.device.type == "cuda" else 0
 
 
-def _device_memory(device: torch.device) -> tuple[int, int]:
-    free, total = torch.cuda.mem_get_info(device)
-    return total, free
-
-
 def _allocator_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-
-
-def _return_free_pages() -> None:
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        pass  # not glibc: the peak then counts pages that were free already
-
-
-def _reset_resident_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # not permitted in some sandboxes: the peak then is that of the whole life of the process
 
 
 def resident_peak_bytes() -> int | None:
@@ -189,46 +173,28 @@ class GpuMonitor:
         return None
 
 
-@dataclass(kw_only=True, slots=True)
-class CompileMonitor:
-    """Notices compilations by torch.compile after `start()`: times of a window with a compilation cannot be used."""
-
-    _graphs_at_start: int = 0
-
-    def start(self) -> None:
-        """Begins a window."""
-        self._graphs_at_start = _compiled_graphs()
-
-    def recompiled(self) -> bool:
-        """Whether anything was compiled since start()."""
-        return _compiled_graphs() > self._graphs_at_start
-
-    @staticmethod
-    def graph_breaks() -> int:
-        """Graph breaks so far in this process."""
-        return sum(_counters().get("graph_break", {}).values())
-
-    @staticmethod
-    def cache_counts() -> tuple[int, int]:
-        """Hits and misses of the compile cache so far in this process."""
-        inductor = _counters().get("inductor", {})
-        return inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
-
-    @staticmethod
-    def cudagraph_skips() -> int:
-        """How often Inductor recorded no CUDA graph where the mode asks for one; it says so in this counter alone."""
-        return int(_counters().get("inductor", {}).get("cudagraph_skips", 0))
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process; 0 where nothing was compiled."""
+    return int(_counters("stats").get("unique_graphs", 0)) if "torch._dynamo.utils" in sys.modules else 0
 
 
-def _counters() -> dict[str, Any]:
+def graph_breaks() -> int:
+    """Graph breaks so far in this process."""
+    return sum(_counters("graph_break").values())
+
+
+def cache_counts() -> tuple[int, int]:
+    """Hits and misses of the compile cache so far in this process."""
+    inductor = _counters("inductor")
+    return inductor.get("fxgraph_cache_hit", 0), inductor.get("fxgraph_cache_miss", 0)
+
+
+def cudagraph_skips() -> int:
+    """How often Inductor recorded no CUDA graph where the mode asks for one; it says so in this counter alone."""
+    return int(_counters("inductor").get("cudagraph_skips", 0))
+
+
+def _counters(part: str) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
-    return counters
-
-
-def _compiled_graphs() -> int:
-    import sys
-
-    if "torch._dynamo.utils" not in sys.modules:
-        return 0
-    return int(_counters().get("stats", {}).get("unique_graphs", 0))
+    return counters[part]

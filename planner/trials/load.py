@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -27,8 +27,10 @@ from statistics import median
 import torch
 
 from autoplan.planner.records.trials import RECOMPILED, Window
-from autoplan.planner.trials.device_monitor import CompileMonitor, GpuMonitor
+from autoplan.planner.trials.device_monitor import GpuMonitor, compiled_graphs
 from autoplan.planner.trials.ranks import RankSync
+from autoplan.probes.cgroup import cpu_stat_path, read_cgroup_limits
+from autoplan.probes.cpu import CpuTimes, cpu_shares, read_cpu_times
 
 SHORTEST_STRETCH_S = 0.4
 """The kernel counts CPU time in ticks of 10 ms; over a shorter stretch that is more than half of OTHERS_SHARE."""
@@ -52,182 +54,43 @@ MOST_RECOMPILES = 2
 
 Parts = dict[str, list[float]]
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CpuTimes:
-    """Figures of the kernel at one moment; None where this machine does not have them.
-
-    Attributes:
-        at_s: time.monotonic().
-        idle_s: Idle time summed over the cores. (Busy time is what is left of the clock: the kernel samples it at
-            ticks, while it times idleness exactly.)
-        steal_s: Summed over the cores.
-        own_s: CPU time of the processes below `root_pid`, those that have ended included.
-        waited_s: By thread of this process: how long it was ready to run and waited for a core.
-        pressure_s: Time in which some task waited for a core.
-        throttled_s, throttled_periods: By the quota of the cgroup.
-    """
-
-    at_s: float
-    idle_s: float | None
-    steal_s: float
-    own_s: float
-    waited_s: dict[int, float]
-    pressure_s: float | None
-    throttled_s: float
-    throttled_periods: int
-
-
-def read_cpu_times(cores: Iterable[int], root_pid: int, cpu_stat: Path | None) -> CpuTimes:
-    """The figures now.
-
-    Args:
-        cores: Those that the trial may run on.
-        root_pid: The process whose descendants are the trial.
-        cpu_stat: The `cpu.stat` of the cgroup; None: there is none.
-    """
-    idle_s, steal_s = read_idle(set(cores))
-    throttled_periods, throttled_s = read_throttling(cpu_stat)
-    return CpuTimes(
-        at_s=time.monotonic(),
-        idle_s=idle_s,
-        steal_s=steal_s,
-        own_s=cpu_time_below(root_pid),
-        waited_s=read_waited(),
-        pressure_s=read_pressure(),
-        throttled_s=throttled_s,
-        throttled_periods=throttled_periods,
+def load_between(before: CpuTimes, after: CpuTimes, cores: int) -> Window:
+    """What the CPU's figures say of the time between two readings."""
+    seconds = max(after.at_s - before.at_s, 1e-9)
+    waited = [after.waited_s[thread] - before.waited_s.get(thread, 0.0) for thread in after.waited_s]
+    pressure = None
+    if before.pressure_s is not None and after.pressure_s is not None:
+        pressure = min(1.0, (after.pressure_s - before.pressure_s) / seconds)
+    return Window(
+        seconds=seconds,
+        others_cpu_share=cpu_shares(before, after, cores)[1],
+        steal_share=min(1.0, max(0.0, (after.steal_s - before.steal_s) / (seconds * cores))),
+        waited_share=max(waited) / seconds if waited else None,
+        pressure_share=pressure,
+        throttled_s=after.throttled_s - before.throttled_s,
+        throttled_periods=after.throttled_periods - before.throttled_periods,
     )
 
 
-def read_idle(cores: set[int], path: Path = Path("/proc/stat")) -> tuple[float | None, float]:
-    """Seconds of idleness (iowait too) and of steal, over these cores (proc(5), /proc/stat).
+def cpu_problem(before: CpuTimes, after: CpuTimes, cores: int, *, only_if_full: bool = False) -> str | None:
+    """Why times between two readings do not count; None if others were idle.
 
-    The idleness is None where the file is missing, or holds nothing but zeros as in a gVisor sandbox.
+    Args:
+        before, after: The readings.
+        cores: How many the trial may run on.
+        only_if_full: What others take of all the cores counts only where hardly any core is free: the trial may use
+            a quota of the cores (a container on a host with others), or it needs few of them (it runs on a GPU).
     """
-    idle = steal = 0
-    found = False
-    for line in _lines(path):
-        name, *fields = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores and len(fields) >= 8:
-            found = found or any(map(int, fields))
-            idle += int(fields[3]) + int(fields[4])
-            steal += int(fields[7])
-    return (idle / TICKS_PER_S if found else None), steal / TICKS_PER_S
-
-
-def cpu_time_below(root_pid: int, proc: Path = Path("/proc")) -> float:
-    """CPU seconds of a process and its descendants; what has ended and was waited for is in its parent's figure."""
-    times: dict[int, float] = {}
-    parents: dict[int, int] = {}
-    for name in os.listdir(proc):
-        if not name.isdigit():
-            continue
-        try:
-            text = (proc / name / "stat").read_text(errors="replace")
-        except OSError:
-            continue  # it has just ended
-        fields = text[text.rindex(")") + 2 :].split()
-        parents[int(name)] = int(fields[1])
-        times[int(name)] = sum(map(int, fields[11:15])) / TICKS_PER_S  # utime, stime, and those of ended children
-    own = {root_pid}
-    grown = True
-    while grown:
-        new = {pid for pid, parent in parents.items() if parent in own} - own
-        grown = bool(new)
-        own |= new
-    return sum(times.get(pid, 0.0) for pid in own)
-
-
-def read_waited(task: Path = Path("/proc/self/task")) -> dict[int, float]:
-    """Seconds that each thread of this process waited for a core (the second figure of schedstat, in ns)."""
-    waited: dict[int, float] = {}
-    for folder in task.iterdir() if task.is_dir() else ():
-        fields = " ".join(_lines(folder / "schedstat")).split()
-        if len(fields) >= 2:
-            waited[int(folder.name)] = int(fields[1]) / 1e9
-    return waited
-
-
-def read_pressure(path: Path = Path("/proc/pressure/cpu")) -> float | None:
-    """Seconds in which some task of this machine waited for a core (PSI, in microseconds); None where it is off."""
-    for line in _lines(path):
-        if line.startswith("some ") and "total=" in line:
-            return int(line.rpartition("total=")[2]) / 1e6
-    return None
-
-
-def read_throttling(cpu_stat: Path | None) -> tuple[int, float]:
-    """(periods, seconds) in which the cgroup stood still because its quota was used up; cgroup v1 and v2."""
-    found = dict(line.split(maxsplit=1) for line in _lines(cpu_stat) if len(line.split()) == 2) if cpu_stat else {}
-    seconds = int(found["throttled_usec"]) / 1e6 if "throttled_usec" in found else 0.0
-    if "throttled_time" in found:  # v1, in nanoseconds
-        seconds = int(found["throttled_time"]) / 1e9
-    return int(found.get("nr_throttled", 0)), seconds
-
-
-def _lines(path: Path | None) -> list[str]:
-    try:
-        return [] if path is None else path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CpuLoad:
-    """The load between two readings, in shares of all the cores; `waited_share` is a share of the clock."""
-
-    seconds: float
-    idle_share: float | None
-    others_share: float | None
-    steal_share: float
-    waited_share: float | None
-    pressure_share: float | None
-    throttled_s: float
-    throttled_periods: int
-
-    @classmethod
-    def between(cls, before: CpuTimes, after: CpuTimes, cores: int) -> CpuLoad:
-        """The difference of two readings."""
-        seconds = max(after.at_s - before.at_s, 1e-9)
-        capacity_s = seconds * cores
-        others = idle = None
-        if before.idle_s is not None and after.idle_s is not None:
-            idle = min(1.0, (after.idle_s - before.idle_s) / capacity_s)
-            busy_s = capacity_s - (after.idle_s - before.idle_s)
-            others = min(1.0, max(0.0, (busy_s - (after.own_s - before.own_s)) / capacity_s))
-        waited = [after.waited_s[thread] - before.waited_s.get(thread, 0.0) for thread in after.waited_s]
-        pressure = None
-        if before.pressure_s is not None and after.pressure_s is not None:
-            pressure = min(1.0, (after.pressure_s - before.pressure_s) / seconds)
-        return cls(
-            seconds=seconds,
-            idle_share=idle,
-            others_share=others,
-            steal_share=min(1.0, max(0.0, (after.steal_s - before.steal_s) / capacity_s)),
-            waited_share=max(waited) / seconds if waited else None,
-            pressure_share=pressure,
-            throttled_s=after.throttled_s - before.throttled_s,
-            throttled_periods=after.throttled_periods - before.throttled_periods,
-        )
-
-    def problem(self, *, only_if_full: bool = False) -> str | None:
-        """Why times of this stretch do not count; None if others were idle.
-
-        Args:
-            only_if_full: What others take of all the cores counts only where hardly any core is free: the trial may use
-                a quota of the cores (a container on a host with others), or it needs few of them (it runs on a GPU).
-        """
-        if self.others_share is None or self.idle_share is None:
-            return None
-        if self.others_share > OTHERS_SHARE and (not only_if_full or self.idle_share < FULL_IDLE_SHARE):
-            stolen = ", with what the hypervisor took" if self.steal_share > OTHERS_SHARE / 2 else ""
-            return f"other work took {self.others_share:.0%} of the CPU time{stolen}"
-        if (self.waited_share or 0.0) > WAITED_SHARE and self.others_share > WAITED_OTHERS_SHARE:
-            return f"other work kept the trial waiting for a core for {self.waited_share:.0%} of the time"
+    load, (idle, others) = load_between(before, after, cores), cpu_shares(before, after, cores)
+    if others is None or idle is None:
         return None
+    if others > OTHERS_SHARE and (not only_if_full or idle < FULL_IDLE_SHARE):
+        stolen = ", with what the hypervisor took" if load.steal_share > OTHERS_SHARE / 2 else ""
+        return f"other work took {others:.0%} of the CPU time{stolen}"
+    if (load.waited_share or 0.0) > WAITED_SHARE and others > WAITED_OTHERS_SHARE:
+        return f"other work kept the trial waiting for a core for {load.waited_share:.0%} of the time"
+    return None
 
 
 @dataclass(kw_only=True)
@@ -239,7 +102,6 @@ class LoadMonitor:
         root_pid: The process whose descendants are the trial: the zygote.
         cores: That the trial may run on.
         gpu: The driver's figures of the rank's GPU; empty on CPU.
-        compiler: Notices compilations.
         discarded: Reasons why stretches were measured again, with their numbers.
     """
 
@@ -247,17 +109,15 @@ class LoadMonitor:
     root_pid: int
     cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     gpu: GpuMonitor = field(init=False)
-    compiler: CompileMonitor = field(default_factory=CompileMonitor)
     discarded: dict[str, int] = field(default_factory=dict)
     _cpu_stat: Path | None = None
     _shares_host: bool = False
     _first: CpuTimes | None = None
     _last: CpuTimes | None = None
     _began: CpuTimes | None = None
+    _graphs: int = 0  # that torch.compile had made when the stretch began
 
     def __post_init__(self) -> None:
-        from autoplan.probes.cgroup import cpu_stat_path, read_cgroup_limits
-
         self.gpu = GpuMonitor(self.device)
         self._cpu_stat = cpu_stat_path()
         quota = read_cgroup_limits().cpu_limit
@@ -272,7 +132,7 @@ class LoadMonitor:
         """Begins a stretch."""
         self._began = self._read()
         self._first = self._first or self._began
-        self.compiler.start()
+        self._graphs = compiled_graphs()
         self.gpu.start()
 
     @property
@@ -289,14 +149,13 @@ class LoadMonitor:
         """Ends the stretch: why its times do not count, or None."""
         assert self._began is not None, "a stretch ends that never began"
         self.gpu.end()
-        if self.compiler.recompiled():
-            self._last = self._read()
-            return RECOMPILED
         self._last = self._read()
+        if compiled_graphs() > self._graphs:
+            return RECOMPILED
         problem = self.gpu.problem(GPU_OTHERS_SHARE)
-        load = CpuLoad.between(self._began, self._last, len(self.cores))
         if problem is None and self.is_long_enough:
-            problem = load.problem(only_if_full=self._shares_host or self.device.type == "cuda")
+            only_if_full = self._shares_host or self.device.type == "cuda"
+            problem = cpu_problem(self._began, self._last, len(self.cores), only_if_full=only_if_full)
         return problem
 
     def discard(self, reason: str) -> None:
@@ -308,20 +167,14 @@ class LoadMonitor:
         """The record of all stretches so far; None before the first."""
         if self._first is None or self._last is None:
             return None
-        load = CpuLoad.between(self._first, self._last, len(self.cores))
-        return Window(
-            seconds=load.seconds,
-            others_cpu_share=load.others_share,
-            steal_share=load.steal_share,
-            waited_share=load.waited_share,
-            pressure_share=load.pressure_share,
-            throttled_periods=load.throttled_periods,
-            throttled_s=load.throttled_s,
-            gpu_others_share=self.gpu.others_share,
-            sm_clock_hz=median(self.gpu.clocks_hz) if self.gpu.clocks_hz else None,
-            clock_events=tuple(sorted(self.gpu.events)),
-            discarded=self.discarded,
-            disturbed=disturbed,
+        return load_between(self._first, self._last, len(self.cores)).model_copy(
+            update={
+                "gpu_others_share": self.gpu.others_share,
+                "sm_clock_hz": median(self.gpu.clocks_hz) if self.gpu.clocks_hz else None,
+                "clock_events": tuple(sorted(self.gpu.events)),
+                "discarded": self.discarded,
+                "disturbed": disturbed,
+            }
         )
 
     def _read(self) -> CpuTimes:

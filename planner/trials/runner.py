@@ -54,6 +54,9 @@ PHASE_DEADLINES_S: Mapping[str, float] = {
 
 LAST_LINES = 20
 
+MEASURED = ("items_per_step", "method", "parts_s", "samples_s", "loss", "first_losses", "warnings")
+"""Of the first good rank's answer, as they are; its times are those of the slowest rank."""
+
 LOSS_TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 2e-2, "fp16": 1e-2}
 """Relative differences that pass, by precision. Wide: it says which trial to look at; the parity check decides."""
 
@@ -278,19 +281,13 @@ def make_trial(
         phase=report.phase,
         step_time_s=step,
         tokens_per_s=invert(step, first.items_per_step) if step is not None else None,
-        items_per_step=first.items_per_step,
-        method=first.method,
+        **{name: getattr(first, name) for name in MEASURED},
         at_least_s=first.at_least_s if good else _at_least_s(order, report, global_batch),
-        parts_s=first.parts_s,
-        samples_s=first.samples_s,
         peak_memory=_peak(good, report, device, memory_limit_bytes),
-        loss=first.loss,
-        first_losses=first.first_losses,
         **_predicted(order.prediction),
         seconds_spent=report.seconds,
         startup_s=report.startup_s or 0.0,
         phase_seconds=report.phase_seconds,
-        warnings=first.warnings,
         window=_window(good),
         last_lines=_last_lines(shown) if failed and shown is not None else "",
         exit_status=_exit_status(shown) if failed and shown is not None else None,

@@ -92,9 +92,7 @@ class StepTimer:
         request: What to measure.
         run: The training run.
         ranks: Takes the times of the slowest rank.
-        mesh: The run's device mesh; None on one rank.
         load: Watches what else uses the device while steps are timed.
-        warnings: Sentences about the measurement.
         last_loss: Of the last step.
         first_losses: Of the first samples, before any update: one for each micro-step of the first step.
         skipped: Steps that fp16 loss scaling skipped so far.
@@ -108,9 +106,7 @@ class StepTimer:
     request: TrialRequest
     run: TrainingRun
     ranks: RankSync
-    mesh: Any
     load: LoadMonitor
-    warnings: list[str] = field(default_factory=list)
     last_loss: float | None = None
     first_losses: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -231,7 +227,7 @@ class StepTimer:
             sample = self._whole_step_sample()
             if math.isnan(sample):
                 if self.skipped - before > 10 + len(stretches.everything().get(STEP, ())):
-                    raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
+                    raise self._never_steady()
                 continue
             self._lasts_s = self._lasts_s or max(MEASURING_S, SAMPLES * sample)
             stretches.add({STEP: [sample]})
@@ -266,7 +262,7 @@ class StepTimer:
         while True:
             samples = stretches.so_far()
             over = self._time_is_over()
-            if over or not self._has_all_parts(samples):
+            if over or not all(samples.get(part) for part in stretches.everything()):
                 samples = stretches.everything()
             if samples:
                 interval, counted = self._interval_of(samples)
@@ -298,7 +294,7 @@ class StepTimer:
         times = self.short_step(min(self.run.accumulation, 2 if expensive else PART_MICRO_STEPS))
         if self._was_skipped:
             if self.skipped > MOST_SKIPPED + samples:
-                raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
+                raise self._never_steady()
             return None
         times.pop("all")
         return times
@@ -311,9 +307,6 @@ class StepTimer:
         warm[part] = drop_warmup(samples[part], keep=min(FEWEST_SAMPLES, len(samples[part])))
         interval = sum_interval(step_terms(warm, self.run.accumulation), seed=self.request.seed)
         return interval.model_copy(update={"samples": len(warm[part])}), warm
-
-    def _has_all_parts(self, samples: Mapping[str, list[float]]) -> bool:
-        return all(samples.get(part) for part in self._stretches.everything())
 
     def _micro_steps_s(self) -> list[float]:
         """Seconds of the micro-steps that were timed, of whatever part."""
@@ -384,7 +377,7 @@ class StepTimer:
             if not self._was_skipped:
                 return times
             first_batch = None
-        raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
+        raise self._never_steady()
 
     def short_step(
         self,
@@ -408,7 +401,7 @@ class StepTimer:
             Seconds by part (see `step_terms`), and of all micro-steps under "all".
         """
         run, times = self.run, dict[str, list[float]](all=[])
-        batch = self._make_batch(micro_steps * run.config.micro_batch) if first_batch is None else first_batch
+        batch = self.batches.next(micro_steps * run.config.micro_batch) if first_batch is None else first_batch
         divisor = run.loss_divisor(batch)
         total = torch.zeros((), device=run.device)
         count = torch.zeros((), device=run.device)
@@ -456,7 +449,7 @@ class StepTimer:
             self.context.phase("compile" if self.request.config.compile != "off" else "warmup")
             same = first_samples(self.run.workload, self.run.config.micro_batch, self.run.accumulation)
             self._keep_first_loss(float(self.run.step(same).loss))
-        self._whole_batches = [self._make_batch(self.run.local_batch) for _ in range(2)]
+        self._whole_batches = [self.batches.next(self.run.local_batch) for _ in range(2)]
         step_s = self._whole_step_not_skipped()
         if pipeline:
             self.context.phase("warmup")
@@ -474,7 +467,7 @@ class StepTimer:
             sample = self._whole_step_sample()
             if not math.isnan(sample):
                 return sample
-        raise NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
+        raise self._never_steady()
 
     def _whole_step_sample(self) -> float:
         """Seconds per whole step, over a group of steps; NaN if fp16 loss scaling skipped one of them."""
@@ -510,6 +503,9 @@ class StepTimer:
         if self.run.device.type == "cuda":
             torch.cuda.synchronize(self.run.device)
 
+    def _never_steady(self) -> NonfiniteError:
+        return NonfiniteError(f"fp16 loss scaling skipped {self.skipped} steps; no steady state was reached")
+
     def _check(self, result: StepResult) -> None:
         """Raises NonfiniteError if the loss (or, without loss scaling, the gradient norm) is not finite."""
         self.last_loss = float(result.loss)
@@ -518,10 +514,6 @@ class StepTimer:
             raise NonfiniteError(f"the loss is {self.last_loss} at step {self.run.steps}")
         if norm is not None and not math.isfinite(norm):
             raise NonfiniteError(f"the gradient norm is {norm} at step {self.run.steps} (loss {self.last_loss:.4g})")
-
-    def _make_batch(self, samples: int) -> Any:
-        """The next batch for this rank."""
-        return self.batches.next(samples)
 
     def _heartbeat(self, **facts: float) -> None:
         """Reports to the planner, at most five times a second."""

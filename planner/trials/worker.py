@@ -24,7 +24,7 @@ import torch
 
 from autoplan.planner.records.trials import Interval, Outcome
 from autoplan.planner.trials.batches import first_samples
-from autoplan.planner.trials.device_monitor import CompileMonitor, MemoryMonitor
+from autoplan.planner.trials.device_monitor import MemoryMonitor, cache_counts, cudagraph_skips, graph_breaks
 from autoplan.planner.trials.load import LoadMonitor
 from autoplan.planner.trials.measure import spread_warning
 from autoplan.planner.trials.ranks import RankSync, join_ranks, limit_collectives, pick_device
@@ -68,7 +68,7 @@ def run_trial(context: RankContext, request: TrialRequest) -> TrialAnswer:
     limit_collectives()  # its mesh has groups of its own
     ranks.barrier()
     load = LoadMonitor(device=device, root_pid=os.getppid())  # the zygote: all below it is this trial
-    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, mesh=run.mesh, load=load)
+    timer = StepTimer(context=context, request=request, run=run, ranks=ranks, load=load)
     behind: BehindError | None = None
     try:
         interval = _measure(timer, memory)
@@ -109,10 +109,8 @@ def _measure(timer: StepTimer, memory: MemoryMonitor) -> Interval:
 
 
 def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
-    warnings = list(timer.warnings)
     spread = spread_warning(timer.samples)
-    if spread is not None:
-        warnings.append(spread)
+    warnings = [] if spread is None else [spread]
     if timer.disturbed is not None:
         warnings.append(f"the measurement was disturbed: {timer.disturbed}")
     elif timer.load.discarded:
@@ -121,13 +119,11 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
     if timer.skipped:
         warnings.append(f"fp16 loss scaling skipped {timer.skipped} step(s); they do not count")
     if request.config.compile != "off":
-        hits, misses = CompileMonitor.cache_counts()
+        hits, misses = cache_counts()
         warnings.append(f"compile cache: {hits} hit(s), {misses} miss(es)")
-        breaks = CompileMonitor.graph_breaks()
-        if breaks:
+        if breaks := graph_breaks():
             warnings.append(f"torch.compile broke the graph {breaks} time(s)")
-        skips = CompileMonitor.cudagraph_skips()
-        if skips:
+        if skips := cudagraph_skips():
             warnings.append(f"torch.compile skipped CUDA graphs {skips} time(s): those parts ran without them")
     return warnings
 
@@ -135,35 +131,25 @@ def _warnings(timer: StepTimer, request: TrialRequest) -> list[str]:
 def _decide_outcome(answer: TrialAnswer, memory: MemoryMonitor, request: TrialRequest) -> TrialAnswer:
     """The outcome of a trial that ran to its end."""
     peak, limit = answer.peak_memory.peak_bytes, request.memory_limit_bytes
+    detail: str | None = None
     if memory.allocator_retries:
-        return answer.model_copy(
-            update={
-                "outcome": Outcome.OUT_OF_MEMORY,
-                "detail": "fragile",
-                "reason": f"it ran, but the allocator had to free its cache and retry {memory.allocator_retries} "
-                "time(s): it would run out of memory as soon as the memory is more fragmented",
-            }
+        outcome, detail = Outcome.OUT_OF_MEMORY, "fragile"
+        reason = (
+            f"it ran, but the allocator had to free its cache and retry {memory.allocator_retries} time(s): it would "
+            "run out of memory as soon as the memory is more fragmented"
         )
-    if request.device == "cuda" and peak is not None and limit is not None and peak > limit:
-        return answer.model_copy(
-            update={
-                "outcome": Outcome.OUT_OF_MEMORY,
-                "detail": "device",
-                "reason": f"it took {peak / 2**30:.2f} GiB of device memory; the limit is {limit / 2**30:.2f} GiB",
-            }
-        )
-    if answer.at_least_s is not None:
+    elif request.device == "cuda" and peak is not None and limit is not None and peak > limit:
+        outcome, detail = Outcome.OUT_OF_MEMORY, "device"
+        reason = f"it took {peak / 2**30:.2f} GiB of device memory; the limit is {limit / 2**30:.2f} GiB"
+    elif answer.at_least_s is not None:
         assert request.to_beat is not None, "a look is dropped for a leader"
-        return answer.model_copy(
-            update={
-                "outcome": Outcome.PRUNED,
-                "reason": f"stopped early: a step takes at least {answer.at_least_s:.3g} s, the best so far "
-                f"{math.exp(request.to_beat.log_s):.3g} s",
-            }
-        )
-    if answer.step_time_s is None or not math.isfinite(answer.step_time_s.median):
-        return answer.model_copy(update={"outcome": Outcome.CRASHED, "reason": "no step could be timed"})
-    return answer
+        best_s, outcome = math.exp(request.to_beat.log_s), Outcome.PRUNED
+        reason = f"stopped early: a step takes at least {answer.at_least_s:.3g} s, the best so far {best_s:.3g} s"
+    elif answer.step_time_s is None or not math.isfinite(answer.step_time_s.median):
+        outcome, reason = Outcome.CRASHED, "no step could be timed"
+    else:
+        return answer
+    return answer.model_copy(update={"outcome": outcome, "detail": detail, "reason": reason})
 
 
 def run_compile_only(context: RankContext, requests: tuple[CompileRequest, ...]) -> CompileAnswer:
@@ -196,7 +182,7 @@ def run_compile_only(context: RankContext, requests: tuple[CompileRequest, ...])
         torch.cuda.synchronize(device)
     after = os.times()
     seconds = time.monotonic() - began
-    hits, misses = CompileMonitor.cache_counts()
+    hits, misses = cache_counts()
     context.phase("done")
     return CompileAnswer(
         compile_s=seconds,

@@ -38,7 +38,7 @@ from autoplan.planner.search.claim import LEAST_ROUNDS, ROUNDS_AGAIN
 from autoplan.planner.search.options import SearchOptions
 from autoplan.planner.search.work import DEADLINE_FACTOR
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
-from autoplan.planner.verify.measure import make_verifiable, open_runner
+from autoplan.planner.verify.measure import make_verifiable, open_runner, say_nothing
 from autoplan.planner.verify.stairs import OF_SEARCH, Names, Staircase, is_good
 from autoplan.probes.profile import HardwareProfile
 from autoplan.probes.run import read_host_profile
@@ -66,10 +66,6 @@ def beside(plan: str | Path) -> Path:
     return Path(plan).with_suffix(".staircase.json")
 
 
-def _say_nothing(text: str) -> None:
-    pass
-
-
 def staircase(
     plan: Plan | str | Path,
     *,
@@ -82,7 +78,7 @@ def staircase(
     changed_ok: bool = False,
     workload: str | Path | WorkloadSpec | None = None,
     wait: bool = False,
-    on_progress: Callable[[str], None] = _say_nothing,
+    on_progress: Callable[[str], None] = say_nothing,
 ) -> Staircase:
     """Measures what each technique of a plan gives: from the plain run to the plan one at a time, side by side.
 

@@ -41,8 +41,8 @@ RECHECK_FACTOR, RECHECK_LEAST_S = 4.0, 60.0
 least."""
 
 
-def _say_nothing(text: str) -> None:
-    pass
+def say_nothing(text: str) -> None:
+    """For whoever wants to be told of no progress."""
 
 
 def verify(
@@ -54,7 +54,7 @@ def verify(
     changed_ok: bool = False,
     workload: str | Path | WorkloadSpec | None = None,
     wait: bool = False,
-    on_progress: Callable[[str], None] = _say_nothing,
+    on_progress: Callable[[str], None] = say_nothing,
 ) -> Verification:
     """Checks a plan on this machine: does it train the same thing as the plain run, does it fit, how fast is it?
 
@@ -118,7 +118,7 @@ def verify_plan(
     memory_limit: str | int | None = None,
     *,
     wait: bool = False,
-    on_progress: Callable[[str], None] = _say_nothing,
+    on_progress: Callable[[str], None] = say_nothing,
 ) -> Verification:
     """The parity check and one measured trial of a plan's configuration, and what they say of it."""
     order = TrialOrder(
@@ -139,8 +139,8 @@ def measure(
     order: TrialOrder,
     *,
     checks_parity: bool,
-    on_wait: Callable[[str], None] = _say_nothing,
-    on_progress: Callable[[str], None] = _say_nothing,
+    on_wait: Callable[[str], None] = say_nothing,
+    on_progress: Callable[[str], None] = say_nothing,
 ) -> Verification:
     """One trial of a plan's configuration here, and the verdict.
 
@@ -177,7 +177,7 @@ def open_runner(
     options: SearchOptions,
     profile: HardwareProfile,
     *,
-    on_wait: Callable[[str], None] = _say_nothing,
+    on_wait: Callable[[str], None] = say_nothing,
 ) -> Iterator[TrialRunner]:
     """What runs trials of a plan's workload here, while no search measures on the device.
 
@@ -211,7 +211,7 @@ def open_runner(
 
 
 def with_recheck(
-    options: SearchOptions, result: SearchResult, *, on_note: Callable[[str], None] = _say_nothing
+    options: SearchOptions, result: SearchResult, *, on_note: Callable[[str], None] = say_nothing
 ) -> SearchResult:
     """The result of a search with what its plan does here and now; a result that is no answer of a record stays.
 

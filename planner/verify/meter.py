@@ -1,9 +1,11 @@
-"""Live throughput and memory beside the plan's, and where the figures go: loggers that are there already.
+"""A training beside its plan: live throughput and memory, why it falls short, and where the figures go.
 
-    meter = Meter(plan)
+    meter = Meter(plan=plan)
     meter.begin()
     meter.step(items=4096)            # after each optimizer step of this rank
     meter.figures                     # of the last window; None before the first
+
+The loggers are those that are there already. `watch(plan)` is for a training loop of one's own.
 
 A window is at least `window_s` seconds and LEAST_STEPS steps. The clock is the host's: over a window the host cannot
 run ahead of the device by more than a few steps, and nothing here waits for it.
@@ -15,18 +17,22 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from autoplan.errors import UsageError
+from autoplan.errors import AutoplanError, UsageError
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.surroundings import Difference
+from autoplan.planner.plan.surroundings import Difference, find_differences
+from autoplan.planner.records.trials import RECOMPILED, Window
 from autoplan.planner.trials.device_monitor import resident_peak_bytes
 from autoplan.planner.trials.load import LoadMonitor
-from autoplan.planner.verify.causes import Seen, describe_causes, differences_here
+from autoplan.planner.verify.verdict import find_causes
+from autoplan.probes.run import read_host_profile
 from autoplan.record import Record
 from autoplan.strategies.workloads.counting import count_on_host
 from autoplan.units import format_number
@@ -39,6 +45,12 @@ WARM_UP_STEPS = 3
 """Steps at the beginning that count for nothing: they compile, allocate and fill caches."""
 
 LEAST_STEPS = 5
+
+DATA_SHARE = 0.05
+"""Waiting for batches for more of the time than this is a cause: a plan's trials do not load data."""
+
+LARGER = 1.1
+"""Batches with so many times the plan's positions are a cause."""
 
 
 class Figures(Record):
@@ -195,15 +207,15 @@ class Meter:
             data_share=None if window.data_s is None else min(1.0, window.data_s / seconds),
         )
         if figures.share < 1.0 - self.shortfall and warn:
-            seen = Seen(
-                problem=problem,
-                window=self._load.window(problem),
-                data_share=figures.data_share,
-                positions_per_step=window.positions / window.steps if window.positions else None,
-            )
             if self._differences is None:
                 self._differences = differences_here(self.plan)
-            causes = describe_causes(self.plan, seen, self._differences)
+            causes = describe_causes(
+                self.plan,
+                self._load.window(problem),
+                self._differences,
+                data_share=figures.data_share,
+                positions=window.positions / window.steps if window.positions else None,
+            )
             figures = figures.model_copy(update={"causes": tuple(causes)})
             self._warn(figures, saw=problem is not None)
         self.figures = figures
@@ -315,3 +327,142 @@ def log_to_writer(writer: Any, figures: Figures) -> None:
     """Adds the figures to a SummaryWriter of TensorBoard, or to anything that has its `add_scalar`."""
     for name, value in figures.as_metrics().items():
         writer.add_scalar(name, value, figures.step)
+
+
+# Why a window fell short.
+
+
+def describe_causes(
+    plan: Plan,
+    window: Window | None,
+    differences: Sequence[Difference],
+    *,
+    data_share: float | None,
+    positions: float | None,
+) -> list[str]:
+    """The causes of a slow window, in sentences, the likeliest first; never empty.
+
+    Args:
+        plan: The plan.
+        window: The figures of the monitor of the load; None: there are none.
+        differences: Between where the plan was found and here.
+        data_share: Of the time, waiting for batches; None: not known.
+        positions: Tokens with padding, of a step over all ranks; None: not known.
+    """
+    texts = []
+    if window is not None and window.disturbed is not None and window.disturbed.startswith(RECOMPILED):
+        window = window.model_copy(update={"disturbed": None})
+        texts.append(f"{RECOMPILED}: shapes or modes change between steps")
+    if data_share is not None and data_share > DATA_SHARE:
+        texts.append(
+            f"the training waited {data_share:.0%} of the time for batches, and the plan's trials load none: more "
+            "loader workers, or batches that are prepared before"
+        )
+    sizes = plan.workload.batch_sizes
+    if sizes is not None and positions is not None and positions > LARGER * sizes.positions.mean:
+        texts.append(
+            f"batches are larger than measured: {positions:,.0f} {plan.workload.unit} with padding a step, "
+            f"{sizes.positions.mean:,.0f} then"
+        )
+    causes = find_causes(plan, window, differences)
+    if not texts or any(cause.kind != "unknown" for cause in causes):
+        texts += [cause.text for cause in causes]
+    return texts
+
+
+def differences_here(plan: Plan) -> list[Difference]:
+    """The differences between where a plan was found and here; none if this machine cannot be read."""
+    try:
+        return find_differences(plan, read_host_profile())
+    except (AutoplanError, OSError):
+        return []
+
+
+# A loop of one's own.
+
+Item = TypeVar("Item")
+
+
+class Watch(Watcher):
+    """Compares a loop with its plan; `autoplan.watch` makes one."""
+
+    def __init__(self, meter: Meter, writer: Any) -> None:
+        super().__init__(meter)
+        self._writer = writer
+        meter.on_window = self._log if is_first_rank() else None
+
+    def step(self, batch: Any = None, *, items: float | None = None) -> None:
+        """Call it after each optimizer step.
+
+        Args:
+            batch: What this rank trained on in the step: all its micro-batches in one, or the last of them where
+                `batches` handed out the others. Not needed where `batches` handed out all.
+            items: Or how many tokens (without padding) or samples that were, as the plan counts them. With neither, as
+                many as the plan has.
+
+        Raises:
+            UsageError: both were given.
+        """
+        if batch is not None and items is not None:
+            raise UsageError("watch.step() got a batch and items", hint="Give one of them.")
+        if batch is not None:
+            self._meter.count(batch)
+        self._meter.step(items)
+
+    def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """The batches of a loader; counts them, and times how long the training waits for each."""
+        iterator = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._meter.loaded(time.perf_counter() - asked)
+            self._meter.count(batch)
+            yield batch
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is no training: an evaluation, a checkpoint. Its time counts for nothing."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._meter.leave_out(time.perf_counter() - began)
+
+    def _log(self, figures: Figures) -> None:
+        give(figures, log_to_wandb, "the active run of W&B")
+        if self._writer is not None:
+            give(figures, partial(log_to_writer, self._writer), "writer")
+
+
+@contextmanager
+def watch(
+    plan: Plan, *, writer: Any = None, window_s: float = WINDOW_S, shortfall: float = SHORTFALL
+) -> Iterator[Watch]:
+    """Watches a training loop beside its plan: throughput, memory, and one warning if it falls short.
+
+        with autoplan.watch(plan) as watch:
+            for batch in watch.batches(loader):
+                run.step(batch)
+                watch.step()
+
+    Each window of `window_s` seconds is compared with the plan. Where its throughput is more than `shortfall` below the
+    plan's, a Python warning says so, once, with the likely cause: throttling, other processes on the CPU or the GPU,
+    waiting for data, recompilation, larger batches, other versions or hardware. The figures go to the active W&B run,
+    if there is one, and to `writer`.
+
+    Args:
+        plan: The plan that the loop runs with.
+        writer: A SummaryWriter of TensorBoard.
+        window_s: Seconds of a window; it has at least 5 steps.
+        shortfall: The share below the plan's throughput that is warned of.
+
+    Raises:
+        UsageError: the window or the shortfall is out of its range.
+    """
+    meter = Meter(plan=plan, window_s=window_s, shortfall=shortfall, scale=float(plan.config.dp))
+    meter.begin()
+    yield Watch(meter, writer)
+    meter.finish()

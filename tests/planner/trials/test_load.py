@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.planner.trials import device_monitor, load
+from autoplan.planner.trials import device_monitor
 from autoplan.planner.trials.device_monitor import GpuMonitor
-from autoplan.planner.trials.load import CpuLoad, CpuTimes, LoadMonitor, read_idle, read_pressure, read_throttling
+from autoplan.planner.trials.load import LoadMonitor, cpu_problem
 from autoplan.probes.cgroup import cpu_stat_path
+from autoplan.probes.cpu import CpuTimes, read_idle, read_pressure, read_throttling
 from tests.probes.fake_nvml import FakeGpu, FakeNvml, Record
 
 CPU = torch.device("cpu")
@@ -28,9 +29,9 @@ def times(at_s: float, **facts: Any) -> CpuTimes:
     return CpuTimes(at_s=at_s, throttled_s=0.0, throttled_periods=0, **(known | facts))
 
 
-def stretch(**facts: Any) -> CpuLoad:
-    """A second on two cores."""
-    return CpuLoad.between(times(0.0, waited_s={1: 5.0}), times(1.0, **facts), 2)
+def problem_of(only_if_full: bool = False, **facts: Any) -> str | None:
+    """Of a second on two cores."""
+    return cpu_problem(times(0.0, waited_s={1: 5.0}), times(1.0, **facts), 2, only_if_full=only_if_full)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +47,14 @@ def stretch(**facts: Any) -> CpuLoad:
     ],
 )
 def test_what_others_took_is_what_is_neither_idle_nor_ours(facts: dict[str, Any], problem: str | None):
-    found = stretch(**facts).problem()
+    found = problem_of(**facts)
     assert (found is None) if problem is None else str(found).startswith(problem)
 
 
 def test_with_a_quota_of_a_hosts_cores_others_count_where_the_host_is_full():
-    assert stretch(idle_s=1.0, own_s=0.1).problem(only_if_full=True) is None
-    assert stretch(idle_s=1.0, own_s=0.1).problem() is not None
-    assert stretch(idle_s=0.1, own_s=0.1).problem(only_if_full=True) is not None
+    assert problem_of(idle_s=1.0, own_s=0.1, only_if_full=True) is None
+    assert problem_of(idle_s=1.0, own_s=0.1) is not None
+    assert problem_of(idle_s=0.1, own_s=0.1, only_if_full=True) is not None
 
 
 def test_the_kernels_files_are_read(tmp_path: Path):
@@ -216,4 +217,3 @@ def test_without_a_gpu_nothing_is_asked():
     monitor.sample()
     monitor.end()
     assert monitor.problem(0.0) is None and monitor.clocks_hz == []
-    assert load.GPU_OTHERS_SHARE > 0

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,7 +70,6 @@ def make_timer(
         request=TrialRequest(spec=spec, config=config, device="cpu", **asked),
         run=prepare(load_workload(spec), config),
         ranks=RankSync(1, torch.device("cpu")),
-        mesh=None,
         load=ScriptedLoad(*problems),
     )
 
@@ -93,6 +92,19 @@ def slow_micro_steps(timer: StepTimer, seconds: float) -> list[int]:
     return counts
 
 
+@pytest.fixture
+def expensive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets from how many seconds on a micro-step is expensive, and very expensive; then parts are timed."""
+
+    def set_limits(first_s: float, very_s: float) -> None:
+        for module in (request, step_timer):
+            monkeypatch.setattr(module, "EXPENSIVE_S", first_s, raising=False)
+            monkeypatch.setattr(module, "VERY_EXPENSIVE_S", very_s, raising=False)
+        monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)
+
+    return set_limits
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "very", "counted", "samples"),
     [
@@ -102,13 +114,10 @@ def slow_micro_steps(timer: StepTimer, seconds: float) -> list[int]:
     ],
 )
 def test_an_expensive_look_runs_only_the_micro_steps_that_show_that_it_fits(
-    monkeypatch: pytest.MonkeyPatch, micro_batch: int, very: bool, counted: list[int], samples: int
+    expensive: Callable[..., None], micro_batch: int, very: bool, counted: list[int], samples: int
 ):
     """Real steps of a real run; each is made to last 0.5 s. Two optimizer steps, gradients accumulated beside state."""
-    for module in (request, step_timer):
-        monkeypatch.setattr(module, "EXPENSIVE_S", 0.1, raising=False)
-        monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.3 if very else 3.0, raising=False)
-    monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)
+    expensive(0.1, 0.3 if very else 3.0)
     timer = make_timer("make_sound", micro_batch)
     counts = slow_micro_steps(timer, 0.5)
     timer.short_steps()
@@ -137,6 +146,14 @@ def test_a_look_at_short_steps_takes_little_more_than_its_warm_up_and_two_stretc
     assert len(timer.kept_samples()["step"]) == min(interval.samples, step_timer.MOST_KEPT)
 
 
+def measured(timer: StepTimer) -> Any:
+    """The interval of a look, after its short steps."""
+    if timer.choose_method() == "parts":
+        return timer.measure_parts()
+    timer.warm_up()
+    return timer.measure_whole_steps()
+
+
 def leader(step_s: float) -> ToBeat:
     return ToBeat(log_s=math.log(step_s), sd=0.03, level=0.01)
 
@@ -145,24 +162,17 @@ def leader(step_s: float) -> ToBeat:
 def test_what_is_behind_the_leader_is_dropped_with_a_lower_bound_of_its_time(method: Any):
     timer = make_timer("make_sound", 128, method=method, to_beat=leader(1e-5))
     timer.short_steps()
-    timer.choose_method()
     with pytest.raises(BehindError) as dropped:
-        if method == "whole_steps":
-            timer.warm_up()
-            timer.measure_whole_steps()
-        else:
-            timer.measure_parts()
+        measured(timer)
     assert 1e-5 < dropped.value.at_least_s < dropped.value.interval.median
     assert dropped.value.interval.samples >= request.FEWEST_SAMPLES
 
 
 def test_a_very_expensive_look_ends_in_the_middle_of_a_step_if_its_micro_steps_alone_are_too_slow(
-    monkeypatch: pytest.MonkeyPatch,
+    expensive: Callable[..., None],
 ):
     """The first micro-step never counts; the second is slow, so the third is not run."""
-    for module in (request, step_timer):
-        monkeypatch.setattr(module, "EXPENSIVE_S", 0.05, raising=False)
-        monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.1, raising=False)
+    expensive(0.05, 0.1)
     timer = make_timer("make_sound", 32, to_beat=leader(0.05))
     counts = slow_micro_steps(timer, 0.2)
     with pytest.raises(BehindError) as dropped:
@@ -171,27 +181,23 @@ def test_a_very_expensive_look_ends_in_the_middle_of_a_step_if_its_micro_steps_a
     assert 0.05 < dropped.value.at_least_s < timer.run.accumulation * 0.2 < dropped.value.interval.high
 
 
-def test_a_disturbed_look_is_not_dropped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_timer, "EXPENSIVE_S", 0.05)
+def test_a_disturbed_look_is_not_dropped(expensive: Callable[..., None]):
+    expensive(0.05, 2.0)
     timer = make_timer("make_sound", 32, *[OTHERS] * 10_000, to_beat=leader(0.05))
     slow_micro_steps(timer, 0.2)
     timer.short_steps()
     assert timer.parts
 
 
-def test_what_records_cuda_graphs_counts_from_the_third_micro_step_on(monkeypatch: pytest.MonkeyPatch):
+def test_what_records_cuda_graphs_counts_from_the_third_micro_step_on(expensive: Callable[..., None]):
     """With accumulation 1 the second short step records the graph: it is no sample (the run here has no graphs)."""
-    for module in (request, step_timer):
-        monkeypatch.setattr(module, "EXPENSIVE_S", 0.1, raising=False)
-        monkeypatch.setattr(module, "VERY_EXPENSIVE_S", 0.3, raising=False)
-    monkeypatch.setattr(step_timer, "WHOLE_STEP_S", 0.0)
+    expensive(0.1, 0.3)
     timer = make_timer("make_sound", 384)
     graphs = timer.request.config.model_copy(update={"compile": "model", "compile_mode": "reduce-overhead"})
     timer.request = timer.request.model_copy(update={"config": graphs})
     seen = slow_from(timer, range(1, 3), 1.0)
     timer.short_steps()
-    timer.choose_method()
-    interval = timer.measure_parts()
+    interval = measured(timer)
     assert seen[0] >= 4
     assert interval.high < 1.0
 
@@ -204,7 +210,7 @@ def test_a_step_by_parts_takes_as_long_as_a_whole_step(monkeypatch: pytest.Monke
     """
     monkeypatch.setattr(time, "perf_counter", time.process_time)
     timer = make_timer("make_wide", 32)
-    batches = [timer._make_batch(timer.run.local_batch) for _ in range(2)]
+    batches = [timer.batches.next(timer.run.local_batch) for _ in range(2)]
     whole: list[float] = []
     timed: dict[str, list[float]] = {}
     for number in range(10):
@@ -240,13 +246,9 @@ def test_a_disturbed_stretch_is_measured_again(method: Any):
     timer = make_timer("make_sound", 128, OTHERS, method=method)
     slow_from(timer, range(1, 7), 0.05)
     timer.short_steps()  # the first stretch
-    timer.choose_method()
     if method == "whole_steps":
         timer.load.problems = [OTHERS]  # type: ignore[attr-defined]
-        timer.warm_up()
-        interval = timer.measure_whole_steps()
-    else:
-        interval = timer.measure_parts()
+    interval = measured(timer)
     assert timer.disturbed is None
     assert timer.load.discarded == {"other work": timer.load.discarded["other work"]}
     assert interval.high < 0.05, "no sample of the disturbed stretch counts"
@@ -261,10 +263,7 @@ def test_what_stays_disturbed_is_said_and_ends(method: Any):
     timer = make_timer("make_sound", 128, *[OTHERS] * 10_000, method=method)
     began = time.monotonic()
     timer.short_steps()
-    timer.choose_method()
-    if method == "whole_steps":
-        timer.warm_up()
-    interval = timer.measure_whole_steps() if method == "whole_steps" else timer.measure_parts()
+    interval = measured(timer)
     assert timer.disturbed == OTHERS
     assert interval.median > 0
     assert time.monotonic() - began < request.WARM_UP_S + 2 * request.MEASURING_S + 1.5
@@ -289,16 +288,11 @@ def test_skipped_fp16_steps_do_not_count_and_do_not_end_the_trial():
         timer.run.scaler._scale = None
         timer.short_steps()
         assert timer.skipped > 0
-        timer.choose_method()
         before = timer.skipped
         if method == "whole_steps":
             timer.run.scaler._scale.fill_(2.0**40)  # type: ignore[union-attr]
-            timer.warm_up()
-            assert timer.skipped > before
-            interval = timer.measure_whole_steps()
-        else:
-            interval = timer.measure_parts()
-        assert math.isfinite(interval.median)
+        assert math.isfinite(measured(timer).median)
+        assert method == "parts" or timer.skipped > before
 
 
 def test_the_gpu_is_asked_while_its_kernels_run():

@@ -17,9 +17,9 @@ import torch
 import autoplan
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.plan.surroundings import read_environment
-from autoplan.planner.records.trials import Interval
-from autoplan.planner.verify.causes import Seen, describe_causes
-from autoplan.planner.verify.meter import LEAST_STEPS, WARM_UP_STEPS
+from autoplan.planner.records.trials import Interval, Window
+from autoplan.planner.verify.meter import LEAST_STEPS, WARM_UP_STEPS, Meter, describe_causes
+from autoplan.probes import cpu
 from autoplan.probes.run import read_host_profile
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import BatchSizes, Counted, SizeRange
@@ -130,24 +130,23 @@ def test_a_slow_loader_is_the_likely_cause_and_is_said_once() -> None:
     assert 0.5 < watch.figures.data_share < 0.95 and watch.warning == text
 
 
-def test_larger_batches_are_a_cause() -> None:
-    texts = describe_causes(plan_at(1e6), Seen(problem=None, window=None, data_share=0.0, positions_per_step=64.0), ())
-    assert "batches are larger than measured: 64 tokens with padding a step, 32 then" in texts[0]
-
-
-def test_what_a_monitor_saw_is_a_cause_and_nothing_is_made_up() -> None:
-    plan = plan_at(1e6)
-    quiet = Seen(problem=None, window=None, data_share=None, positions_per_step=None)
-    (text,) = describe_causes(plan, quiet, ())
-    assert "nothing that explains it" in text
-    compiled = Seen(problem="torch.compile compiled again", window=None, data_share=None, positions_per_step=None)
-    (text,) = describe_causes(plan, compiled, ())
-    assert "compiled again" in text
+@pytest.mark.parametrize(
+    ("disturbed", "positions", "words"),
+    [
+        (None, 64.0, "batches are larger than measured: 64 tokens with padding a step, 32 then"),
+        (None, None, "nothing that explains it"),
+        ("torch.compile compiled again", None, "compiled again"),
+    ],
+)
+def test_what_was_seen_is_the_cause_and_nothing_is_made_up(
+    disturbed: str | None, positions: float | None, words: str
+) -> None:
+    window = Window(seconds=1.0, disturbed=disturbed)
+    (text,) = describe_causes(plan_at(1e6), window, (), data_share=None, positions=positions)
+    assert words in text
 
 
 def test_a_recompilation_in_a_window_is_seen() -> None:
-    from autoplan.planner.verify.meter import Meter
-
     meter = Meter(plan=plan_at(1e9), window_s=5 * STEP_S)
     compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
     with pytest.warns(UserWarning, match="compiled again"):
@@ -165,11 +164,9 @@ def test_others_on_the_cores_are_a_cause() -> None:
     busy = [subprocess.Popen([sys.executable, "-c", code], start_new_session=True) for _ in range(cores)]
     others = [process.pid for process in busy]
     try:
-        from autoplan.planner.trials import load
-
         with pytest.MonkeyPatch.context() as patch:  # they are our children here: a stranger's are not
-            own = load.cpu_time_below
-            patch.setattr(load, "cpu_time_below", lambda root: own(root) - sum(map(own, others)))
+            own = cpu.cpu_time_below
+            patch.setattr(cpu, "cpu_time_below", lambda root: own(root) - sum(map(own, others)))
             with pytest.warns(UserWarning, match="other work"), autoplan.watch(plan_at(1e9), window_s=1.0) as watch:
                 steps(watch, 70)
     finally:
