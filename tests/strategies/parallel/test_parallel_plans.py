@@ -181,6 +181,7 @@ def test_knobs_that_do_not_go_with_a_pipeline() -> None:
     assert "it takes 2 or more" in reason(pp_schedule="interleaved_1f1b")
     assert "it takes 1" in reason(virtual_stages=2)
     assert "compile=model" in reason(compile="model")
+    assert "once per pass" in reason(dp_shard=2, pp_microbatches=2, gradient_sync="every")
     zero = {"pp_schedule": "zero_bubble", "virtual_stages": 2}
     assert reason(**zero) == "None"
     assert "hooks" in reason(16, **zero, dp_shard=2)

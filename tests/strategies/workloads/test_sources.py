@@ -144,19 +144,10 @@ def test_function_decides_what_was_not_given(function_file):
     assert (workload.global_batch, workload.name) == (10, "wide 8")
 
 
-def test_identity_follows_the_source_and_its_neighbours(function_file):
-    before = make_spec(model=f"{function_file}:workload").identity
-    neighbour = function_file.with_name("helper.py")
-    neighbour.write_text("x = 1\n")
-    function_file.write_text("import helper\n" + FUNCTION_FILE)
-    imported = make_spec(model=f"{function_file}:workload").identity
-    neighbour.write_text("x = 2\n")
-    assert len({before, imported, make_spec(model=f"{function_file}:workload").identity}) == 3
-
-
 @pytest.mark.parametrize(
     ("model", "says"),
     [
+        (" ", ["no model was named"]),
         ("gpt3", ["gpt2"]),
         ("lama2-7b", ["llama2-7b"]),
         ("nothing/at/all.json", ["cannot be read"]),
@@ -195,16 +186,6 @@ def test_counts_are_whole_and_positive(value):
             make_spec(model="gpt2", **{name: value})
 
 
-def test_longer_than_the_model():
-    with pytest.raises(WorkloadError, match="1024"):
-        make_spec(model="gpt2", sequence_length=2048)
-
-
-def test_unknown_option():
-    with pytest.raises(WorkloadError, match="learning_rate"):
-        make_spec(model="gpt2", options={"learning_rat": 1})
-
-
 @pytest.mark.parametrize(
     ("function", "says"),
     [("broken", "no such data"), ("wrong", "int"), ("number", "not a function")],
@@ -214,19 +195,19 @@ def test_functions_that_do_not_give_a_workload(function_file, function, says):
         load_workload(make_spec(model=f"{function_file}:{function}"))
 
 
-def test_a_length_that_the_function_does_not_take(function_file):
-    with pytest.raises(WorkloadError, match="sequences of None"):
-        load_workload(make_spec(model=f"{function_file}:workload", sequence_length=16))
-
-
-def test_an_option_that_the_function_does_not_take(function_file):
-    with pytest.raises(WorkloadError, match="takes no depth"):
-        load_workload(make_spec(model=f"{function_file}:workload", options={"depth": 3}))
-
-
-def test_missing_function_names_the_near_ones(function_file):
-    with pytest.raises(WorkloadError, match="workload"):
-        make_spec(model=f"{function_file}:worklaod")
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("gpt2", {"sequence_length": 2048}, "1024"),
+        ("gpt2", {"options": {"learning_rat": 1}}, "learning_rate"),
+        ("FILE:workload", {"sequence_length": 16}, "sequences of None"),
+        ("FILE:workload", {"options": {"depth": 3}}, "takes no depth"),
+        ("FILE:worklaod", {}, "workload"),
+    ],
+)
+def test_what_a_model_or_a_function_does_not_take(function_file, model, options, says):
+    with pytest.raises(WorkloadError, match=says):
+        load_workload(make_spec(model=model.replace("FILE", str(function_file)), **options))
 
 
 def test_files_that_are_not_python_or_raise(tmp_path):
@@ -271,20 +252,6 @@ def test_a_model_and_its_optimizer_as_instances(tmp_path, monkeypatch):
     assert made.param_groups[1]["params"][0] is copy.classify.weight
 
 
-def test_object_identity_follows_what_the_functions_do():
-    def spec_of(rate):
-        return spec_from_objects(
-            model=Classifier,
-            make_batch=image_batch,
-            loss=image_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
-            global_batch=4,
-        )
-
-    assert spec_of(0.1).identity == spec_of(0.1).identity
-    assert spec_of(0.1).identity != spec_of(0.2).identity
-
-
 @pytest.mark.parametrize("missing", ["model", "make_batch", "optimizer", "loss"])
 def test_missing_parts(missing):
     parts = {"model": Classifier(), "make_batch": image_batch, "optimizer": sgd, "loss": image_loss}
@@ -311,11 +278,6 @@ def test_a_package_beside_the_file_is_part_of_its_identity(tmp_path):
     assert make_spec(model=f"{tmp_path}/mine.py:make").identity == before
     (tmp_path / "parts" / "layers.py").write_text("WIDTH = 16\n")
     assert make_spec(model=f"{tmp_path}/mine.py:make").identity != before
-
-
-def test_no_model_at_all():
-    with pytest.raises(WorkloadError, match="no model was named"):
-        make_spec(model=" ")
 
 
 FIXED_CLIPPING = """

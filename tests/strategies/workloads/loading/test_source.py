@@ -373,16 +373,6 @@ def test_what_is_no_dataset_or_does_not_travel_is_refused():
         spec_of_text("missing.bin", sequence_length=8)
 
 
-def test_a_file_of_tokens_is_looked_at_before_a_search_begins(tmp_path: Path):
-    (tmp_path / "odd.bin").write_bytes(bytes(1001))
-    (tmp_path / "short.bin").write_bytes(bytes(16))
-    with pytest.raises(WorkloadError, match="no multiple of the 2 bytes") as refused:
-        spec_of_text(str(tmp_path / "odd.bin"), sequence_length=8)
-    assert "--loader file.py:make_dataset" in str(refused.value.flag_hint)
-    with pytest.raises(WorkloadError, match="has 8 tokens, and a window takes 9"):
-        spec_of_text(str(tmp_path / "short.bin"), sequence_length=8)
-
-
 def test_a_function_of_a_file_gives_the_dataset(tmp_path: Path):
     file = tmp_path / "rows.py"
     file.write_text("def make():\n    return [1, 2, 3]\n\ndef broken():\n    raise OSError('no such share')\n")

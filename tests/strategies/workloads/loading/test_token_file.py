@@ -105,3 +105,7 @@ def test_the_command_line_reads_a_file_in_windows_of_the_model(bin_file: Path):
     assert dataset[0]["input_ids"].shape == (32,)
     with pytest.raises(WorkloadError, match="no sequence length"):
         spec_of_text(str(bin_file))
+    bin_file.write_bytes(bytes(1001))
+    with pytest.raises(WorkloadError, match="no multiple of the 2 bytes") as refused:  # before a search begins
+        spec_of_text(str(bin_file), sequence_length=8)
+    assert "--loader file.py:make_dataset" in str(refused.value.flag_hint)
