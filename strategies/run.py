@@ -12,13 +12,11 @@ from autoplan.errors import WorkloadError
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import CUDAGRAPH_MODES
 from autoplan.strategies.state import collect_state, restore_state
-from autoplan.strategies.step import Stepper, StepResult
+from autoplan.strategies.step import OwnGradients, Stepper, StepResult
 from autoplan.strategies.techniques.base import Build
 from autoplan.strategies.techniques.mesh import data_position, rank_seed
-from autoplan.strategies.techniques.own_gradients import OwnGradients
 from autoplan.strategies.techniques.rounded_steps import rounding_of
-from autoplan.strategies.workloads.batch import Batch, batch_size, move_batch, slice_batch
-from autoplan.strategies.workloads.transfer import device_micro_batches
+from autoplan.strategies.workloads.batch import Batch, batch_size, device_micro_batches, move_batch, slice_batch
 
 
 class TrainingRun(Stepper):

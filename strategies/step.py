@@ -7,7 +7,7 @@ this file's classes as they are (planner/export/bundle.py), so nothing here asks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 
 from autoplan.strategies.techniques.base import GradientReduction, MicroStepHooks
 from autoplan.strategies.techniques.mesh import agree_on_overflow, local_tensor
-from autoplan.strategies.techniques.own_gradients import OwnGradients
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.training_mode import (
     caching_configs,
@@ -207,3 +206,56 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return self.scaler.get_scale() < scale_before
+
+
+class OwnGradients:
+    """Gradients of their own memory, for CUDA graphs: attached before each backward, added to, zeroed after each step.
+
+    A recorded graph writes its results, the gradients among them, to the same addresses at each replay. Where `.grad`
+    is None, autograd keeps the graph's own output as the gradient, and the next micro-step overwrites it: torch raises
+    "accessing gradient tensor output of CUDAGraphs that has been overwritten by a subsequent run", and asks for
+    gradients made outside of the graphs (torch/_inductor/cudagraph_trees.py, format_dealloc_msg, torch 2.13).
+
+    A parameter that no backward of a step reached has no gradient for the optimizer, as in a plain loop: AdamW would
+    decay its weight otherwise.
+
+    Args:
+        parameters: Those that train.
+        optimizer: What a plain loop's `zero_grad` clears is what it holds; other gradients go on adding up.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = list(parameters)
+        self._held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._reached: set[int] = set()
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._reached.add(id(parameter))
+
+    def attach(self) -> None:
+        """Gives each parameter without a gradient one of zeros; before each backward."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                buffer = self._buffers.get(id(parameter))
+                if buffer is None:
+                    buffer = self._buffers[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+                else:
+                    buffer.zero_()
+                parameter.grad = buffer
+
+    def drop_unused(self) -> None:
+        """Takes the gradient of zeros from parameters that no backward reached; before anything reads gradients."""
+        for parameter in self._parameters:
+            if id(parameter) in self._held and id(parameter) not in self._reached:
+                parameter.grad = None
+
+    def clear(self) -> None:
+        """Zeroes the gradients in place; after the optimizer's step."""
+        held = (parameter for parameter in self._parameters if id(parameter) in self._held)
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)
+        self._reached.clear()

@@ -12,9 +12,10 @@ import json
 import torch
 from torch.nn import functional as F
 
-from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
-from autoplan.strategies.techniques.loss_kernels_gpu import (
+from autoplan.strategies.techniques.loss_kernels import (
+    Kernel,
     agrees,
+    choose_kernel,
     liger_cross_entropy,
     random_case,
     seconds_of,

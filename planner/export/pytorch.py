@@ -142,7 +142,7 @@ def _head(plan: Plan, stem: str) -> str:
 def model_fields(plan: Plan) -> dict[str, Any]:
     """The fields of the model's configuration, as transformers' config.json has them."""
     from autoplan.strategies.workloads import registry
-    from autoplan.strategies.workloads.model_folders import read_config_file
+    from autoplan.strategies.workloads.registry import read_config_file
 
     spec = plan.workload
     if spec.kind == "model":

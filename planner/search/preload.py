@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from autoplan.errors import AutoplanError
-from autoplan.strategies.workloads import model_folders, registry
+from autoplan.strategies.workloads import registry
 from autoplan.strategies.workloads.spec import WorkloadSpec
 
 PRELOAD = (
@@ -51,7 +51,7 @@ def _model_type(spec: WorkloadSpec) -> str:
             fields = registry.read_config(spec.reference)
         else:
             path = Path(spec.reference)
-            fields = model_folders.read_config_file(path / "config.json" if spec.kind == "folder" else path)
+            fields = registry.read_config_file(path / "config.json" if spec.kind == "folder" else path)
     except (AutoplanError, OSError, KeyError):
         return ""  # inspection says what is wrong
     return re.sub(r"\W", "_", str(fields.get("model_type", "")))

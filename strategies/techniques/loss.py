@@ -17,8 +17,13 @@ from autoplan.strategies.analysis.facts import Choices, offer
 from autoplan.strategies.analysis.structure import Structure, disable_dropout, find_structure
 from autoplan.strategies.techniques.base import Build, check_applies
 from autoplan.strategies.techniques.deferred_logits import FUSED, DeferredLoss
-from autoplan.strategies.techniques.loss_kernels import Kernel, choose_kernel
-from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, choose_gpu_kernel, full_fp32
+from autoplan.strategies.techniques.loss_kernels import (
+    FastestKernel,
+    Kernel,
+    choose_gpu_kernel,
+    choose_kernel,
+    full_fp32,
+)
 from autoplan.strategies.workloads.batch import Batch, move_batch
 from autoplan.strategies.workloads.devices import is_elsewhere
 from autoplan.strategies.workloads.language_model import CausalHead, causal_loss

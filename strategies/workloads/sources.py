@@ -23,7 +23,7 @@ from autoplan.strategies.workloads.function_file import (
     import_function,
     local_sources,
 )
-from autoplan.strategies.workloads.model_folders import own_length, read_config_file, weight_files, weights_stamp
+from autoplan.strategies.workloads.registry import own_length, read_config_file, weight_files, weights_stamp
 from autoplan.strategies.workloads.spec import DEFAULT_GLOBAL_BATCH, WorkloadSpec, check_count, hash_identity
 from autoplan.text import writable
 

@@ -20,7 +20,7 @@ from autoplan.planner.plan.trainer_arguments import compiles_in_place
 from autoplan.strategies.analysis.structure import find_structure, language_models
 from autoplan.strategies.config import ATTENTION_BACKENDS, TrainingConfig
 from autoplan.strategies.techniques.allocator import keep_freed_memory
-from autoplan.strategies.techniques.causal_attention import reason_against_maskless
+from autoplan.strategies.techniques.attention import reason_against_maskless
 
 BUILT_ANEW = (
     *OF_ONE_TRAINER,

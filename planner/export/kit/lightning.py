@@ -24,8 +24,8 @@ from autoplan.planner.export.kit.settings import (
     SYNCS_LAST,
     THREADS,
 )
+from autoplan.strategies.step import OwnGradients
 from autoplan.strategies.techniques.mesh import local_tensor
-from autoplan.strategies.techniques.own_gradients import OwnGradients
 
 
 def global_mean(module: Any, total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:

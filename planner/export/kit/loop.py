@@ -28,9 +28,8 @@ from autoplan.planner.export.kit.settings import (
     TOOL,
 )
 from autoplan.strategies.analysis.structure import clean_name
-from autoplan.strategies.step import Stepper
+from autoplan.strategies.step import OwnGradients, Stepper
 from autoplan.strategies.techniques.base import GradientReduction, MicroStepHooks
-from autoplan.strategies.techniques.own_gradients import OwnGradients
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import LossSum, TrainingModule
 

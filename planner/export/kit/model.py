@@ -27,7 +27,7 @@ from autoplan.planner.export.kit.settings import (
 )
 from autoplan.strategies.analysis.structure import language_models, repeated_blocks
 from autoplan.strategies.techniques.allocator import expand_segments, keep_freed_memory
-from autoplan.strategies.techniques.causal_attention import use_maskless_attention
+from autoplan.strategies.techniques.attention import use_maskless_attention
 from autoplan.strategies.techniques.checkpointing import replace_module, wrap
 from autoplan.strategies.techniques.data_parallel import gather_dtype, shard_modules, with_parameters
 from autoplan.strategies.techniques.fp8 import fp8_linears, use_fp8

@@ -69,7 +69,7 @@ from autoplan.planner.export.kit.settings import (
 from autoplan.strategies.analysis.tensor_plans import TensorPlan
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import OPTIMIZER_FLAGS
-from autoplan.strategies.step import Stepper, StepResult
+from autoplan.strategies.step import OwnGradients, Stepper, StepResult
 from autoplan.strategies.techniques.base import GradientReduction, MicroStepHooks
 from autoplan.strategies.techniques.batch_norm import synchronise
 from autoplan.strategies.techniques.data_parallel import (
@@ -83,8 +83,7 @@ from autoplan.strategies.techniques.data_parallel import (
 from autoplan.strategies.techniques.deferred_logits import DeferredLoss
 from autoplan.strategies.techniques.host_memory import keep_states_on_host
 from autoplan.strategies.techniques.loss import FusedLoss
-from autoplan.strategies.techniques.loss_kernels import choose_kernel
-from autoplan.strategies.techniques.loss_kernels_gpu import choose_gpu_kernel
+from autoplan.strategies.techniques.loss_kernels import choose_gpu_kernel, choose_kernel
 from autoplan.strategies.techniques.mesh import (
     GlobalNormClipper,
     data_position,
@@ -94,7 +93,6 @@ from autoplan.strategies.techniques.mesh import (
     world_size,
 )
 from autoplan.strategies.techniques.offload import saving_on_host
-from autoplan.strategies.techniques.own_gradients import OwnGradients
 from autoplan.strategies.techniques.parameters import cast_parameters, clip_in_fp32, rounded_parameters
 from autoplan.strategies.techniques.precision import AUTOCAST_DTYPES
 from autoplan.strategies.techniques.rounded_steps import with_rounding
@@ -104,11 +102,10 @@ from autoplan.strategies.techniques.tensor_parallel import (
     split_model,
 )
 from autoplan.strategies.techniques.threads import place_rank
-from autoplan.strategies.workloads.batch import Batch, slice_batch
+from autoplan.strategies.workloads.batch import Batch, device_micro_batches, slice_batch
 from autoplan.strategies.workloads.language_model import language_model_workload
 from autoplan.strategies.workloads.optimizers import rebuild, trainable
 from autoplan.strategies.workloads.training_mode import enter_training_mode, own_checkpointing
-from autoplan.strategies.workloads.transfer import device_micro_batches
 from autoplan.strategies.workloads.workload import IGNORE_INDEX, LossSum, OutputHead, TrainingModule, Workload
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.digests import digest
-from autoplan.strategies.workloads.plain_values import plain
+from autoplan.strategies.workloads.fingerprint import plain
 from autoplan.strategies.workloads.randomness import seeded
 from autoplan.strategies.workloads.samples import SampleBatch, sample_size
 

@@ -5,7 +5,7 @@ import torch
 
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.own_gradients import OwnGradients
+from autoplan.strategies.step import OwnGradients
 from tests.contracts.parity_contract import check_parity
 from tests.strategies.tiny import classifier, language
 

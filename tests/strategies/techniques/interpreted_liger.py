@@ -13,7 +13,7 @@ from torch import nn
 from triton.runtime import interpreter
 
 from autoplan.strategies.techniques.kernels import use_liger
-from autoplan.strategies.techniques.loss_kernels_gpu import liger_cross_entropy, random_case
+from autoplan.strategies.techniques.loss_kernels import liger_cross_entropy, random_case
 from autoplan.strategies.workloads.language_model import causal_loss
 from tests.strategies.tiny import LLAMA, language
 

@@ -15,7 +15,7 @@ from autoplan.planner.trace.variant_tracer import TruncatedModels
 from autoplan.strategies.analysis.structure import language_models
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.causal_attention import NAME, reason_against_maskless, use_maskless_attention
+from autoplan.strategies.techniques.attention import NAME, reason_against_maskless, use_maskless_attention
 from tests.cases import some
 from tests.strategies.tiny import GPT2, LLAMA, language
 

@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.strategies.techniques import loss_kernels_gpu
+from autoplan.strategies.techniques import loss_kernels
 from autoplan.strategies.techniques.loss import kernel_on
-from autoplan.strategies.techniques.loss_kernels import choose_kernel, precomputed_cross_entropy
-from autoplan.strategies.techniques.loss_kernels_gpu import FastestKernel, agrees, random_case
+from autoplan.strategies.techniques.loss_kernels import (
+    FastestKernel,
+    agrees,
+    choose_kernel,
+    precomputed_cross_entropy,
+    random_case,
+)
 
 CPU = torch.device("cpu")
 
@@ -21,10 +26,10 @@ CPU = torch.device("cpu")
 def test_fp16_and_compiled_runs_keep_torchs_operations(
     precision: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(loss_kernels.importlib.util, "find_spec", lambda name: name)
     assert isinstance(kernel_on(torch.device("cuda"), "bf16", compiled=False), FastestKernel)
     assert not isinstance(kernel_on(torch.device("cuda"), precision, compiled=compiled), FastestKernel)
-    monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loss_kernels.importlib.util, "find_spec", lambda name: None)
     assert not isinstance(kernel_on(torch.device("cuda"), "bf16", compiled=False), FastestKernel)
 
 
@@ -37,10 +42,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return precomputed_cross_entropy(*case, dtype=dtype)
 
-    monkeypatch.setattr(loss_kernels_gpu, "liger_cross_entropy", functools.partial(stand_in, "liger_cross_entropy"))
-    monkeypatch.setattr(loss_kernels_gpu, "_AGREED", {})
-    monkeypatch.setattr(loss_kernels_gpu, "_FASTEST", {})
-    monkeypatch.setattr(loss_kernels_gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(loss_kernels, "liger_cross_entropy", functools.partial(stand_in, "liger_cross_entropy"))
+    monkeypatch.setattr(loss_kernels, "_AGREED", {})
+    monkeypatch.setattr(loss_kernels, "_FASTEST", {})
+    monkeypatch.setattr(loss_kernels.importlib.util, "find_spec", lambda name: name)
     return names
 
 
@@ -60,7 +65,7 @@ def test_a_head_gets_the_kernel_that_took_the_least_time(
         timed.append(name_of(kernel))
         return 1.0 if name_of(kernel) == fastest else 2.0
 
-    monkeypatch.setattr(loss_kernels_gpu, "seconds_of", seconds_of)
+    monkeypatch.setattr(loss_kernels, "seconds_of", seconds_of)
     kernel = FastestKernel(choose_kernel("fp32", compiled=False), torch.float32)
     hidden, weight, bias, targets = random_case(12, 40, 8, True, torch.float32, CPU)
     plain = kernel.plain(hidden, weight, bias, targets)
@@ -95,11 +100,11 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_taken(called: list[str], monkeyp
 
     for wrong in (fails, counts_what_is_ignored, first_chunk_alone):
         assert not agrees(functools.partial(wrong, dtype=torch.float32), torch.float32, CPU)
-        monkeypatch.setattr(loss_kernels_gpu, "liger_cross_entropy", wrong)
+        monkeypatch.setattr(loss_kernels, "liger_cross_entropy", wrong)
         kernel = FastestKernel(choose_kernel("fp32", compiled=False), torch.float32)
         _, weight, bias, _ = random_case(1, 40, 8, True, torch.float32, CPU)
         assert kernel.choose(weight, bias, 12) is kernel.plain
-        loss_kernels_gpu._FASTEST.clear()
+        loss_kernels._FASTEST.clear()
 
 
 @pytest.mark.parametrize("interface", ["older", "newer"])
@@ -112,7 +117,7 @@ def test_kernels_are_compared_without_tf32_which_is_put_back(interface: str, mon
         seen.append((torch.get_float32_matmul_precision(), matmul.fp32_precision, matmul.allow_tf32))
         return precomputed_cross_entropy(*args, **options, dtype=torch.float32)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loss_kernels_gpu, "_AGREED", {})
+    monkeypatch.setattr(loss_kernels, "_AGREED", {})
     try:
         if interface == "older":
             torch.set_float32_matmul_precision("high")

@@ -9,7 +9,7 @@ from torch import nn
 from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.prepare import prepare
-from autoplan.strategies.techniques.own_gradients import OwnGradients
+from autoplan.strategies.step import OwnGradients
 from autoplan.strategies.workloads.workload import LossSum, Workload
 from tests.recorded import make_plan
 

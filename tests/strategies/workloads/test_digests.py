@@ -16,9 +16,9 @@ import torch
 from autoplan.errors import PlanError
 from autoplan.planner.plan.prepare import refuse_changed_code
 from autoplan.strategies.workloads.digests import Describer, digest
+from autoplan.strategies.workloads.fingerprint import is_plain, plain
 from autoplan.strategies.workloads.function_file import files_imported_in, local_sources
 from autoplan.strategies.workloads.objects import digests_of
-from autoplan.strategies.workloads.plain_values import is_plain, plain
 from autoplan.strategies.workloads.sources import changed_parts, make_spec
 from autoplan.strategies.workloads.workload import Workload
 from tests.strategies.tiny import Classifier, classifier

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from autoplan.strategies.workloads.batch import move_batch
-from autoplan.strategies.workloads.transfer import MOVED_AT_ONCE_BYTES, _host_bytes, device_micro_batches
+from autoplan.strategies.workloads.batch import MOVED_AT_ONCE_BYTES, _host_bytes, device_micro_batches, move_batch
 
 CPU = torch.device("cpu")
 
