@@ -17,6 +17,7 @@ setting is looked at where the table has it; a table that has no plain run is as
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,12 +129,13 @@ def plan_now(session: Session) -> TrainingConfig | None:
 class MemoryStore:
     """The part of a store that a `Session` asks for, in memory; `spent_s` is the clock of the replay."""
 
-    trials: list[Trial] = field(default_factory=list)
-    ledger: tuple[WorkLine, ...] = ()
-    claims: list[ClaimRounds] = field(default_factory=list)
-    compiled_ahead: list[CompiledAhead] = field(default_factory=list)
+    found: dict[type[Any], list[Any]] = field(default_factory=lambda: defaultdict(list))
     parities: dict[TrainingConfig, Parity] = field(default_factory=dict)
     spent_s: float = 0.0
+    trials = property(lambda self: self.found[Trial])
+    claims = property(lambda self: self.found[ClaimRounds])
+    compiled_ahead = property(lambda self: self.found[CompiledAhead])
+    ledger = property(lambda self: tuple(self.found[WorkLine]))
 
     def take_number(self) -> int:
         """The number of the next trial."""
@@ -143,25 +145,13 @@ class MemoryStore:
         """The verdict on a configuration, if there is one."""
         return self.parities.get(config)
 
-    def add_trial(self, trial: Trial) -> None:
-        """Keeps a trial."""
-        self.trials.append(trial)
-
-    def add_work(self, line: WorkLine) -> None:
-        """Keeps a line of the ledger."""
-        self.ledger = (*self.ledger, line)
-
-    def add_claim(self, claim: ClaimRounds) -> None:
-        """Keeps a claim that was begun."""
-        self.claims.append(claim)
+    def add(self, record: Any) -> None:
+        """Keeps a trial, a line of the ledger, a claim that was begun, or what was compiled ahead."""
+        self.found[type(record)].append(record)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
         """Keeps a verdict."""
         self.parities[config] = parity
-
-    def add_compiled_ahead(self, group: CompiledAhead) -> None:
-        """Keeps what was compiled ahead."""
-        self.compiled_ahead.append(group)
 
     def tick(self, *, force: bool = False) -> None:
         """Nothing is on disk."""
@@ -297,13 +287,10 @@ def open_session(
     number: int,
     budget_s: float,
     limit_bytes: int = LIMIT_BYTES,
-    estimator: Estimator | None = None,
 ) -> Session:
-    """A session at its start; with an estimator given, it keeps all candidates, whatever is predicted of them."""
-    candidates = recorded.candidates
-    if estimator is None:
-        estimator = make_estimator(recorded, limit_bytes)
-        candidates = kept(recorded, estimator, limit_bytes)
+    """A session at its start."""
+    estimator = make_estimator(recorded, limit_bytes)
+    candidates = kept(recorded, estimator, limit_bytes)
     profile = recorded.profile
     spec = WorkloadSpec(
         kind="model", reference=recorded.name, name=recorded.name, identity=recorded.name,
@@ -342,10 +329,10 @@ def open_session(
     )
 
 
-def make_estimator(recorded: Recorded, limit_bytes: int = LIMIT_BYTES, kind: type[Estimator] = Estimator) -> Estimator:
+def make_estimator(recorded: Recorded, limit_bytes: int = LIMIT_BYTES) -> Estimator:
     """The cost model before its first trial."""
     device: Literal["cuda", "cpu"] = "cuda" if recorded.profile.device == "cuda" else "cpu"
-    return kind(
+    return Estimator(
         recorded.profile,
         recorded.hardware,
         device=device,

@@ -51,7 +51,7 @@ def test_a_trial_with_any_text_is_stored_told_shown_and_read_back(tmp_path: Path
     )
     assert trial.model_dump_json().encode()
     with Store(tmp_path / "s", "0" * 16, summary={"model": BAD}) as store:
-        store.add_trial(trial)
+        store.add(trial)
         assert load_study(store.folder).trials
     with Store(tmp_path / "s", "0" * 16, summary={"model": BAD}) as store:
         assert store.trials == (trial.model_copy(update={"resumed": True}),)

@@ -122,7 +122,7 @@ class SearchRun:
     def add_attempt(self, part: str, report: ProcessReport) -> None:
         """Keeps a run of the inspection or the trace that something outside ended."""
         attempt = make_attempt(part, report)
-        self.store.add_attempt(attempt)
+        self.store.add(attempt)
         self.observer.on_note(f"something outside ended {attempt.describe()}")
 
     @property

@@ -216,7 +216,7 @@ class CompileAhead:
         group = CompiledAhead(
             compiled=tuple(compiled), seconds=seconds, expected_s=choice.seconds, expected_saving_s=choice.saving_s
         )
-        session.store.add_compiled_ahead(group)
+        session.store.add(group)
         if cause_of(report) is Cause.OUTSIDE:
             session.add_attempt("compile ahead", report)
         failed = [one for one in compiled if one.why_not is not None]

@@ -181,7 +181,7 @@ def _search(run: SearchRun) -> SearchResult:
         if not context.candidates:
             context = trace_more(context)  # rough predictions alone rule nothing out
         setup_s = store.spent_s - began_s
-        store.add_work(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
+        store.add(WorkLine(kind="setup", began_s=began_s, seconds=setup_s, why="what the plain run needs"))
         run.context = context
         if not context.candidates:
             return answer.nothing_fits(run, context)

@@ -314,7 +314,7 @@ class Session:
         try:
             yield
         finally:
-            self.store.add_work(
+            self.store.add(
                 WorkLine(
                     kind=work.kind,
                     config=work.config,
@@ -375,7 +375,7 @@ class Session:
             return self._set_aside(trial)
         trial = with_first_loss_compared(trial, self.baseline)
         self.lost_in_a_row = 0
-        self.store.add_trial(trial)
+        self.store.add(trial)
         if not trial.is_repeat:
             self.model.observe(trial)
         self.store.tick(force=True)
@@ -387,7 +387,7 @@ class Session:
     ) -> None:
         """Keeps a run that something outside ended: in the record, and as a line on the screen."""
         attempt = make_attempt(part, report, number=number, config=config)
-        self.store.add_attempt(attempt)
+        self.store.add(attempt)
         self.observer.on_note(f"something outside ended {attempt.describe()}")
 
     def _set_aside(self, trial: Trial) -> Trial:

@@ -187,7 +187,7 @@ def run_claim_round(session: Session, work: Work) -> None:
             rounds=claim_size(session, leader),
             budget_s=session.whole_budget_s,
         )
-        session.store.add_claim(began)
+        session.store.add(began)
     number = _next_round(session, "claim") - began.first_round + 1
     session.observer.on_phase("claim", f"round {number} of {began.rounds}")
     complete = _run_round(session, "claim", [leader.first, plain], 0.0)

@@ -307,7 +307,7 @@ def _schema_version(cursor: psycopg.Cursor[Any]) -> int:
 
 
 class SharedRecord:
-    """The record of a study in a database, opened by one planner. `journal.StudyRecord` says what its methods do.
+    """The record of a study in a database, opened by one planner. `journal.RecordFile` says what its methods do.
 
     Args:
         url: Of the database.

@@ -1,7 +1,7 @@
 """The append-only record of a search: one JSON document per line, on disk before append() returns.
 
-`StudyRecord` is what a store needs of a record; `RecordFile` is the one in a file, which has one owner. The other one,
-which several planners share, is in database.py.
+`RecordFile` is a record in a file, which has one owner. Its methods say what a store needs of any record; the other
+one, which several planners share, is in database.py.
 
 A write that was cut short (power, SIGKILL, a full disk) leaves a torn last line; opening drops it. The lines
 before it are untouched.
@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autoplan.errors import StoreError, UsageError
 from autoplan.files import PRIVATE_FILE, read_regular, refuse_special, replace_file
@@ -29,58 +29,16 @@ class LeaseLostError(StoreError):
     """Another planner has taken over the work that a line is about: the line is not written."""
 
 
-class StudyRecord(Protocol):
-    """The record of one study, opened by one planner.
-
-    Attributes:
-        documents: The lines as it was opened; the first says what the study is.
-        place: Where it is, for errors.
-        shared: Whether other planners may work on the study meanwhile.
-    """
-
-    documents: list[dict[str, Any]]
-    place: str
-    shared: bool
-
-    def begin(self, head: dict[str, Any]) -> None:
-        """Adds the first line, if there is none."""
-
-    def append(self, document: dict[str, Any], *, key: str | None = None) -> None:
-        """Adds a line. With a key: only if this planner still has that piece of work, else LeaseLostError."""
-
-    def news(self) -> list[dict[str, Any]]:
-        """The lines that other planners added since the last call, in order."""
-
-    def others(self) -> Mapping[str, bool]:
-        """The pieces of work that other living planners have, and whether they have them alone."""
-
-    def claim(self, key: str, *, alone: bool = False) -> bool:
-        """Takes a piece of work; False: another planner has it, or has written about it since the last `news`.
-
-        Alone: no other planner has any work meanwhile, and none has written anything since.
-        """
-
-    def release(self, key: str) -> None:
-        """Gives a piece of work back."""
-
-    def take_number(self, least: int) -> int:
-        """A number for a trial, at least `least`."""
-
-    def keep_clock(self, spent_s: float) -> None:
-        """Notes the seconds spent, so that a killed planner's time still counts."""
-
-    def kept_clock(self) -> float:
-        """The seconds that were noted; 0: none were, or what is there is no time."""
-
-    def close(self) -> None:
-        """Closes it; closing twice is fine."""
-
-
 class RecordFile:
     """Lines of JSON in a file that is only ever added to. It has one owner, who has all the work.
 
     Args:
         path: The file; it is made if it is not there.
+
+    Attributes:
+        documents: The lines as it was opened; the first says what the study is.
+        place: Where it is, for errors.
+        shared: Whether other planners may work on the study meanwhile.
 
     Raises:
         StoreError: the file cannot be opened, or a line before the last is damaged.
@@ -118,9 +76,10 @@ class RecordFile:
             self.append(head)
 
     def append(self, document: dict[str, Any], *, key: str | None = None) -> None:
-        """Adds a line and waits until it is on disk.
+        """Adds a line and waits until it is on disk. With a key: only if this planner still has that piece of work.
 
         Raises:
+            LeaseLostError: another planner has it now.
             StoreError: it could not be written; the file is then as it was before.
         """
         line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
@@ -140,26 +99,29 @@ class RecordFile:
         self.documents.append(document)
 
     def news(self) -> list[dict[str, Any]]:
-        """There are none: nobody else adds to it."""
+        """The lines that other planners added since the last call, in order: none."""
         return []
 
     def others(self) -> Mapping[str, bool]:
-        """There are none."""
+        """The pieces of work that other living planners have, and whether they have them alone: none."""
         return {}
 
     def claim(self, key: str, *, alone: bool = False) -> bool:
-        """It is its owner's."""
+        """Takes a piece of work; False: another planner has it, or has written about it since the last `news`.
+
+        Alone: no other planner has any work meanwhile, and none has written anything since.
+        """
         return True
 
     def release(self, key: str) -> None:
-        """It stays its owner's."""
+        """Gives a piece of work back."""
 
     def take_number(self, least: int) -> int:
-        """The next number."""
+        """A number for a trial, at least `least`."""
         return least
 
     def keep_clock(self, spent_s: float) -> None:
-        """Writes the seconds spent beside the record."""
+        """Writes the seconds spent beside the record, so that a killed planner's time still counts."""
         write_atomically(self.path.with_name(CLOCK), json.dumps({"spent_s": round(spent_s, 3)}))
 
     def kept_clock(self) -> float:

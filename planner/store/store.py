@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -35,11 +35,14 @@ from autoplan.errors import StoreBusyError, StoreError
 from autoplan.files import is_special, make_private_folder, refuse_foreign
 from autoplan.planner.records.trials import Attempt, ClaimRounds, CompiledAhead, Parity, Trial, WorkLine
 from autoplan.planner.space.bounds import Bound
-from autoplan.planner.store.journal import RECORD, RecordFile, StudyRecord, store_error, write_atomically
+from autoplan.planner.store.journal import RECORD, RecordFile, store_error, write_atomically
 from autoplan.planner.store.locks import OwnedLock
 from autoplan.record import Record
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from autoplan.planner.store.database import SharedRecord
 
 RECORD_SCHEMA = 1
 CLOCK_PERIOD_S = 2.0
@@ -145,7 +148,9 @@ class Store:
         head = {"kind": "study", "schema": RECORD_SCHEMA, "identity": identity, "summary": dict(summary)}
         head["created"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         try:
-            self._record = self._open_file(fresh) if storage is None else self._open_shared(storage, head, fresh)
+            self._record: RecordFile | SharedRecord = (
+                self._open_file(fresh) if storage is None else self._open_shared(storage, head, fresh)
+            )
             try:
                 self._record.begin(head)
                 self._load()
@@ -156,14 +161,14 @@ class Store:
             self._lock.release()
             raise
 
-    def _open_file(self, fresh: bool) -> StudyRecord:
+    def _open_file(self, fresh: bool) -> RecordFile:
         if fresh and (self.folder / RECORD).exists():
             self.renamed_to = _move_aside(self.folder)
             self._lock.release()
             self._lock = _take(self.folder)
         return RecordFile(self.folder / RECORD)
 
-    def _open_shared(self, url: str, head: Mapping[str, Any], fresh: bool) -> StudyRecord:
+    def _open_shared(self, url: str, head: Mapping[str, Any], fresh: bool) -> SharedRecord:
         from autoplan.planner.store.database import SharedRecord
 
         for path in self.folder.glob("plan*.json"):  # of another run, which may have been of another database
@@ -294,25 +299,13 @@ class Store:
 
     # What is added.
 
-    def add_trial(self, trial: Trial) -> None:
-        """Puts a finished trial on disk."""
-        self._add("trial", trial)
-
-    def add_attempt(self, attempt: Attempt) -> None:
-        """Puts a run that does not count on disk."""
-        self._add("attempt", attempt)
-
-    def add_compiled_ahead(self, compiled: CompiledAhead) -> None:
-        """Puts on disk what was compiled ahead."""
-        self._add("compiled_ahead", compiled)
-
-    def add_work(self, line: WorkLine) -> None:
-        """Puts a line of the ledger on disk."""
-        self._add("work", line)
-
-    def add_claim(self, claim: ClaimRounds) -> None:
-        """Puts on disk how many rounds a claim has, before the first."""
-        self._add("claim", claim)
+    def add(self, record: Trial | Attempt | CompiledAhead | WorkLine | ClaimRounds) -> None:
+        """Puts a record on disk: a finished trial, a run that does not count, what was compiled ahead, a line of the
+        ledger, or how many rounds a claim has, before the first.
+        """
+        kind = next(kind for kind, of in KINDS.items() if isinstance(record, of))
+        self._append({"kind": kind, kind: record.model_dump(mode="json", exclude={"resumed"})})
+        self._found[kind].append(record)
 
     def add_parity(self, config: TrainingConfig, parity: Parity) -> None:
         """Puts a parity verdict on disk."""
@@ -359,10 +352,6 @@ class Store:
         elif self._plan_found is not None:
             end = self._plan_found | {"ended_by": end.get("ended_by", "time")}
         self._finished, self._finished_budget_s = end, budget_s
-
-    def _add(self, kind: str, record: Record) -> None:
-        self._append({"kind": kind, kind: record.model_dump(mode="json", exclude={"resumed"})})
-        self._found[kind].append(record)
 
     def _append(self, document: dict[str, Any]) -> None:
         self._record.append(document | {"spent_s": round(self.spent_s, 3)}, key=self._key)

@@ -21,7 +21,7 @@ from autoplan.planner.store.journal import RecordFile
 from autoplan.planner.trials.measure import ToBeat
 from autoplan.planner.trials.runner import TrialOrder
 from autoplan.strategies.config import TrainingConfig
-from benchmarks import compile_ahead, false_wins, search_replay, search_tables
+from benchmarks import false_wins, search_replay, search_tables
 from benchmarks.recorded import EARLIER, LIMIT_BYTES, SETUP, TRIALS, Recorded, choose, is_plain, read, read_table
 from benchmarks.replay import MemoryStore, TableRunner, answer, compile_s, ended_early, kept, make_estimator, replay
 from benchmarks.search_plot import draw_curves, share_at
@@ -336,18 +336,6 @@ def test_the_drawing_is_a_file_of_its_own_with_a_line_for_each_method():
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     words = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a & b", "ours", "random", "device seconds"} <= set(words)
-
-
-@pytest.mark.exhaustive
-def test_compiling_ahead_is_replayed_with_a_gpus_times():
-    recorded = read_table(search_tables.TABLES / compile_ahead.TABLE)
-    table = compile_ahead.gpu_table(recorded, 0)
-    compiled = [trial for trial in table.rounds[0] if trial.config.compile != "off"]
-    assert len(compiled) > 2 * compile_ahead.WANTED and {compile_s(trial) for trial in compiled} == {60.0}
-    assert all(was_warm(trial) for trial in table.rounds[1] if trial.config.compile != "off")
-    alone, _ = compile_ahead.replayed(recorded, 0, compile_ahead.NoneAhead)
-    beside, share = compile_ahead.replayed(recorded, 0, compile_ahead.ReplayedAhead)
-    assert 0 < alone < beside and 0.5 < share <= 1.0
 
 
 @pytest.mark.exhaustive

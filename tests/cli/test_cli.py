@@ -627,7 +627,7 @@ def test_a_search_answered_from_its_record_has_the_unit_of_its_workload(tmp_path
     unread = plan.workload.model_copy(update={"unit": "samples"})  # as a function is named, before it is called
     with Store(tmp_path / "s", plan.study, summary={}) as store:
         store.set_budget(60.0)
-        store.add_trial(plan.evidence[1])
+        store.add(plan.evidence[1])
         plan.save(store.folder / "plan.json")
         store.finish("plan_found", ended_by="time")
         run = SearchRun(

@@ -48,7 +48,7 @@ class Simulated(Session):
         self.random = np.random.default_rng(seed)
         self.spread, self.gain = spread, gain
         self.store: Any = SimpleNamespace(
-            trials=(), spent_s=0.0, claims=(), ledger=(), parity_of=lambda config: verdict(True), add_claim=self._add
+            trials=(), spent_s=0.0, claims=(), ledger=(), parity_of=lambda config: verdict(True), add=self._add
         )
         self.options: Any = SimpleNamespace(seed=seed, allows=lambda config: True, wanted=None, max_trials=0)
         self.options.wanted = SimpleNamespace(name="throughput")

@@ -257,14 +257,14 @@ def test_the_record_keeps_what_was_compiled_ahead(tmp_path: Path) -> None:
     )
     session = searching(tmp_path)
     with session.store as store:
-        store.add_compiled_ahead(group)
+        store.add(group)
         assert store.take_number() == 0 and not store.trials, "no trial"
     with Store(tmp_path, "0" * 16, summary={}) as store:
         assert store.compiled_ahead == (group,)
         session.store = store
         ahead = CompileAhead(session)
         assert session.trial_cost.is_warm(done) and not session.trial_cost.is_warm(lost)
-        store.add_trial(trial_of(done, 0, 0.5, "compile cache: 2 hit(s), 0 miss(es)"))
+        store.add(trial_of(done, 0, 0.5, "compile cache: 2 hit(s), 0 miss(es)"))
         ahead.say()
     assert session.notes == [
         "compiled ahead: 1 configurations in 1 group(s) side by side, in 10 s; 1 of them were then measured, each "

@@ -330,7 +330,7 @@ def test_the_study_is_made_again_from_the_record(tmp_path: Path):
     trials = [make_trial(number, CANDIDATES[i], how) for number, (i, how) in enumerate(outcomes.items())]
     with Store(tmp_path / "s", "0" * 16, summary={}) as store:
         for trial in trials:
-            store.add_trial(trial)
+            store.add(trial)
         storage = f"sqlite:///{tmp_path}/study.sqlite3"
         load_study(store.folder, storage)  # while the search owns the folder
     exported = optuna.load_study(study_name="autoplan", storage=storage)

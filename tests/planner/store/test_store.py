@@ -103,7 +103,7 @@ def test_a_really_full_disk(tmp_path: Path):
         store = open_store(mount / "study")
         with pytest.raises(StoreError, match="disk is full"):
             for number in range(1000):
-                store.add_trial(make_trial(number))
+                store.add(make_trial(number))
         kept = len(store.trials)
         store.close()
         (mount / "study" / "clock.json").unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def test_what_was_added_is_there_again(tmp_path: Path):
     )
     with open_store(tmp_path / "s") as store:
         store.set_budget(60.0)
-        store.add_trial(make_trial(0))
+        store.add(make_trial(0))
         store.add_parity(TrainingConfig(micro_batch=1), parity)
     with open_store(tmp_path / "s") as store:
         assert [trial.number for trial in store.trials] == [0]
@@ -202,11 +202,11 @@ def test_time_spent_adds_up_over_runs(tmp_path: Path):
 @pytest.mark.parametrize("spent", ["1e309", "-5", "NaN", '"abc"', "[]", "1e12", "[" * 4000, "1" * 5000])
 def test_a_clock_that_says_no_time_is_not_taken(tmp_path: Path, spent: str):
     with open_store(tmp_path / "s") as store:
-        store.add_trial(make_trial(0))
+        store.add(make_trial(0))
     (tmp_path / "s" / "clock.json").write_text(f'{{"spent_s": {spent}}}')
     with open_store(tmp_path / "s") as store:
         assert store.spent_s < 100.0
-        store.add_trial(make_trial(1))
+        store.add(make_trial(1))
     with open_store(tmp_path / "s") as store:
         assert store.spent_s < 100.0 and len(store.trials) == 2, "and nothing of it came into the record"
 
@@ -306,7 +306,7 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path):
 
 def test_fresh_renames_and_deletes_nothing(tmp_path: Path):
     with open_store(tmp_path / "s") as store:
-        store.add_trial(make_trial(0))
+        store.add(make_trial(0))
     with open_store(tmp_path / "s", fresh=True) as store:
         assert store.trials == ()
         assert store.renamed_to is not None
@@ -320,7 +320,7 @@ def test_fresh_renames_and_deletes_nothing(tmp_path: Path):
 def test_a_store_holds_many_studies(tmp_path: Path):
     for identity in ("one", "two"):
         with Store(study_folder(tmp_path / "s", identity), identity, summary={}) as store:
-            store.add_trial(make_trial(0))
+            store.add(make_trial(0))
             assert store.folder == tmp_path / "s" / identity
     assert study_folder(tmp_path / "s", "one") == tmp_path / "s" / "one"
     assert len(open_store(tmp_path / "s" / "one", "one").trials) == 1
