@@ -23,8 +23,7 @@ from autoplan.planner.records.trials import Prediction
 from autoplan.planner.search.inspection import Means
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import PRELOAD
-from autoplan.planner.search.setup import SearchContext, prepare_search
-from autoplan.planner.search.target import limits
+from autoplan.planner.search.setup import SearchContext, limits, prepare_search
 from autoplan.planner.trials.runner import TrialOrder, TrialRunner
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.run import read_host_profile

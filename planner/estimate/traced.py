@@ -27,7 +27,7 @@ from autoplan.planner.cost.traced.estimator import MEMORY_PARTS, CostTable, Esti
 from autoplan.planner.search.inspection import Means, inspect
 from autoplan.planner.search.options import SearchObserver, SearchOptions
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.target import limits
+from autoplan.planner.search.setup import limits
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.space.generate import Space, generate
 from autoplan.planner.trace.model_profile import ModelProfile, variants_to_trace

@@ -9,9 +9,8 @@ Read next_work.py first: it says what runs next and why. The loop:
 What a user asks for, and what is known before the first trial:
 
 - options.py: what a user asks of a search, and what it returns;
-- target.py: the device, the ranks, what a trial may take;
 - inspection.py: inspects the workload in a rank;
-- setup.py: rates, traces, candidates; what can wait comes later;
+- setup.py: the device, the ranks, rates, traces, candidates; what can wait comes later;
 - preload.py: what the zygote imports before it forks ranks.
 
 The candidates:
@@ -20,14 +19,13 @@ The candidates:
   process behind it; objective.py: what is looked for;
 - trial_cost.py: predicts how long a trial and a parity check take;
 - compile_ahead.py: compiles the next ones side by side before they are measured;
-- sampler.py: our sampler in a user's own study, and any other of Optuna's as what draws the looks;
-- untried.py: what was not tried, and how much faster it could be.
+- sampler.py: our sampler in a user's own study, and any other of Optuna's as what draws the looks.
 
 The proof and the answer:
 
 - references.py: what a plan is compared with: the plain run and the hand setting;
 - selection.py: ranks the measured configurations; claim.py: how much faster the plan is, and whether that is claimed;
 - loading.py: the loader of the training, measured beside the plan's step;
-- plan_maker.py: makes the plan of the winner; reasons.py: explains the value of each knob;
+- plan_maker.py: makes the plan of the winner, with the reason for the value of each knob;
 - answer.py: how a search ends: what is handed back, and what the record keeps.
 """

@@ -15,6 +15,7 @@ from autoplan.errors import PlanError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.loading import Loading
 from autoplan.planner.records.trials import Outcome
+from autoplan.planner.search.candidate_model import find_untried
 from autoplan.planner.search.objective import best_trial, order
 from autoplan.planner.search.options import BudgetState, SearchObserver, SearchOptions, SearchResult, Status
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, UNCHECKED, make_plan
@@ -22,7 +23,6 @@ from autoplan.planner.search.references import what_would_fit
 from autoplan.planner.search.selection import is_late
 from autoplan.planner.search.session import Session, budget_of
 from autoplan.planner.search.setup import SearchContext
-from autoplan.planner.search.untried import find_untried
 from autoplan.planner.space.prune import HOST_LIMIT
 from autoplan.planner.store.store import PLAN_FILE, Store
 from autoplan.planner.trials.runner import make_attempt

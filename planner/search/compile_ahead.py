@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from autoplan.planner.records.trials import Compiled, CompiledAhead, Outcome
 from autoplan.planner.search.next_work import Option
 from autoplan.planner.search.session import Session
-from autoplan.planner.search.target import context_bytes
+from autoplan.planner.search.setup import context_bytes
 from autoplan.planner.search.trial_cost import was_warm, what_is_compiled
 from autoplan.planner.trace.model_profile import ModelProfile
 from autoplan.planner.trials.request import CompileAnswer, CompileRequest
@@ -55,29 +54,6 @@ USED_SHARE = 0.8
 DEADLINE_FACTOR, DEADLINE_S = 4.0, 60.0
 """They are ended after this many times what is expected, and these seconds; graphs that are finished stay in the
 cache."""
-
-
-def compile_task(
-    requests: tuple[CompileRequest, ...], *, directory: Path, deadline_s: float, memory_limit_bytes: int
-) -> Task:
-    """The task that compiles several configurations, each in a process of its own.
-
-    Args:
-        requests: One for each process.
-        directory: For what they write.
-        deadline_s: For all of them.
-        memory_limit_bytes: Of host memory, for all of them together.
-    """
-    return Task(
-        target=TARGET,
-        args=(requests,),
-        ranks=len(requests),
-        independent=True,
-        directory=directory,
-        deadlines_s=PHASE_DEADLINES_S,
-        total_deadline_s=deadline_s,
-        memory_limit_bytes=memory_limit_bytes,
-    )
 
 
 class CompileAhead:
@@ -184,10 +160,14 @@ class CompileAhead:
             for one in waiting
         )
         number = len(list((session.store.folder / "trials").glob("ahead*")))
-        task = compile_task(
-            requests,
+        task = Task(
+            target=TARGET,
+            args=(requests,),
+            ranks=len(requests),
+            independent=True,
             directory=session.store.folder / "trials" / f"ahead{number:02d}",
-            deadline_s=min(DEADLINE_FACTOR * choice.seconds + DEADLINE_S, session.left_s),
+            deadlines_s=PHASE_DEADLINES_S,
+            total_deadline_s=min(DEADLINE_FACTOR * choice.seconds + DEADLINE_S, session.left_s),
             memory_limit_bytes=session.context.host_limit_bytes,
         )
         began_s = session.store.spent_s

@@ -28,9 +28,8 @@ from autoplan.planner.search.options import (
 from autoplan.planner.search.plan_maker import PLAIN_PARITY, make_plan
 from autoplan.planner.search.preload import preload_for
 from autoplan.planner.search.session import BudgetOver, Session, make_model
-from autoplan.planner.search.setup import SearchContext, begin_search, prepare_search, trace_more
+from autoplan.planner.search.setup import SearchContext, Target, begin_search, find_target, prepare_search, trace_more
 from autoplan.planner.search.state import plain_needs_s, read_state
-from autoplan.planner.search.target import Target, find_target
 from autoplan.planner.search.work import do, drawn
 from autoplan.planner.space.bounds import Bound
 from autoplan.planner.store.journal import LeaseLostError, check_out

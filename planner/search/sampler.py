@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
@@ -151,16 +150,13 @@ class MovingSampler:
         self._told = len(trials)
         now = self.model.assess()
         in_time = now.untried & (now.cost_s <= time_left_s)
-        return self.model.candidates[self.choose(np.flatnonzero(in_time if in_time.any() else now.untried))]
-
-    def choose(self, places: NDArray[np.intp]) -> int:
-        """The index of the candidate nearest to a point that is drawn, among some indices."""
+        places = np.flatnonzero(in_time if in_time.any() else now.untried)
         asked = self.study.ask(dict(self.spaces))
         with contextlib.suppress(RuntimeError):  # a grid's last point: "Study.stop" outside of a loop
             self.study.tell(asked, state=TrialState.FAIL)
         point = np.array([asked.params[knob] for knob in self.spaces], dtype=object)
         away = (self._knobs[places] != point).sum(axis=1)
-        return int(self.rng.choice(places[away == away.min()]))
+        return self.model.candidates[int(self.rng.choice(places[away == away.min()]))]
 
 
 def make_sampler(wanted: Any, model: CandidateModel, *, seed: int) -> MovingSampler:

@@ -163,11 +163,6 @@ class Session:
         return self.baseline is not None
 
     @property
-    def plain_failed_again(self) -> bool:
-        """Whether a further run of the plain run failed: no round of a claim would be complete."""
-        return self.baseline is not None and self.first_run(self.baseline.config) is None
-
-    @property
     def plain_config(self) -> TrainingConfig | None:
         """Of the plain run that was measured."""
         return None if self.baseline is None else self.baseline.config

@@ -267,54 +267,30 @@ def takes_own_shapes(trials: TrialCost, cost: ModelCost, config: TrainingConfig)
     others = config.loss == "fused" or config.parameters != "own" or config.fp8 != "off" or config.pp > 1
     if config.compile == "off" or others or cost.has_dropout:
         return False
-    own_length = cost.sequence_length is not None and cost.sequence_length > _longest(cost)
-    saved_s = (1 + own_length) * trials.compile_s(config) - trials.compile_s(config, warm=True)
-    return _running_with_own_shapes_s(cost, config) - _running_with_small_shapes_s(cost, config) < saved_s
+    saved_s = (1 + (_share(cost) < 1.0)) * trials.compile_s(config) - trials.compile_s(config, warm=True)
+    return _running_s(cost, config, own_shapes=True) - _running_s(cost, config) < saved_s
 
 
-def _running_with_own_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
-    samples = _step_samples(config, config.micro_batch, large=True)
-    return SMALL_BATCH_FACTOR * samples * cost.sample_s + _optimizer_s(cost, large=True)
-
-
-def _running_with_small_shapes_s(cost: ModelCost, config: TrainingConfig) -> float:
-    micro_batch = _micro_batch(cost, config)
-    sample_s = SMALL_BATCH_FACTOR * _share(cost) * cost.sample_s
-    steps_s = CHECK_STEPS * check_accumulation(config) * micro_batch * config.dp * sample_s
-    large = _is_large(cost) or steps_s > MOST_STEPS_S
-    step_samples = _step_samples(config, micro_batch, large=large)
-    dropout_samples = DROPOUT_PASSES * micro_batch * config.dp if cost.has_dropout else 0
-    if cost.sequence_length is None:
-        samples = step_samples + dropout_samples
-    else:
-        length = min(_longest(cost), cost.sequence_length)
-        samples = step_samples * length / cost.sequence_length
-        samples += dropout_samples * min(DROPOUT_SEQUENCE_LENGTH, length) / cost.sequence_length
-        if length < cost.sequence_length:
-            samples += 2.0 * config.dp
-    return SMALL_BATCH_FACTOR * samples * cost.sample_s + _optimizer_s(cost, large=large)
-
-
-def _step_samples(config: TrainingConfig, micro_batch: int, *, large: bool) -> float:
-    """Samples of the steps of both runs, and of the first once more in fp32; there again and the second, if small."""
+def _running_s(cost: ModelCost, config: TrainingConfig, *, own_shapes: bool = False) -> float:
+    """Expected seconds of the steps and passes of a check: with the trial's own shapes, or with small ones."""
+    micro_batch = config.micro_batch if own_shapes else _micro_batch(cost, config)
+    share, sample_s = (1.0 if own_shapes else _share(cost)), SMALL_BATCH_FACTOR * cost.sample_s
     whole = check_accumulation(config) * micro_batch * config.dp
+    large = own_shapes or _is_large(cost) or CHECK_STEPS * whole * share * sample_s > MOST_STEPS_S
     few = (LARGE_MODEL_STEPS - WHOLE_STEPS) * micro_batch * config.dp if large else 0
-    twin = (whole if large else 3 * whole) if twin_of(config) is not None else 0
-    return 2.0 * (WHOLE_STEPS if large else CHECK_STEPS) * whole + few + twin
-
-
-def _optimizer_s(cost: ModelCost, *, large: bool) -> float:
+    twin = 0 if twin_of(config) is None else whole if large else 3 * whole  # the first steps once more in fp32
+    samples = share * (2.0 * (WHOLE_STEPS if large else CHECK_STEPS) * whole + few + twin)
+    if cost.has_dropout:
+        length = cost.sequence_length or 1
+        samples += DROPOUT_PASSES * micro_batch * config.dp * min(DROPOUT_SEQUENCE_LENGTH / length, share)
+    if share < 1.0:
+        samples += 2.0 * config.dp  # a pass at the workload's own length
     steps = WHOLE_STEPS + LARGE_MODEL_STEPS if large else 2 * CHECK_STEPS
-    return OPTIMIZER_STEP * steps * cost.optimizer_s
+    return samples * sample_s + OPTIMIZER_STEP * steps * cost.optimizer_s
 
 
 def _is_large(cost: ModelCost) -> bool:
     return cost.parameters > SMALL_MODEL_PARAMETERS
-
-
-def _longest(cost: ModelCost) -> int:
-    """The length of the check's own sequences."""
-    return LARGE_MODEL_SEQUENCE_LENGTH if _is_large(cost) else CHECK_SEQUENCE_LENGTH
 
 
 def first_steps_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
@@ -330,7 +306,8 @@ def _micro_batch(cost: ModelCost, config: TrainingConfig) -> int:
 
 def _share(cost: ModelCost) -> float:
     """Of the workload's own sequence length, the check's."""
-    return 1.0 if cost.sequence_length is None else min(1.0, _longest(cost) / cost.sequence_length)
+    longest = LARGE_MODEL_SEQUENCE_LENGTH if _is_large(cost) else CHECK_SEQUENCE_LENGTH
+    return 1.0 if cost.sequence_length is None else min(1.0, longest / cost.sequence_length)
 
 
 def parity_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> float:
@@ -339,5 +316,4 @@ def parity_s(trials: TrialCost, cost: ModelCost, config: TrainingConfig) -> floa
     The check leaves further ones out where time is short.
     """
     own = takes_own_shapes(trials, cost, config)
-    running_s = (_running_with_own_shapes_s if own else _running_with_small_shapes_s)(cost, config)
-    return 2 * trials.fixed_s + running_s + trials.compile_s(config, warm=own)
+    return 2 * trials.fixed_s + _running_s(cost, config, own_shapes=own) + trials.compile_s(config, warm=own)

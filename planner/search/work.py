@@ -191,7 +191,7 @@ def run_claim_round(session: Session, work: Work) -> None:
     number = _next_round(session, "claim") - began.first_round + 1
     session.observer.on_phase("claim", f"round {number} of {began.rounds}")
     complete = _run_round(session, "claim", [leader.first, plain], 0.0)
-    if not complete or session.plain_failed_again:
+    if not complete or session.first_run(plain.config) is None:  # no round would be complete
         session.ended_claims.add(began.number)
 
 

@@ -22,7 +22,7 @@ from autoplan.planner.records.trials import Recheck
 from autoplan.planner.records.trust import own_workload
 from autoplan.planner.search.options import SearchOptions, SearchResult
 from autoplan.planner.search.preload import preload_for
-from autoplan.planner.search.target import limits
+from autoplan.planner.search.setup import limits
 from autoplan.planner.search.trial_cost import was_warm
 from autoplan.planner.store.locks import DeviceLock, device_names
 from autoplan.planner.trials.runner import PHASE_DEADLINES_S, TrialOrder, TrialRunner

@@ -3,7 +3,7 @@
 import pytest
 
 from autoplan.planner.search.options import SearchOptions
-from autoplan.planner.search.target import CUDA_MEMORY_SHARE, find_target, limits
+from autoplan.planner.search.setup import CUDA_MEMORY_SHARE, find_target, limits
 from autoplan.probes.gpu import read_gpus
 from autoplan.probes.run import read_host_profile
 from autoplan.processes import memory

@@ -10,8 +10,7 @@ import pytest
 from autoplan.planner.records.trials import Interval, Objective, Outcome
 from autoplan.planner.records.untried import Untried
 from autoplan.planner.search.answer import SearchRun, budget_ended
-from autoplan.planner.search.candidate_model import CandidateModel
-from autoplan.planner.search.untried import find_untried
+from autoplan.planner.search.candidate_model import CandidateModel, find_untried
 from autoplan.report import facts
 from autoplan.strategies.config import TrainingConfig
 from benchmarks.recorded import EARLIER, LIMIT_BYTES, read
