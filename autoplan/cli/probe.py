@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.cli import output
-from autoplan.report.screen import is_plain
 from autoplan.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from autoplan.record import Reading
 
 Row = tuple[str, ...]
+PLAIN = ("", "found", "from")
+"""The headings of what is no matrix: a name, a figure, where it comes from."""
 
 
 def probe_command(
@@ -44,10 +45,10 @@ def probe_command(
 
 def show_profile(profile: HardwareProfile) -> None:
     """The profile on stdout: tables on a terminal, plain lines elsewhere."""
-    _show("Host", ("", "", ""), host_rows(profile.host))
+    _show("Host", PLAIN, host_rows(profile.host))
     for device in profile.devices:
         title = f"{'cpu' if device.type == 'cpu' else f'cuda:{device.index}'}: {device.name}"
-        _show(title, ("", "", ""), device_rows(device))
+        _show(title, PLAIN, device_rows(device))
         if device.operations:
             _show("matrix products", ("dtype", "best", "datasheet", "share", "in training"), peak_rows(device))
             _show("attention, forward and backward", ("dtype", "shape", "sdpa", "eager"), attention_rows(device))
@@ -195,24 +196,7 @@ def _versions(host: Host) -> str:
     return f"{driver}, CUDA {host.cuda}" if host.cuda else driver
 
 
-def _show(title: str, header: Row, rows: Sequence[Row]) -> None:
-    """A table on a terminal; elsewhere one line per row, cells apart by ' | '."""
-    if not rows:
-        return
-    console = output.console(stderr=False)
-    if is_plain(sys.stdout):
-        console.print(title, markup=False, soft_wrap=True)
-        for row in [header, *rows] if any(header) else rows:
-            cells = [cell or "-" for cell in row] if any(header) else [cell for cell in row if cell]
-            console.print("  " + " | ".join(cells), markup=False, soft_wrap=True)
-        return
-    from rich.table import Table
-    from rich.text import Text
+def _show(title: str, headings: Row, rows: Sequence[Row]) -> None:
+    from autoplan.report import facts, terminal
 
-    table = Table(title=title, title_justify="left", show_header=any(header), box=None, pad_edge=False)
-    for column in range(len(rows[0])):
-        table.add_column(header[column], style="dim" if not any(header) and column == 2 else None)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
-    console.print()
+    terminal.show_table(output.console(stderr=False), facts.Rows(headings, list(rows)), title=title)

@@ -3,8 +3,7 @@
 - run.py: the entry; renders a target, checks it, writes its files;
 - base.py: what all targets share, and which of them carry what another one refuses;
 - kit/: the code that exports copy, as real modules; bundle.py: copies it, with all that it uses of autoplan's source;
-  plan_settings.py: the constants that it asks, of a plan; training.py: those of the workload's training;
-  companion.py: a whole module of these;
+  companion.py: the constants that it asks, of a plan and of the workload's training, and a whole module of these;
 - user_code.py: what exports run of other people's code, behind limits; model_summary.py: what it says of the model;
 - documents.py: the targets `json` and `yaml`; pytorch.py: `pytorch`; launch.py: `torchrun` and `slurm`; ray.py: `ray`;
 - accelerate.py, deepspeed.py, lightning.py (`lightning` and `fabric`), transformers.py (`transformers` and `trl`):

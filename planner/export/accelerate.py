@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from autoplan.planner.export.base import Export, companion_name, refusal, refuse_model_parallelism, same_or_error
+from autoplan.planner.export.base import Export, Target, companion_name, same_or_error_each
 from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, key_table
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.trainer_arguments import refuse_fp16_on_cpu
+from autoplan.planner.plan.trainer_arguments import refusal, refuse_fp16_on_cpu, refuse_model_parallelism
 from autoplan.strategies.config import LEFT_BY_TOOLS
 
 if TYPE_CHECKING:
@@ -30,12 +30,11 @@ TAKES = ("model:prepare_module", "accelerate:make_accelerator", "accelerate:prep
 LOOP = ("loop:steps", "loop:loader_arguments", "loop:train_step")
 
 
-class AccelerateTarget:
+class AccelerateTarget(Target):
     """A YAML file for the launcher, and a module for the loop."""
 
     name = "accelerate"
     suffix = ".yaml"
-    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         table = key_table("accelerate", installed_version("accelerate"))
@@ -59,9 +58,7 @@ class AccelerateTarget:
         check_module(module, settings(plan, next(iter(export.files))))
         if installed_version("accelerate") is None:
             return ("not read by accelerate's own launcher: install accelerate to have that checked",)
-        found = read_back(text)
-        for what, wanted in expected(plan).items():
-            same_or_error(what, found.get(what), wanted)
+        same_or_error_each(expected(plan), read_back(text))
         return key_table("accelerate", installed_version("accelerate")).notes()
 
 
@@ -165,28 +162,13 @@ def _type_lines(plan: Plan) -> list[str]:
 
 def expected(plan: Plan) -> dict[str, Any]:
     """The values that a process finds if accelerate started it with the file; see `read_back_in_rank`."""
-    config = plan.config
-    found: dict[str, Any] = {
-        "unknown keys": [],
-        "launcher": "torchrun" if config.world_size > 1 else "one process",
-        "ranks": config.world_size,
-        "precision": PRECISIONS[config.precision],
-        "dynamo": "NO",
-        "use_cpu": plan.device == "cpu",
-        "fsdp": config.dp_shard > 1,
-    }
-    if config.dp_shard > 1:
-        found |= {
-            "fsdp_version": 2,
-            "reshard": config.reshard_after_forward,
-            "units": "transformer_auto_wrap_policy",
-            "offload": False,
-            "cpu_loading": False,
-            "checkpointing": False,
-        }
-    if config.dp_shard > 1 and config.dp_replicate > 1:
-        found |= {"dp_replicate": config.dp_replicate, "dp_shard": config.dp_shard, "tp": 1}
-    return found
+    of_the_file = ("environment", "distributed", "machines", "machine", "port", "state_dict")
+    found = {term: value for term, value in values(plan).items() if term not in of_the_file}
+    found |= {"unknown keys": [], "launcher": "torchrun" if plan.config.world_size > 1 else "one process"}
+    found |= {"dynamo": "NO", "fsdp": plan.config.dp_shard > 1}
+    if plan.config.dp_shard > 1:
+        found["units"] = "transformer_auto_wrap_policy"
+    return found | ({"tp": 1} if "dp_replicate" in found else {})
 
 
 def read_back(text: str) -> dict[str, Any]:

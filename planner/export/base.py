@@ -1,16 +1,18 @@
-"""Shared parts of all export targets: the protocol of a target, its files, the comments about the plan, refusals."""
+"""Shared parts of all export targets: the protocol of a target, its files, the comments about the plan."""
 
 from __future__ import annotations
 
 import keyword
 import re
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from autoplan.errors import ExportError
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan_file import one_line
-from autoplan.strategies.config import TrainingConfig
 
 CODING = "# -*- coding: utf-8 -*-"
 """The first line of each Python file: Python reads the encoding from a comment, and the next ones have names in them
@@ -28,23 +30,38 @@ class Export:
     Attributes:
         files: Text by file name; the first is the one that `--out` names.
         not_carried: Sentences on what the target cannot express; they are in the comments of the files too.
-        notes: Sentences for the user, such as on a check that could not run.
     """
 
     files: dict[str, str]
     not_carried: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
 
 
-class Target(Protocol):
-    """One export target: makes the files, and checks them with the reader that the other trainer uses."""
+class Target(ABC):
+    """One export target: makes the files, and checks them with the reader that the other trainer uses.
+
+    Attributes:
+        name: Of the target.
+        suffix: Of its first file.
+        runs_code: It builds the model, so a file that the plan names runs.
+        is_module: Its first file is imported by its name.
+        carries_loader: It has the loader's workers, prefetch factor and pinned memory, where the search measured them.
+    """
 
     name: str
     suffix: str
-    runs_code: bool  # whether it builds the model, so that a file that the plan names runs
+    runs_code = False
+    is_module = False
+    carries_loader = True
 
-    def render(self, plan: Plan, stem: str) -> Export: ...
+    @abstractmethod
+    def render(self, plan: Plan, stem: str) -> Export:
+        """The files of a plan; the first is `stem` with the target's suffix.
 
+        Raises:
+            ExportError: the target cannot express the plan.
+        """
+
+    @abstractmethod
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         """Reads the export back as the other trainer would; returns notes.
 
@@ -72,17 +89,14 @@ def provenance_lines(plan: Plan) -> list[str]:
     ]
 
 
-def comment(lines: list[str] | tuple[str, ...], mark: str = "#") -> str:
-    """The lines as a comment, wrapped at 110 columns.
+def comment(lines: Sequence[str], not_carried: Sequence[str] = ()) -> str:
+    """The lines as a comment, wrapped at 110 columns, and what is not carried.
 
     Names come from anywhere, so no character of theirs ends a line, in any language (U+2028 does in YAML).
     """
-    import textwrap
-
-    wrapper = textwrap.TextWrapper(
-        110, initial_indent=f"{mark} ", subsequent_indent=f"{mark}   ", break_long_words=False
-    )
-    return "\n".join(wrapper.fill(one_line(line)) for line in lines)
+    wrapper = textwrap.TextWrapper(110, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+    missing = (f"NOT CARRIED: {text}." for text in not_carried)
+    return "\n".join(wrapper.fill(one_line(line)) for line in (*lines, *missing))
 
 
 def companion_name(stem: str) -> str:
@@ -116,47 +130,11 @@ def same_or_error(what: str, read_back: object, wanted: object) -> None:
         )
 
 
-Need = Literal["tensor parallelism", "pipeline parallelism", "replicas of shards", "shards on a CPU"]
-
-_CARRIED_BY: dict[Need, tuple[str, ...]] = {
-    "tensor parallelism": ("pytorch", "ray", "torchtitan", "megatron"),
-    "pipeline parallelism": ("torchrun", "slurm", "torchtitan", "megatron"),
-    "replicas of shards": ("pytorch", "accelerate", "torchtitan"),
-    "shards on a CPU": ("pytorch", "deepspeed", "lightning", "fabric"),
-}
-
-
-def nearest(need: Need) -> str:
-    """A hint that names what carries it."""
-    return f"the targets {' and '.join(_CARRIED_BY[need])}, or plan.prepare() in your own loop, under torchrun."
-
-
-def refusal(tool: str, need: Need, given: str) -> ExportError:
-    """The error of a target that cannot express a plan.
-
-    Args:
-        tool: The tool, as a subject.
-        need: What it lacks.
-        given: What the plan has.
-    """
-    return ExportError(f"{tool} cannot run {need}, and the plan has {given}", hint=f"What does: {nearest(need)}")
-
-
-def refuse_model_parallelism(tool: str, config: TrainingConfig, *, replicas_of_shards: bool) -> None:
-    """Refuses tensor and pipeline parallelism, and replicas of shards.
-
-    Args:
-        tool: The tool, as a subject.
-        config: The plan's.
-        replicas_of_shards: Whether the tool has them.
+def same_or_error_each(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Compares each value that is wanted with what was read back.
 
     Raises:
-        ExportError: the plan has one of these.
+        ExportError: one differs, or is not there.
     """
-    if config.tp > 1:
-        raise refusal(tool, "tensor parallelism", f"tp={config.tp}")
-    if config.pp > 1:
-        raise refusal(tool, "pipeline parallelism", f"pp={config.pp}")
-    if config.dp_shard > 1 and config.dp_replicate > 1 and not replicas_of_shards:
-        given = f"dp_replicate={config.dp_replicate} dp_shard={config.dp_shard}"
-        raise refusal(tool, "replicas of shards", given)
+    for what, value in wanted.items():
+        same_or_error(what, found.get(what), value)

@@ -93,7 +93,8 @@ def _imports(node: ast.stmt) -> Iterator[Import]:
             yield Import(alias.name, "", alias.asname or alias.name.partition(".")[0])
     elif isinstance(node, ast.ImportFrom) and node.module and node.module != "__future__":
         for alias in node.names:
-            yield Import(node.module, alias.name, alias.asname or alias.name)
+            names = _parsed(node.module).definitions if alias.name == "*" else [alias.name]
+            yield from (Import(node.module, name, alias.asname or name) for name in names)
 
 
 def fold(text: str, settings: Mapping[str, Any]) -> str:

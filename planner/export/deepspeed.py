@@ -11,12 +11,20 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, companion_name, refuse_model_parallelism, same_or_error
-from autoplan.planner.export.companion import check_module, head, loop_not_carried, loop_settings, module_text
-from autoplan.planner.export.training import last_part, training_of
+from autoplan.planner.export.base import Export, Target, companion_name, same_or_error_each
+from autoplan.planner.export.companion import (
+    check_module,
+    head,
+    last_part,
+    loop_not_carried,
+    loop_settings,
+    module_text,
+    training_of,
+)
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import installed_version, key_table
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import refuse_model_parallelism
 from autoplan.strategies.config import LEFT_BY_TOOLS
 
 if TYPE_CHECKING:
@@ -37,12 +45,11 @@ TAKES = (
 )
 
 
-class DeepspeedTarget:
+class DeepspeedTarget(Target):
     """JSON for deepspeed.initialize, and a module for the loop."""
 
     name = "deepspeed"
     suffix = ".json"
-    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         table = key_table("deepspeed", installed_version("deepspeed"))
@@ -64,9 +71,7 @@ class DeepspeedTarget:
         check_module(module, settings(plan, next(iter(export.files))))
         if installed_version("deepspeed") is None:
             return ("not read by the real DeepSpeedConfig: install deepspeed to have that checked",)
-        found = read_back(text, plan.config.world_size)
-        for what, wanted in expected(plan).items():
-            same_or_error(what, found.get(what), wanted)
+        same_or_error_each(expected(plan), read_back(text, plan.config.world_size))
         return key_table("deepspeed", installed_version("deepspeed")).notes()
 
 
@@ -159,24 +164,19 @@ def not_carried(plan: Plan) -> list[str]:
 
 def expected(plan: Plan) -> dict[str, Any]:
     """The values that DeepSpeedConfig holds if the file says what the plan has."""
-    training = training_of(plan)
-    autocast = AUTOCAST.get(plan.config.precision)
-    return {
+    written = values(plan)
+    dtype = written["autocast_dtype"]
+    return written | {
         "unknown keys": [],
         "ranks": plan.config.world_size,
         "global_batch": plan.workload.global_batch,
-        "micro_batch": plan.config.micro_batch,
-        "accumulation": plan.accumulation,
-        "max_grad_norm": (training.max_grad_norm if training is not None else None) or 0.0,
-        "stage": stage(plan),
+        "max_grad_norm": written["max_grad_norm"] or 0.0,
         "offload": False,
         "fp16": False,
         "bf16": False,
-        "gradient_dtype": "fp32",
-        "autocast": autocast is not None,
-        "autocast_dtype": None if autocast is None else f"torch.{autocast}",
-        "autocast_modules": None if autocast is None else [],
-        "any_optimizer": bool(stage(plan)),
+        "autocast": dtype is not None,
+        "autocast_dtype": None if dtype is None else f"torch.{dtype}",
+        "any_optimizer": bool(written["any_optimizer"]),
     }
 
 

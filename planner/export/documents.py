@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error
 from autoplan.planner.plan.plan import Plan
 from autoplan.planner.records.plan_file import with_shown_texts
 
@@ -44,12 +44,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return shown
 
 
-class JsonTarget:
+class JsonTarget(Target):
     """The short document as JSON."""
 
     name = "json"
     suffix = ".json"
-    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         return Export(files={f"{stem}{self.suffix}": self.write(plan)})

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error, same_or_error_each
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.current import PLAN_VARIABLE, variables_for
 from autoplan.planner.plan.plan import Plan
@@ -82,35 +82,33 @@ def variable_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def program_lines(plan: Plan) -> list[str]:
-    """Lines that choose what the ranks run: the given script with its arguments, else the plan's own workload.
+def script_lines(plan: Plan, stem: str, folder: str) -> list[str]:
+    """The lines of both scripts: where the plan's file is, the variables, and what the ranks run.
 
-    `autoplan run` then asks what may run. It takes the options that are given: `--model train.py:workload`.
-    """
-    lines = ["export AUTOPLAN_PLAN=$PLAN  # for autoplan.current_plan() in a script of yours"]
-    lines.append('if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then')
-    if plan.workload.kind == "object":
-        lines.append('    echo "The plan was made of Python objects: give your script and its arguments." >&2')
-        lines.append("    exit 2")
-    else:
-        lines.append('    set -- -m autoplan run "$PLAN" "$@"')
-    return [*lines, "fi"]
-
-
-def plan_lines(plan_file: str, folder: str) -> list[str]:
-    """Where the plan's file is, with the check that it is there.
+    They run the given script with its arguments, else the plan's own workload. `autoplan run` then asks what may run,
+    and takes the options that are given: `--model train.py:workload`.
 
     Args:
-        plan_file: Its name.
+        plan: The plan.
+        stem: The name of the script without its suffix.
         folder: The folder of the script, as bash says it.
     """
+    own = ['    set -- -m autoplan run "$PLAN" "$@"']
+    if plan.workload.kind == "object":
+        own = ['    echo "The plan was made of Python objects: give your script and its arguments." >&2', "    exit 2"]
     return [
+        "set -euo pipefail",
         f"HERE={folder}",
-        f"FILE={shlex.quote(plan_file)}",
+        f"FILE={shlex.quote(f'{stem}.plan.json')}",
         "PLAN=${PLAN:-$HERE/$FILE}",
         'if [ ! -f "$PLAN" ]; then',
         '    echo "There is no $PLAN: the file of the plan lies beside this script, or PLAN=/its/path says where." >&2',
         "    exit 2",
+        "fi",
+        *variable_lines(plan),
+        "export AUTOPLAN_PLAN=$PLAN  # for autoplan.current_plan() in a script of yours",
+        'if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then',
+        *own,
         "fi",
     ]
 
@@ -226,12 +224,12 @@ def parse_in_rank(context: RankContext, words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(read).items() if isinstance(value, (str, int, bool, list, type(None)))}
 
 
-class TorchrunTarget:
+class TorchrunTarget(Target):
     """The torchrun command of a plan, as a script."""
 
     name = "torchrun"
     suffix = ".sh"
-    runs_code = False
+    carries_loader = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         left = not_carried(plan)
@@ -243,15 +241,11 @@ class TorchrunTarget:
             f"options: bash {stem}.sh --model train.py:workload, where you did not search it.",
             f"bash {stem}.sh train.py --its arguments: your script on them. It takes the plan with "
             "autoplan.current_plan(), or is the script of autoplan export --to pytorch.",
-            *(f"NOT CARRIED: {text}." for text in left),
         ]
         lines = [
             "#!/usr/bin/env bash",
-            comment(head),
-            "set -euo pipefail",
-            *plan_lines(f"{stem}.plan.json", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'),
-            *variable_lines(plan),
-            *program_lines(plan),
+            comment(head, left),
+            *script_lines(plan, stem, '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'),
             f'exec torchrun --standalone --nproc-per-node {ranks} "$@"',
         ]
         return _export(plan, stem, lines, left)
@@ -259,9 +253,8 @@ class TorchrunTarget:
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         values, notes = check_script(plan, export)
         read = parse_torchrun(["train.py" if word == "$@" else word for word in values.command])
-        same_or_error("--standalone", read["standalone"], True)
-        same_or_error("--nproc-per-node", read["nproc_per_node"], str(plan.config.world_size))
-        same_or_error("the script of the command", read["training_script"], "train.py")
+        ranks = str(plan.config.world_size)
+        same_or_error_each({"standalone": True, "nproc_per_node": ranks, "training_script": "train.py"}, read)
         return notes
 
 
@@ -293,12 +286,12 @@ def options(plan: Plan) -> dict[str, str | None]:
     return found | {"output": "%x-%j.out"}
 
 
-class SlurmTarget:
+class SlurmTarget(Target):
     """The sbatch script of a plan."""
 
     name = "slurm"
     suffix = ".sh"
-    runs_code = False
+    carries_loader = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         left = (
@@ -317,16 +310,12 @@ class SlurmTarget:
             "The plan was measured on one node that had nothing else to do: hence --exclusive and all its memory "
             "(--mem=0). On several: sbatch --nodes=2 --gpus-per-node=... A node needs at least ranks x (loader workers "
             "+ 1) cores in --cpus-per-task.",
-            *(f"NOT CARRIED: {text}." for text in left),
         ]
         lines = [
             "#!/usr/bin/env bash",
             *(f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options(plan).items()),
-            comment(head),
-            "set -euo pipefail",
-            *plan_lines(f"{stem}.plan.json", "${SLURM_SUBMIT_DIR:-.}"),
-            *variable_lines(plan),
-            *program_lines(plan),
+            comment(head, left),
+            *script_lines(plan, stem, "${SLURM_SUBMIT_DIR:-.}"),
             "",
             f"RANKS={config.world_size}",
             f"SAME_NODE={config.tp}  # ranks that split a tensor between them talk most, and stay on one node",
@@ -349,8 +338,7 @@ class SlurmTarget:
         values, notes = check_script(plan, export)
         same_or_error("the #SBATCH lines", values.options, options(plan))
         ranks = str(plan.config.world_size)
-        same_or_error("RANKS", values.names.get("RANKS"), ranks)
-        same_or_error("SAME_NODE", values.names.get("SAME_NODE"), str(plan.config.tp))
+        same_or_error_each({"RANKS": ranks, "SAME_NODE": str(plan.config.tp)}, values.names)
         known = _ON_ONE_NODE | {"$RANKS_PER_NODE": ranks}
         words = [known.get(word, word) for word in values.command if word != "&"]
         read = parse_torchrun(words)
@@ -363,7 +351,7 @@ class SlurmTarget:
             "standalone": False,
             "training_script": "train.py",
         }
-        same_or_error("the torchrun command", {name: read[name] for name in wanted}, wanted)
+        same_or_error_each(wanted, read)
         return (*notes, *_test_only(next(iter(export.files.values()))))
 
 

@@ -8,57 +8,70 @@ plan.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from autoplan.planner.export.base import Export, same_or_error
-from autoplan.planner.export.companion import COMPILES_MODEL, check_module, head, loop_settings, module_text
-from autoplan.planner.export.training import optimizer_settings, training_not_carried, training_of
-from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import pick_table
-from autoplan.planner.plan.lightning_arguments import (
-    PACKAGES,
-    Call,
-    Kind,
-    LightningArguments,
-    drops_fused_step,
-    installed_version,
-    lightning_arguments,
+from autoplan.planner.export.base import Export, Target, same_or_error_each
+from autoplan.planner.export.companion import (
+    COMPILES_MODEL,
+    check_module,
+    head,
+    loop_settings,
+    module_text,
+    optimizer_settings,
+    training_not_carried,
+    training_of,
 )
+from autoplan.planner.export.user_code import read_by_tool
+from autoplan.planner.plan.key_tables import installed_version, pick_table
+from autoplan.planner.plan.lightning_arguments import Kind, LightningArguments, drops_fused_step, lightning_arguments
 from autoplan.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
 
-class LightningTarget:
+class LightningTarget(Target):
     """A module with `make_trainer(**more)`, `prepare_module(model)` and what goes with them."""
 
     name = "lightning"
     kind: Kind = "trainer"
     suffix = ".py"
-    runs_code = False
     is_module = True
 
     def render(self, plan: Plan, stem: str) -> Export:
-        version = installed_version()
-        table = pick_table("lightning", version)
-        arguments = _arguments(plan, self.kind, version)
+        version = installed_version("lightning")
+        arguments = arguments_of(plan, self.kind, version)
         whole = [COMPILES_MODEL] if plan.config.compile == "model" else []
         training = training_not_carried(plan, "your LightningModule's or loop's")
         not_carried = [*arguments.not_carried, *whole, *training]
-        text = _module_text(plan, self.kind, arguments, not_carried, table, version)
+        values = settings(plan, self.kind, arguments)
+        made = values["MAKES_OPTIMIZERS"]
+        takes = ["model:prepare_module", "loop:loader_arguments"]
+        if self.kind == "fabric":
+            takes += ["fabric:make_fabric", "loop:train_step", *(["loop:make_optimizers"] if made else [])]
+        else:
+            takes += ["lightning:make_trainer", "lightning:global_mean", *(["lightning:optimizers"] if made else [])]
+        if plan.config.dp_shard > 1:
+            takes.append("model:shard")
+        text = module_text(
+            values,
+            takes,
+            head=head(plan, _said(plan, self.kind, version), not_carried, start=False),
+            docstring=_docstring(plan, self.kind, made=made),
+            shown=("GLOBAL_BATCH", "MICRO_BATCH", "ACCUMULATION", "ITEMS", "MAX_GRAD_NORM", "SEED"),
+        )
         return Export(files={f"{stem}.py": text}, not_carried=tuple(not_carried))
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         (text,) = export.files.values()
-        arguments = _arguments(plan, self.kind, installed_version())
-        if installed_version() is not None:
-            found = read_back(text, self.kind)
-            for name, value in expected(arguments).items():
-                same_or_error(name, found.get(name), value)
+        version = installed_version("lightning")
+        arguments = arguments_of(plan, self.kind, version)
+        if version is not None:
+            place = f"{__name__}:read_back_in_rank"
+            same_or_error_each(expected(arguments), read_by_tool(place, (text, self.kind), tool=f"lightning {version}"))
         check_module(text, settings(plan, self.kind, arguments))
-        if installed_version() is None:
+        if version is None:
             return ("not made into a real Trainer or Fabric: install lightning to have that checked",)
         return ()
 
@@ -79,16 +92,16 @@ def settings(plan: Plan, kind: Kind, arguments: LightningArguments) -> dict[str,
         values |= optimizer_settings(own, training, with_schedule=True)
     if kind == "trainer":  # which has an argument for it
         values["BATCH_NORM"] = "own"
-    for call in arguments.calls():
-        if call.name == "MixedPrecision":
-            values["PLUGIN_OPTIONS"] = call.options
-        else:
-            values |= {"STRATEGY": call.name, "STRATEGY_OPTIONS": call.options}
-    plain = {name: value for name, value in arguments.values.items() if not isinstance(value, Call | list)}
-    return values | {"ARGUMENTS": plain}
+    return values | {
+        "ARGUMENTS": arguments.values,
+        "STRATEGY": arguments.strategy,
+        "STRATEGY_OPTIONS": arguments.strategy_options,
+        "PLUGIN_OPTIONS": arguments.plugin_options,
+    }
 
 
-def _arguments(plan: Plan, kind: Kind, version: str | None) -> LightningArguments:
+def arguments_of(plan: Plan, kind: Kind, version: str | None) -> LightningArguments:
+    """The arguments of a plan's Trainer or Fabric."""
     training = training_of(plan)
     return lightning_arguments(
         plan.config,
@@ -100,35 +113,9 @@ def _arguments(plan: Plan, kind: Kind, version: str | None) -> LightningArgument
     )
 
 
-def _module_text(
-    plan: Plan,
-    kind: Kind,
-    arguments: LightningArguments,
-    not_carried: list[str],
-    table: dict[str, Any],
-    version: str | None,
-) -> str:
-    values = settings(plan, kind, arguments)
-    made = values["MAKES_OPTIMIZERS"]
-    takes = ["model:prepare_module", "loop:loader_arguments"]
-    if kind == "fabric":
-        takes += ["fabric:make_fabric", "loop:train_step", *(["loop:make_optimizers"] if made else [])]
-    else:
-        takes += ["lightning:make_trainer", "lightning:global_mean", *(["lightning:optimizers"] if made else [])]
-    if plan.config.dp_shard > 1:
-        takes.append("model:shard")
-    return module_text(
-        values,
-        takes,
-        head=head(plan, _said(plan, kind, table, version), not_carried, start=False),
-        docstring=_docstring(plan, kind, made=made),
-        shown=("GLOBAL_BATCH", "MICRO_BATCH", "ACCUMULATION", "ITEMS", "MAX_GRAD_NORM", "SEED"),
-    )
-
-
-def _said(plan: Plan, kind: Kind, table: dict[str, Any], version: str | None) -> list[str]:
+def _said(plan: Plan, kind: Kind, version: str | None) -> list[str]:
     """Lines about Lightning, for the head of a file."""
-    config = plan.config
+    config, table = plan.config, pick_table("lightning", version)
     known = f", read back by {table['verified']}" if table["verified"] else ""
     here = f"; {version} is installed here" if version not in (None, table["verified"]) else ""
     loss = (
@@ -162,7 +149,7 @@ def _said(plan: Plan, kind: Kind, table: dict[str, Any], version: str | None) ->
 def _docstring(plan: Plan, kind: Kind, *, made: bool) -> list[str]:
     """How the module is used; no text of the plan is in it."""
     if kind == "fabric":
-        lines = [
+        return [
             "The plan for Lightning Fabric. Use:",
             "",
             "    fabric = make_fabric()",
@@ -182,8 +169,7 @@ def _docstring(plan: Plan, kind: Kind, *, made: bool) -> list[str]:
             "        ahead = itertools.islice(micro_batches, ACCUMULATION)",
             "        loss, norm = train_step(fabric, model, optimizer, schedule, ahead, loss_sum)",
         ]
-        return lines
-    lines = [
+    return [
         "The plan for Lightning's Trainer. Use:",
         "",
         "    class Module(LightningModule):",
@@ -191,7 +177,11 @@ def _docstring(plan: Plan, kind: Kind, *, made: bool) -> list[str]:
         "            super().__init__()",
         "            self.model = prepare_module(build_model())",
         "",
-        *(_CONFIGURE_MODEL if plan.config.dp_shard > 1 else []),
+        *(
+            ["        def configure_model(self):", "            shard(self.model, self.device_mesh)", ""]
+            if plan.config.dp_shard > 1
+            else []
+        ),
         "        def configure_optimizers(self):",
         "            return optimizers(self.model)"
         if made
@@ -206,33 +196,17 @@ def _docstring(plan: Plan, kind: Kind, *, made: bool) -> list[str]:
         "",
         "For LightningModules of the package pytorch_lightning, write that name for lightning.pytorch below.",
     ]
-    return lines
-
-
-_CONFIGURE_MODEL = ["        def configure_model(self):", "            shard(self.model, self.device_mesh)", ""]
 
 
 # The check.
 
 
 def expected(arguments: LightningArguments) -> dict[str, Any]:
-    """The values that `read_back` finds if a module says what the plan has; the accelerator is not among them."""
-    values = {name: value for name, value in arguments.values.items() if not isinstance(value, list | Call)}
-    values.pop("accelerator")
-    for call in arguments.calls():
-        values |= {f"{call.name}.{key}": value for key, value in call.options.items()}
-    strategy = arguments.values["strategy"]
-    values["strategy"] = strategy.name if isinstance(strategy, Call) else "SingleDeviceStrategy"
-    return {"precision": "16-mixed"} | values
-
-
-def read_back(text: str, kind: Kind) -> dict[str, Any]:
-    """The values of a real Trainer or Fabric, made with the arguments of a module, in a process of its own.
-
-    Raises:
-        ExportError: Lightning refuses the arguments.
-    """
-    return read_by_tool(f"{__name__}:read_back_in_rank", (text, kind), tool=f"lightning {installed_version()}")
+    """The values that are read back if a module says what the plan has; the accelerator is not among them."""
+    values = {name: value for name, value in arguments.values.items() if name != "accelerator"}
+    values |= {f"{arguments.strategy}.{key}": value for key, value in arguments.strategy_options.items()}
+    values |= {f"MixedPrecision.{key}": value for key, value in arguments.plugin_options.items()}
+    return {"precision": "16-mixed"} | values | {"strategy": arguments.strategy or "SingleDeviceStrategy"}
 
 
 def read_back_in_rank(context: RankContext, text: str, kind: Kind) -> dict[str, Any]:
@@ -242,29 +216,24 @@ def read_back_in_rank(context: RankContext, text: str, kind: Kind) -> dict[str, 
     import torch
 
     os.chdir(context.directory)
-    module = _module(context, text)
-    given = module.trainer_arguments() if kind == "trainer" else module.fabric_arguments()
-    if given["accelerator"] == "cuda" and torch.cuda.device_count() < given["devices"]:
-        given["accelerator"] = "cpu"
-        if given.get("precision") == "16-mixed":  # which a Trainer on the CPU takes from a plugin alone
-            plugins = importlib.import_module(f"{PACKAGES[kind]}.plugins")
-            given |= {"precision": None, "plugins": [plugins.MixedPrecision("16-mixed", "cpu")]}
-    return _trainer_values(given) if kind == "trainer" else _fabric_values(given)
-
-
-def _module(context: RankContext, text: str) -> Any:
-    import importlib.util
-
     path = context.directory / "exported_module.py"
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("exported_module", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    given = module.trainer_arguments() if kind == "trainer" else module.fabric_arguments()
+    if given["accelerator"] == "cuda" and torch.cuda.device_count() < given["devices"]:
+        given["accelerator"] = "cpu"
+        if given.get("precision") == "16-mixed":  # which a Trainer on the CPU takes from a plugin alone
+            plugins = importlib.import_module(f"lightning.{'pytorch' if kind == 'trainer' else kind}.plugins")
+            given |= {"precision": None, "plugins": [plugins.MixedPrecision("16-mixed", "cpu")]}
+    if kind == "fabric":
+        from lightning import Fabric
 
-
-def _trainer_values(given: dict[str, Any]) -> dict[str, Any]:
+        strategy: Any = Fabric(**given).strategy
+        found = {"devices": getattr(strategy, "num_processes", 1), "precision": str(strategy.precision.precision)}
+        return found | _strategy_values(strategy, strategy.precision)
     from lightning.pytorch import Trainer
 
     trainer: Any = Trainer(**given, logger=False, enable_checkpointing=False, enable_progress_bar=False)
@@ -278,14 +247,6 @@ def _trainer_values(given: dict[str, Any]) -> dict[str, Any]:
         "precision": str(trainer.precision),
     }
     return found | _strategy_values(trainer.strategy, trainer.strategy.precision_plugin)
-
-
-def _fabric_values(given: dict[str, Any]) -> dict[str, Any]:
-    from lightning import Fabric
-
-    strategy: Any = Fabric(**given).strategy
-    found = {"devices": getattr(strategy, "num_processes", 1), "precision": str(strategy.precision.precision)}
-    return found | _strategy_values(strategy, strategy.precision)
 
 
 def _strategy_values(strategy: Any, plugin: Any) -> dict[str, Any]:

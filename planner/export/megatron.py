@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, comment, provenance_lines, same_or_error
+from autoplan.planner.export.base import Export, Target, comment, provenance_lines, same_or_error, same_or_error_each
 from autoplan.planner.export.pretraining import NEAREST, adamw_of, causal_fields, data_not_carried, is_tied
 from autoplan.planner.export.user_code import read_by_tool
 from autoplan.planner.plan.key_tables import pick_table
@@ -33,12 +33,12 @@ BACKENDS = {"eager": "unfused", "sdpa": "auto", "sdpa_flash": "flash", "sdpa_cud
 """By value of attention, what --attention-backend says."""
 
 
-class MegatronTarget:
+class MegatronTarget(Target):
     """A shell file to `source`, with the flags as an array of bash."""
 
     name = "megatron"
     suffix = ".sh"
-    runs_code = False
+    carries_loader = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         table = pick_table("megatron", None)
@@ -57,8 +57,7 @@ class MegatronTarget:
         found = read_by_tool(
             f"{__name__}:read_back_in_rank", (_words(text),), tool="Megatron's parser", what="the flags"
         )
-        for flag, value in wanted.items():
-            same_or_error(flag, found[flag], value)
+        same_or_error_each(wanted, found)
         return ()
 
 
@@ -191,7 +190,6 @@ def _text(plan: Plan, file: str, table: dict[str, Any], given: Flags, not_carrie
         f"{config.dp} data-parallel ranks. Loss: the sum over the tokens of the global batch over their number "
         "(--calculate-per-token-loss), as in the plan; without that flag Megatron takes a mean of means.",
         "Left out, Megatron's own defaults would hold: clipping at 1.0, dropout of 0.1, weight decay of 0.01.",
-        *(f"NOT CARRIED: {text}." for text in not_carried),
     ]
     exports = []
     if config.tp > 1:
@@ -199,7 +197,7 @@ def _text(plan: Plan, file: str, table: dict[str, Any], given: Flags, not_carrie
     if config.precision == "tf32":
         exports.append("export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1  # precision=tf32")
     words = [f"  {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in given.items()]
-    return "\n".join([comment(lines), *exports, "MEGATRON_FLAGS=(", *words, ")", ""])
+    return "\n".join([comment(lines, not_carried), *exports, "MEGATRON_FLAGS=(", *words, ")", ""])
 
 
 def _words(text: str) -> list[str]:

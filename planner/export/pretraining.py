@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import ExportError
+from autoplan.planner.export.companion import ADAMW, first_rates, last_part, training_of
 from autoplan.planner.export.pytorch import model_fields
-from autoplan.planner.export.training import ADAMW, last_part, training_of
 from autoplan.planner.plan.plan import Plan
 from autoplan.strategies.analysis.training_facts import TrainingFacts
 
@@ -83,8 +83,8 @@ def data_not_carried(plan: Plan) -> list[str]:
     training = training_of(plan)
     found = ["the data: the workload's batches are random tokens; give the tool its own data set and tokenizer"]
     if training is not None and training.schedule is not None:
-        rates = ", ".join(f"{max(rates):.6g}" for rates in training.schedule.learning_rates[:4])
         found.append(
-            f"the schedule {last_part(training.schedule.kind)}: the rate is constant; its first rates are {rates}"
+            f"the schedule {last_part(training.schedule.kind)}: the rate is constant; its first rates are "
+            f"{first_rates(training.schedule)}"
         )
     return found

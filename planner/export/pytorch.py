@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, comment, provenance_lines, refusal
+from autoplan.planner.export.base import Export, Target, comment, provenance_lines
 from autoplan.planner.export.bundle import defined_names
-from autoplan.planner.export.companion import check_module, module_text
+from autoplan.planner.export.companion import check_module, module_text, parse_export, plan_settings
 from autoplan.planner.export.launch import rank_variables
 from autoplan.planner.export.model_summary import ModelSummary, summarize_model
-from autoplan.planner.export.plan_settings import plan_settings
 from autoplan.planner.plan.plan import Plan
+from autoplan.planner.plan.trainer_arguments import refusal
 
 
-class PytorchTarget:
+class PytorchTarget(Target):
     """A runnable script; its settings are constants at its top."""
 
     name = "pytorch"
@@ -41,13 +41,13 @@ class PytorchTarget:
                 hint="The workload's files are no longer those that the plan was made from: search again.",
             )
         loader = ["script:make_loader"] if values["LOADER_ARGUMENTS"] else []
-        text = module_text(values, ["script:main", *loader], head=_head(plan, stem), docstring=[_DOCSTRING], shown=())
+        text = module_text(values, ["script:main", *loader], head=_head(plan, stem), docstring=[DOCSTRING], shown=())
         return Export(files={f"{stem}.py": text + '\n\nif __name__ == "__main__":\n    main()\n'})
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         (text,) = export.files.values()
         check_module(text, settings(plan, summarize_model(plan.workload)))
-        tree = ast.parse(text)
+        tree = parse_export(text)
         names = [name for node in tree.body for name in defined_names(node)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ExportError(f"the script defines {twice[0]} twice", hint="Please report it.")
@@ -57,7 +57,7 @@ class PytorchTarget:
         return ()
 
 
-_DOCSTRING = "The workload as the plan runs it, in plain PyTorch. Run it with --steps 10."
+DOCSTRING = "The workload as the plan runs it, in plain PyTorch. Run it with --steps 10."
 
 
 def _refuse_what_cannot_be_carried(plan: Plan) -> None:

@@ -11,9 +11,8 @@ import ast
 import json
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import ExportError
-from autoplan.planner.export.base import CODING, Export, comment, provenance_lines, same_or_error
-from autoplan.planner.export.companion import read_constants
+from autoplan.planner.export.base import CODING, Export, Target, comment, provenance_lines, same_or_error_each
+from autoplan.planner.export.companion import parse_export, read_constants
 from autoplan.planner.export.launch import not_carried, rank_variables
 from autoplan.planner.export.pytorch import PytorchTarget
 from autoplan.planner.export.user_code import read_by_tool
@@ -59,7 +58,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-class RayTarget:
+class RayTarget(Target):
     """A script for Ray Train."""
 
     name = "ray"
@@ -78,12 +77,11 @@ class RayTarget:
             *provenance_lines(plan),
             f"Written for Ray {WRITTEN_FOR} (Ray Train).",
             f"The functions are those of {training}, the plan's script for torchrun: the same code trains here.",
-            *(f"NOT CARRIED: {text}." for text in left),
         ]
         constants = settings(plan)
         lines = [
             CODING,
-            comment(head),
+            comment(head, left),
             '"""The plan on Ray Train. Run it with --steps 10; it starts Ray here, or joins that of RAY_ADDRESS."""',
             "",
             _IMPORTS,
@@ -99,22 +97,15 @@ class RayTarget:
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         driver, training = export.files
         PytorchTarget().check(plan, Export(files={training: export.files[training]}))
-        try:
-            tree = ast.parse(export.files[driver])
-        except SyntaxError as error:
-            raise ExportError(f"the script is not Python: {error}", hint="Please report it.") from error
-        constants = read_constants(tree) | {"PLAN": _read_plan(tree)}
-        wanted = settings(plan)
-        for name, value in wanted.items():
-            same_or_error(name, constants.get(name), value)
-        same_or_error("TRAINING", constants.get("TRAINING"), training)
+        text, wanted = export.files[driver], settings(plan)
+        constants = read_constants(text) | {"PLAN": _read_plan(parse_export(text))}
+        same_or_error_each(wanted | {"TRAINING": training}, constants)
         version = installed_version("ray")
         if version is None:
             return ("not read by Ray's own classes: Ray is not installed (pip install 'ray[train]')",)
         parts = (constants["SCALING"], constants["TORCH"], constants["MAX_FAILURES"])
         read = read_by_tool(f"{__name__}:read_in_rank", parts, tool=f"Ray {version}", what="the settings")
-        for name, value in {**wanted["SCALING"], **wanted["TORCH"], "max_failures": wanted["MAX_FAILURES"]}.items():
-            same_or_error(name, read.get(name), value)
+        same_or_error_each({**wanted["SCALING"], **wanted["TORCH"], "max_failures": wanted["MAX_FAILURES"]}, read)
         if not version.startswith(WRITTEN_FOR + "."):
             return (f"written for Ray {WRITTEN_FOR}; {version} is installed, whose classes read the settings too",)
         return ()

@@ -40,12 +40,6 @@ TARGETS: Mapping[str, tuple[str, str]] = {
 }
 
 
-CARRY_LOADER = frozenset(
-    {"json", "yaml", "pytorch", "ray", "transformers", "trl", "accelerate", "deepspeed", "lightning", "fabric"}
-)
-"""The targets that have the loader's workers, prefetch factor and pinned memory, where the search measured them."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
     """The written paths, sentences on what the target cannot express, and notes."""
@@ -115,7 +109,7 @@ def export_plan(
         named = own_workload(plan.workload, plan.study, None if workload is None else str(workload))
         plan = plan.model_copy(update={"workload": named})
     said = check_before_use(plan, changed_ok=changed_ok)
-    dash = "_" if getattr(target, "is_module", False) else "-"  # a module's name can be imported
+    dash = "_" if target.is_module else "-"  # a module's name can be imported
     path = Path(out if out is not None else f"plan{dash}{target.name}{target.suffix}")
     _refuse_odd_name(path)
     limits = LIMITS.set(make_limits(budget, memory_limit))
@@ -125,9 +119,9 @@ def export_plan(
         notes = target.check(plan, export)
     finally:
         LIMITS.reset(limits)
-    notes = (*([] if said is None else [said]), *export.notes, *notes)
+    notes = (*([] if said is None else [said]), *notes)
     not_carried, setting = list(export.not_carried), setting_of(plan)
-    if setting is not None and to not in CARRY_LOADER:
+    if setting is not None and not target.carries_loader:
         own = "give it to the DataLoader of your own script or recipe"
         not_carried.append(f"the loader's setting ({setting.describe()}): {own}")
     return Exported(paths=_write(path, export, force=force), not_carried=tuple(not_carried), notes=notes)

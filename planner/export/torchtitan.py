@@ -7,14 +7,22 @@ planner/plan/keys/torchtitan.json. The check has the real ConfigManager read the
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import CODING, Export, comment, is_python_name, provenance_lines, same_or_error
+from autoplan.planner.export.base import (
+    CODING,
+    Export,
+    Target,
+    comment,
+    is_python_name,
+    provenance_lines,
+    same_or_error_each,
+)
+from autoplan.planner.export.companion import parse_export
 from autoplan.planner.export.pretraining import (
     ADAMW_OPTIONS,
     NEAREST,
@@ -54,13 +62,13 @@ SECTIONS = {
 }
 
 
-class TorchtitanTarget:
+class TorchtitanTarget(Target):
     """A recipe module of torchtitan, and the model's configuration beside it."""
 
     name = "torchtitan"
     suffix = ".py"
-    runs_code = False
     is_module = True
+    carries_loader = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         if not is_python_name(stem):
@@ -79,17 +87,13 @@ class TorchtitanTarget:
 
     def check(self, plan: Plan, export: Export) -> tuple[str, ...]:
         (name, text), (_, model) = export.files.items()
-        try:
-            ast.parse(text)
-        except SyntaxError as error:
-            raise ExportError(f"the module is not Python: {error}", hint="Please report it.") from error
+        parse_export(text)
         if installed_version("torchtitan") is None:
             return ("not read by torchtitan's own ConfigManager: install torchtitan 0.3.0 to have that checked",)
         wanted, version = expected(plan), installed_version("torchtitan")
         parts = (text, model, name.removesuffix(".py"), list(wanted))
         found = read_by_tool(f"{__name__}:read_back_in_rank", parts, tool=f"torchtitan {version}", what="the recipe")
-        for key, value in wanted.items():
-            same_or_error(key, found.get(key), value)
+        same_or_error_each(wanted, found)
         return ()
 
 
@@ -218,12 +222,11 @@ def _text(plan: Plan, stem: str, table: dict[str, Any], version: str | None, not
         f"{config.dp} data-parallel ranks. Loss: the sum over the tokens of the global batch, as in the plan.",
         "Its CUDA graphs are on unless disable_cuda_graphs says otherwise, and pipelines refuse them; the plan was "
         f"measured {'with' if config.compile_mode in CUDAGRAPH_MODES else 'without'} graphs.",
-        *(f"NOT CARRIED: {text}." for text in not_carried),
     ]
     optimizer = sections.pop("optimizer")
     lines = [
         CODING,
-        comment(head),
+        comment(head, not_carried),
         '"""The plan as a recipe of torchtitan: set dataset, hf_assets_path (the tokenizer) and steps below."""',
         "",
         "from pathlib import Path",

@@ -14,32 +14,47 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import ExportError
-from autoplan.planner.export.base import Export, companion_name, refusal, refuse_model_parallelism, same_or_error
-from autoplan.planner.export.companion import check_module, head, loop_settings, module_text
-from autoplan.planner.export.training import ADAMW, last_part, optimizer_settings, training_of, why_not_made
+from autoplan.planner.export.base import Export, Target, companion_name, same_or_error
+from autoplan.planner.export.companion import (
+    ADAMW,
+    check_module,
+    first_rates,
+    head,
+    last_part,
+    loop_settings,
+    module_text,
+    optimizer_settings,
+    training_of,
+    why_not_made,
+)
 from autoplan.planner.export.user_code import read_by_tool
-from autoplan.planner.plan.key_tables import installed_version, key_table, pick_table
+from autoplan.planner.plan.key_tables import KeyTable, installed_version, key_table
 from autoplan.planner.plan.loader import setting_of
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.trainer_arguments import compiles_in_place, loader_values, named_arguments, plan_values
+from autoplan.planner.plan.trainer_arguments import (
+    compiles_in_place,
+    loader_values,
+    named_arguments,
+    plan_values,
+    refusal,
+)
 from autoplan.strategies.analysis.training_facts import ScheduleFacts, TrainingFacts
 
 if TYPE_CHECKING:
     from autoplan.processes import RankContext
 
 
-class TransformersTarget:
+class TransformersTarget(Target):
     """TrainingArguments as JSON for HfArgumentParser.parse_json_file, and a companion module."""
 
     name = "transformers"
     suffix = ".json"
-    runs_code = False
 
     def render(self, plan: Plan, stem: str) -> Export:
         table, trained = _table(plan), trained_parts(plan)
-        arguments, not_carried = training_arguments(plan, table["keys"], trained)
-        verified = f", verified on {table['verified']}." if table["verified"] else ", not verified."
-        said = [f"Written for transformers {table['written_for']}{verified}", _LOSS]
+        arguments, not_carried = training_arguments(plan, table.keys, trained)
+        verified = f", verified on {table.verified}." if table.verified else ", not verified."
+        said = [f"Written for transformers {table.written_for}{verified}", _LOSS]
         return self._files(plan, stem, arguments, not_carried, said, trained)
 
     def _files(
@@ -52,7 +67,20 @@ class TransformersTarget:
         trained: TrainedParts,
     ) -> Export:
         values = settings(plan, self.name, f"{stem}.json", trained.optimizers)
-        text = companion(plan, values, not_carried, said)
+        made = values["MAKES_OPTIMIZERS"]
+        use = ", optimizers=make_optimizers(model)" if made else ""
+        trainer = "SFTTrainer" if self.name == "trl" else "Trainer"
+        text = module_text(
+            values,
+            ["transformers:load_arguments", "transformers:prepare_model", *(["loop:make_optimizers"] if made else [])],
+            head=head(plan, said, not_carried),
+            docstring=[
+                "The settings of the plan that are no training arguments. Use:",
+                "",
+                f"{trainer}(model=prepare_model(model), args=load_arguments(){use}, ...)",
+            ],
+            shown=(),
+        )
         files = {f"{stem}.json": json.dumps(arguments, indent=2) + "\n", companion_name(stem): text}
         return Export(files=files, not_carried=tuple(not_carried))
 
@@ -61,14 +89,7 @@ class TransformersTarget:
         if None in (installed_version("transformers"), installed_version("accelerate")):
             return ("not read by the real TrainingArguments, which needs accelerate: install 'autoplan[transformers]'",)
         compare_with_plan(plan, text, read_back_arguments(text))
-        version = installed_version("transformers")
-        verified = pick_table("transformers", str(version))["verified"]
-        if verified == version:
-            return ()
-        return (
-            f"the keys for transformers were verified on {verified or 'no version'}; {version} is installed here and "
-            "read every value back as the plan has it",
-        )
+        return key_table("transformers", installed_version("transformers")).notes()
 
     def _check_companion(self, plan: Plan, export: Export) -> str:
         """Checks the companion; returns the text of the arguments."""
@@ -88,7 +109,7 @@ class TrlTarget(TransformersTarget):
                 f"SFTTrainer trains causal language models on sequences, and {plan.workload.name} has samples",
                 hint="Use the target transformers, or plan.prepare() in your own loop.",
             )
-        table, keys = key_table("trl", installed_version("trl")), _table(plan)["keys"]
+        table, keys = key_table("trl", installed_version("trl")), _table(plan).keys
         trained = trained_parts(plan)
         arguments, not_carried = training_arguments(plan, keys, trained)
         if plan.config.checkpointing == "selective":
@@ -122,9 +143,9 @@ class TrlTarget(TransformersTarget):
         return key_table("trl", installed_version("trl")).notes()
 
 
-def _table(plan: Plan) -> dict[str, Any]:
+def _table(plan: Plan) -> KeyTable:
     """The key table of the transformers that is installed, else of the one that the plan was found with."""
-    return pick_table("transformers", installed_version("transformers") or plan.environment.transformers or "5.23")
+    return key_table("transformers", installed_version("transformers") or plan.environment.transformers or "5.23")
 
 
 _LOSS = (
@@ -157,7 +178,6 @@ def training_arguments(
         ExportError: the plan uses tensor or pipeline parallelism, replicas of shards, fp16 on a CPU, or shards on a
             CPU, where accelerate, which the Trainer runs on, leaves FSDP off in silence.
     """
-    refuse_model_parallelism("The Trainer", plan.config, replicas_of_shards=False)
     if plan.config.dp_shard > 1 and plan.device == "cpu":
         raise refusal("The Trainer", "shards on a CPU", f"dp_shard={plan.config.dp_shard} for a CPU")
     values, not_carried = plan_values(plan.config, accumulation=plan.accumulation, device=plan.device, keys=keys)
@@ -277,31 +297,6 @@ def settings(plan: Plan, tool: str, arguments_file: str, optimizers: dict[str, A
     values |= {"COMPILE": config.compile if in_place else "off", "BLOCKS": config.compile == "block"}
     values["OWN_CHECKPOINTING"] = plan.training is not None and plan.training.own_checkpointing
     return values | optimizers
-
-
-def companion(plan: Plan, values: dict[str, Any], not_carried: list[str], said: list[str]) -> str:
-    """The source of the module.
-
-    Args:
-        plan: The plan.
-        values: Its constants.
-        not_carried: Sentences on what the export cannot express.
-        said: What the head says of the version and of the loss, in sentences.
-    """
-    made = values["MAKES_OPTIMIZERS"]
-    use = ", optimizers=make_optimizers(model)" if made else ""
-    trainer = "SFTTrainer" if values["TOOL"] == "trl" else "Trainer"
-    return module_text(
-        values,
-        ["transformers:load_arguments", "transformers:prepare_model", *(["loop:make_optimizers"] if made else [])],
-        head=head(plan, said, not_carried),
-        docstring=[
-            "The settings of the plan that are no training arguments. Use:",
-            "",
-            f"{trainer}(model=prepare_model(model), args=load_arguments(){use}, ...)",
-        ],
-        shown=(),
-    )
 
 
 # What the workload trains with.
@@ -430,10 +425,10 @@ def _handed_in_by_the_user(
     if not optimizer_fits:
         found.append(f"{_what_differs(training)}, because {reason}: hand it to Trainer(optimizers=...)")
     if not schedule_fits and training.schedule is not None:
-        rates = ", ".join(f"{max(rates):.6g}" for rates in training.schedule.learning_rates[:4])
         found.append(
             f"the schedule {last_part(training.schedule.kind)}, because {reason}: the arguments say constant; its "
-            f"first learning rates are {rates}; hand your own to Trainer(optimizers=(optimizer, schedule))"
+            f"first learning rates are {first_rates(training.schedule)}; hand your own to "
+            "Trainer(optimizers=(optimizer, schedule))"
         )
     return found
 

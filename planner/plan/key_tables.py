@@ -32,7 +32,7 @@ class KeyTable:
     since: str
     written_for: str
     verified: str | None
-    keys: dict[str, str]
+    keys: dict[str, Any]
 
     def nest(self, values: dict[str, object]) -> dict[str, object]:
         """Values by the plan's term as the tool's document; what is None is left out."""
@@ -85,7 +85,11 @@ def pick_table(tool: str, version: str | None) -> dict[str, Any]:
         ExportError: no table is for that version.
     """
     tables = _tables(tool)
-    fitting = [table for table in tables if version is None or _is_for(table, version)]
+    fitting = [
+        table
+        for table in tables
+        if version is None or _number(table["since"]) <= _number(version) < _number(table.get("before", "9999"))
+    ]
     if not fitting:
         since = ", ".join(table["since"] for table in tables)
         before = "".join(f", and end before {table['before']}" for table in tables[:1] if "before" in table)
@@ -94,12 +98,6 @@ def pick_table(tool: str, version: str | None) -> dict[str, Any]:
             hint=f"Tables start at {since}{before}. Install such a version, or use another target.",
         )
     return max(fitting, key=lambda table: _number(table["since"]))
-
-
-def _is_for(table: dict[str, Any], version: str) -> bool:
-    return _number(table["since"]) <= _number(version) and (
-        "before" not in table or _number(version) < _number(table["before"])
-    )
 
 
 @functools.cache
@@ -114,8 +112,10 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """The installed version of a package, of Lightning under either of its names; None where it is not installed."""
+    for name in (package, "pytorch-lightning") if package == "lightning" else (package,):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoplan.errors import PlanError, WorkloadError
 from autoplan.planner.plan.loader import setting_of
+from autoplan.planner.plan.parts import Parts
 from autoplan.planner.plan.prepare import check_training, draws_kept, prepare_plan
 from autoplan.planner.records.plan import PlanRecord
 from autoplan.strategies.workloads.frameworks import is_one_of
@@ -102,18 +103,17 @@ def apply_to_loop(
     with draws_kept(plan):
         workload = read_loop(model, optimizer, dataloader, loss, **settings)
         _refuse_global_batch(plan, workload.global_batch, given="global_batch" in settings)
-        run = prepare_plan(
-            plan,
-            unwrap_model(model),
-            at_the_start(plain_optimizer(optimizer)),
-            workload.loss,
+        read = Parts(
+            model=unwrap_model(model),
+            optimizer=at_the_start(plain_optimizer(optimizer)),
+            loss=workload.loss,
             make_batch=workload.make_batch,
             schedule=workload.build_schedule,
             max_grad_norm=workload.max_grad_norm,
             head=workload.head,
-            changed_ok=changed_ok,
-            read={name: getattr(workload, name) for name in ("count", "fixed_micro_batch", "seed")},
         )
+        beside = {name: getattr(workload, name) for name in ("count", "fixed_micro_batch", "seed")}
+        run = prepare_plan(plan, read, changed_ok=changed_ok, read=beside)
     follow(plain_optimizer(optimizer), run.optimizer, "run.step(batch)")
     schedule = plain_schedule(settings.get("schedule"))
     if hasattr(schedule, "optimizer"):

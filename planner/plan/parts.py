@@ -7,7 +7,6 @@ where the user named what is called (trust.py).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,8 @@ AS_SEARCHED: Any = _AsSearched()
 class Parts:
     """The parts that the user gives; None: as the search had it.
 
-    AS_SEARCHED in `max_grad_norm` or `schedule` means that; None there: no clipping, or a constant learning rate.
+    AS_SEARCHED in `max_grad_norm` or `schedule` means that; None there: no clipping, or a constant rate. `head` and
+    `count` go with a loss of the user's.
     """
 
     model: Any = None
@@ -62,6 +62,8 @@ class Parts:
     make_batch: Any = None
     schedule: Any = AS_SEARCHED
     max_grad_norm: Any = AS_SEARCHED
+    head: Any = None
+    count: Any = None
 
 
 def make_workload(plan: PlanRecord, parts: Parts, *, named: bool = False, searched: Workload | None = None) -> Workload:
@@ -81,7 +83,12 @@ def make_workload(plan: PlanRecord, parts: Parts, *, named: bool = False, search
         PlanError: the plan alone says what code would run, and a part of it is needed.
     """
     if searched is None and _are_all_given(plan, parts):
-        batches = parts.make_batch or functools.partial(_batch_of_the_search, plan, named)
+
+        def batch_of_the_search(count: int, index: int) -> Any:
+            found = _searched_workload(plan, named)  # the plan's own file is imported now, if it may run
+            return (_no_batches if found is None else found.make_batch)(count, index)
+
+        batches = parts.make_batch or batch_of_the_search
         return _from_parts(plan, _as_the_plan_says(plan, dataclasses.replace(parts, make_batch=batches)))
     carried = plan.workload.kind != "object" or plan.workload.payload is not None
     if searched is None and carried:
@@ -102,12 +109,6 @@ def _are_all_given(plan: PlanRecord, parts: Parts) -> bool:
         return False
     schedule = parts.schedule is not AS_SEARCHED or (plan.training is not None and plan.training.schedule is None)
     return schedule and (parts.max_grad_norm is not AS_SEARCHED or plan.training is not None)
-
-
-def _batch_of_the_search(plan: PlanRecord, named: bool, count: int, index: int) -> Any:
-    """A batch as the plan's own file makes it, which is imported now, if it may run."""
-    searched = _searched_workload(plan, named)
-    return (_no_batches if searched is None else searched.make_batch)(count, index)
 
 
 def _as_the_plan_says(plan: PlanRecord, parts: Parts) -> Parts:
@@ -188,12 +189,8 @@ def _with_parts(plan: PlanRecord, parts: Parts, searched: Workload) -> Workload:
             "an optimizer was given without the model that has its parameters",
             hint="Hand in both, or a function that makes the optimizer from parameters.",
         )
-    given = {
-        "build_optimizer": parts.optimizer,
-        "loss": parts.loss,
-        "make_batch": parts.make_batch,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
+    given = {"build_optimizer": parts.optimizer, "loss": parts.loss, "make_batch": parts.make_batch}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if parts.schedule is not AS_SEARCHED:
         changes["build_schedule"] = parts.schedule
     if parts.loss is not None:  # another loss has another head and another count

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from autoplan.errors import PlanError
 from autoplan.files import replace_file
 from autoplan.planner.plan.loader import make_plan_loader
-from autoplan.planner.plan.parts import AS_SEARCHED, refuse_unverified
+from autoplan.planner.plan.parts import AS_SEARCHED, Parts, refuse_unverified
 from autoplan.planner.plan.prepare import draws_kept, prepare_plan
 from autoplan.planner.records.plan import SCHEMA_VERSION, PlanRecord, broken_rules
 from autoplan.planner.records.plan_file import (
@@ -195,22 +195,19 @@ class Plan(PlanRecord):
             WorkloadError: the parts do not make a workload.
             DeviceError: the plan's kind of device is not here.
         """
+        parts = Parts(
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            make_batch=make_batch,
+            schedule=schedule,
+            max_grad_norm=max_grad_norm,
+            head=head,
+            count=count,
+        )
+        given: dict[str, Any] = {"device": device, "global_batch": global_batch, "workload": workload}
         with draws_kept(self):
-            return prepare_plan(
-                self.accepted(unverified_ok),
-                model,
-                optimizer,
-                loss,
-                device=device,
-                make_batch=make_batch,
-                schedule=schedule,
-                max_grad_norm=max_grad_norm,
-                global_batch=global_batch,
-                head=head,
-                count=count,
-                changed_ok=changed_ok,
-                workload=workload,
-            )
+            return prepare_plan(self.accepted(unverified_ok), parts, changed_ok=changed_ok, **given)
 
     def loader(
         self,

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,34 +28,26 @@ if TYPE_CHECKING:
 
     from autoplan.strategies.run import TrainingRun
     from autoplan.strategies.workloads.spec import WorkloadSpec
-    from autoplan.strategies.workloads.workload import LossSum, OutputHead, Workload
+    from autoplan.strategies.workloads.workload import Workload
 
 
-_FIELDS = {"model": "build_model", "optimizer": "build_optimizer", "schedule": "build_schedule"}
-"""The parts that a Workload has under another name."""
+USE_ALL_THE_SAME = "Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok."
 
 
 def prepare_plan(
     plan: PlanRecord,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    loss: Callable[[Any, Any], LossSum] | None = None,
+    parts: Parts,
     *,
     device: str | torch.device | None = None,
-    make_batch: Callable[[int, int], Any] | None = None,
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = AS_SEARCHED,
-    max_grad_norm: float | None = AS_SEARCHED,
     global_batch: int | None = None,
-    head: OutputHead | None = None,
-    count: Callable[[Any], int] | None = None,
     changed_ok: bool = False,
     workload: str | Path | Workload | None = None,
     read: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
-    """The training run of a plan: what `Plan.prepare` calls, with the same parameters; its docstring says them.
+    """The training run of a plan: what `Plan.prepare` calls; its docstring says parameters and errors.
 
-    The answer to `unverified_ok` comes with the plan. `read` has fields of the workload that none of these is, where
-    the parts were read from a loop.
+    The answer to `unverified_ok` comes with the plan. `read` has fields of the workload that no part is, as they were
+    read from a loop.
     """
     import torch
     from torch import nn
@@ -79,28 +71,21 @@ def prepare_plan(
         warnings.warn(said, stacklevel=3)
     target = _pick_device(plan, device)
     warn_of_other_hardware(plan, target.type)
-    parts = Parts(
-        model=model,
-        optimizer=optimizer,
-        loss=loss,
-        make_batch=make_batch,
-        schedule=schedule,
-        max_grad_norm=max_grad_norm,
-    )
     given = {name: getattr(parts, name) for name in ("model", "loss", "optimizer", "schedule", "make_batch")}
     given = {name: None if value is AS_SEARCHED else value for name, value in given.items()}
     if whole is not None:
-        all_parts = {name: getattr(whole, _FIELDS.get(name, name)) for name in given}
+        fields = {"model": "build_model", "optimizer": "build_optimizer", "schedule": "build_schedule"}
+        all_parts = {name: getattr(whole, fields.get(name, name)) for name in given}
         given = all_parts | {name: part for name, part in given.items() if part is not None}
     changed = refuse_changed_parts(plan.workload, changed_ok=changed_ok, **given)
     if changed is not None:
         warnings.warn(changed, stacklevel=3)
-    instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    instance = parts.optimizer if isinstance(parts.optimizer, torch.optim.Optimizer) else None
     _refuse_hooks_on_shards(plan, instance)
     made = make_workload(plan, parts, named=is_named, searched=whole)
-    named: dict[str, Any] = {name: value for name, value in (("head", head), ("count", count)) if value is not None}
+    named = {name: part for name in ("head", "count") if (part := getattr(parts, name)) is not None}
     made = dataclasses.replace(made, **named, **(read or {}))
-    own = model if isinstance(model, nn.Module) else None
+    own = parts.model if isinstance(parts.model, nn.Module) else None
     if own is not None and not changed_ok:  # before anything is changed in place
         refuse_other_training(plan, made.build_optimizer(trainable(own)), own, workload=made if read else None)
     run = prepare(made, plan.config, device=target, model=own)
@@ -151,19 +136,19 @@ def check_before_use(plan: PlanRecord, *, changed_ok: bool, checks_parity: bool 
         raise PlanError(
             f"the plan was edited after the search wrote it (changed: {', '.join(plan.edited)}), so nobody measured it "
             "as it is now",
-            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+            hint=USE_ALL_THE_SAME,
         )
     if checks_parity and not plan.parity.passed and not changed_ok and unverified is None:
         raise PlanError(
             "the plan failed its parity check: it does not train the same thing",
-            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+            hint=USE_ALL_THE_SAME,
         )
     threads, cores = plan.config.threads or 1, plan.hardware.host.cores_logical or plan.hardware.host.cores_usable
     if threads > max(cores, os.cpu_count() or 1) and not changed_ok:
         raise PlanError(
             f"the plan has {threads} threads per rank; it is of a machine with {cores} cores, and this one has "
             f"{os.cpu_count()}",
-            hint="Search again: autoplan search. To use it all the same: prepare(changed_ok=True), --changed-ok.",
+            hint=USE_ALL_THE_SAME,
         )
     refuse_odd_file(plan.workload)
     said = (unverified, refuse_changed_code(plan.workload, changed_ok=changed_ok))

@@ -1,12 +1,13 @@
-"""A configuration as TrainingArguments of transformers: for the export, and for `plan.apply_to(trainer)`.
+"""A configuration as TrainingArguments of transformers, for the export and for `plan.apply_to(trainer)`; and refusals.
 
 In: a configuration. Out: argument values by the plan's terms, the names of the arguments in a version of transformers
-(keys/transformers.json has a table per version), and sentences on what no argument says.
+(keys/transformers.json has a table per version), sentences on what no argument says, and the errors of any tool that
+cannot run what a plan has.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from autoplan.errors import ExportError
 from autoplan.strategies.config import LEFT_BY_TOOLS, TrainingConfig
@@ -28,13 +29,8 @@ def plan_values(
     Raises:
         ExportError: it uses tensor or pipeline parallelism, replicas of shards, or fp16 on a CPU.
     """
+    refuse_model_parallelism("The Trainer", config, replicas_of_shards=False)
     refuse_fp16_on_cpu(config, device)
-    if config.tp > 1 or config.pp > 1 or (config.dp_shard > 1 and config.dp_replicate > 1):
-        raise ExportError(
-            f"TrainingArguments cannot carry tp={config.tp} pp={config.pp} dp_replicate={config.dp_replicate} "
-            f"dp_shard={config.dp_shard}",
-            hint="Use plan.prepare() under torchrun, or search with --fix tp=1 --fix pp=1.",
-        )
     not_carried: list[str] = []
     values: dict[str, Any] = {
         "micro_batch": config.micro_batch,
@@ -50,6 +46,51 @@ def plan_values(
     values |= _compilation(config, device, not_carried)
     not_carried += left_out(config, "the Trainer", LEFT_BY_TOOLS)
     return values, not_carried
+
+
+Need = Literal["tensor parallelism", "pipeline parallelism", "replicas of shards", "shards on a CPU"]
+
+_CARRIED_BY: dict[Need, tuple[str, ...]] = {
+    "tensor parallelism": ("pytorch", "ray", "torchtitan", "megatron"),
+    "pipeline parallelism": ("torchrun", "slurm", "torchtitan", "megatron"),
+    "replicas of shards": ("pytorch", "accelerate", "torchtitan"),
+    "shards on a CPU": ("pytorch", "deepspeed", "lightning", "fabric"),
+}
+
+
+def refusal(tool: str, need: Need, given: str) -> ExportError:
+    """The error of a target that cannot express a plan.
+
+    Args:
+        tool: The tool, as a subject.
+        need: What it lacks.
+        given: What the plan has.
+    """
+    targets = " and ".join(_CARRIED_BY[need])
+    return ExportError(
+        f"{tool} cannot run {need}, and the plan has {given}",
+        hint=f"What does: the targets {targets}, or plan.prepare() in your own loop, under torchrun.",
+    )
+
+
+def refuse_model_parallelism(tool: str, config: TrainingConfig, *, replicas_of_shards: bool) -> None:
+    """Refuses tensor and pipeline parallelism, and replicas of shards.
+
+    Args:
+        tool: The tool, as a subject.
+        config: The plan's.
+        replicas_of_shards: Whether the tool has them.
+
+    Raises:
+        ExportError: the plan has one of these.
+    """
+    if config.tp > 1:
+        raise refusal(tool, "tensor parallelism", f"tp={config.tp}")
+    if config.pp > 1:
+        raise refusal(tool, "pipeline parallelism", f"pp={config.pp}")
+    if config.dp_shard > 1 and config.dp_replicate > 1 and not replicas_of_shards:
+        given = f"dp_replicate={config.dp_replicate} dp_shard={config.dp_shard}"
+        raise refusal(tool, "replicas of shards", given)
 
 
 def refuse_fp16_on_cpu(config: TrainingConfig, device: str) -> None:

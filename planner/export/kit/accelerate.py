@@ -10,16 +10,7 @@ from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataPara
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoplan.planner.export.kit.settings import (
-    CONFIG_FILE,
-    DDP,
-    DEVICE,
-    FSDP,
-    MIXED_PRECISION,
-    PRECISION,
-    RANKS,
-    SEED,
-)
+from autoplan.planner.export.kit.settings import *
 
 
 def make_accelerator(**more: Any) -> Accelerator:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.planner.export.kit.loop import make_optimizers
-from autoplan.planner.export.kit.settings import ACCUMULATION, CONFIG_FILE, MAKES_OPTIMIZERS, RANKS
+from autoplan.planner.export.kit.settings import *
 from autoplan.strategies.workloads.batch import Batch
 from autoplan.strategies.workloads.workload import LossSum
 

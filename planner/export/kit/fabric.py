@@ -9,7 +9,7 @@ from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from autoplan.planner.export.kit.model import shard
-from autoplan.planner.export.kit.settings import ARGUMENTS, PLUGIN_OPTIONS, STRATEGY, STRATEGY_OPTIONS
+from autoplan.planner.export.kit.settings import *
 
 
 def fabric_arguments() -> dict[str, Any]:

@@ -12,18 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from autoplan.planner.export.kit.loop import make_optimizers
-from autoplan.planner.export.kit.settings import (
-    ACCUMULATION,
-    ARGUMENTS,
-    CUDA_GRAPHS,
-    FSDP,
-    ITEMS,
-    PLUGIN_OPTIONS,
-    STRATEGY,
-    STRATEGY_OPTIONS,
-    SYNCS_LAST,
-    THREADS,
-)
+from autoplan.planner.export.kit.settings import *
 from autoplan.strategies.step import OwnGradients
 from autoplan.strategies.techniques.mesh import local_tensor
 

@@ -12,21 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.planner.export.kit.settings import (
-    ACCUMULATION,
-    CUDA_GRAPHS,
-    GROUPS,
-    ITEMS,
-    LOADER_ARGUMENTS,
-    MAX_GRAD_NORM,
-    MICRO_BATCH,
-    OPTIMIZER,
-    SCHEDULE,
-    SCHEDULE_FUNCTION,
-    SCHEDULE_OPTIONS,
-    SYNCS_LAST,
-    TOOL,
-)
+from autoplan.planner.export.kit.settings import *
 from autoplan.strategies.analysis.structure import clean_name
 from autoplan.strategies.step import OwnGradients, Stepper
 from autoplan.strategies.techniques.base import GradientReduction, MicroStepHooks

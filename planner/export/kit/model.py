@@ -7,24 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.planner.export.kit.settings import (
-    ALLOCATOR,
-    ATTENTION,
-    ATTENTION_KERNEL,
-    BATCH_NORM,
-    BLOCKS,
-    CHECKPOINT_EVERY,
-    CHECKPOINTING,
-    COMPILE,
-    COMPILE_MODE,
-    DEVICE,
-    FP8,
-    KERNELS,
-    MASKLESS,
-    PRECISION,
-    RESHARD_AFTER_FORWARD,
-    THREADS,
-)
+from autoplan.planner.export.kit.settings import *
 from autoplan.strategies.analysis.structure import language_models, repeated_blocks
 from autoplan.strategies.techniques.allocator import expand_segments, keep_freed_memory
 from autoplan.strategies.techniques.attention import use_maskless_attention

@@ -23,49 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoplan.planner.export.kit.model import change_layers, compile_options, find_blocks, set_process, wrap_blocks
-from autoplan.planner.export.kit.settings import (
-    ACCUMULATION,
-    ATTENTION_KERNEL,
-    BATCH_NORM,
-    BLOCKS,
-    CHECKPOINTING,
-    COMPILE,
-    COUNTED_ITEMS,
-    CUDA_GRAPHS,
-    DDP,
-    DEVICE,
-    DP_REPLICATE,
-    DP_SHARD,
-    FSDP,
-    GLOBAL_BATCH,
-    GRADIENT_SYNC,
-    HEAD,
-    LEARNING_RATE,
-    LOADER_ARGUMENTS,
-    LOCAL_BATCH,
-    LOSS,
-    MAX_GRAD_NORM,
-    MICRO_BATCH,
-    MODEL_FOLDER,
-    MODEL_JSON,
-    OFFLOAD,
-    OPTIMIZER_STATE,
-    OPTIMIZER_STEP,
-    PARAMETERS,
-    PRECISION,
-    RANKS,
-    RESHARD_AFTER_FORWARD,
-    SEED,
-    SEQUENCE_LENGTH,
-    TENSOR_PLAN,
-    TP,
-    UNIT,
-    USER_ARGUMENTS,
-    USER_FILE,
-    USER_FUNCTION,
-    USER_OPTIONS,
-    WEIGHT_DECAY,
-)
+from autoplan.planner.export.kit.settings import *
 from autoplan.strategies.analysis.tensor_plans import TensorPlan
 from autoplan.strategies.analysis.training_facts import own_checkpointing_text
 from autoplan.strategies.config import OPTIMIZER_FLAGS

@@ -1,6 +1,6 @@
 """The constants that the kit asks: what a plan says, as an export has it at its top. Here they are the plain run's.
 
-Their values in an export are those of `planner/export/plan_settings.py`.
+Their values in an export are those of `planner/export/companion.py`.
 """
 
 from __future__ import annotations

@@ -17,15 +17,7 @@ from autoplan.planner.export.kit.model import (
     set_process,
     wrap_blocks,
 )
-from autoplan.planner.export.kit.settings import (
-    ATTENTION_KERNEL,
-    BATCH_NORM,
-    BLOCKS,
-    COMPILE,
-    CONFIG_FILE,
-    OWN_CHECKPOINTING,
-    TOOL,
-)
+from autoplan.planner.export.kit.settings import *
 
 
 def load_arguments() -> Any:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autoplan.planner.export.bundle import Bundle, fold, parse_module
+from autoplan.planner.export.companion import plain_settings, plan_settings
 from autoplan.planner.export.kit import settings
 from autoplan.planner.export.kit.loop import loader_arguments, steps
 from autoplan.planner.export.kit.model import find_blocks, prepare_module, require_blocks
-from autoplan.planner.export.plan_settings import plain_settings, plan_settings
 from tests.recorded import make_plan
 
 TEXT = """

@@ -9,9 +9,8 @@ import pytest
 
 from autoplan.errors import ExportError
 from autoplan.planner.export.run import export_plan, load_target
-from autoplan.planner.plan import lightning_arguments as translation
-from autoplan.planner.plan.key_tables import pick_table
-from autoplan.planner.plan.lightning_arguments import Call, lightning_arguments
+from autoplan.planner.plan.key_tables import installed_version, pick_table
+from autoplan.planner.plan.lightning_arguments import LightningArguments, lightning_arguments
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.sources import spec_from_objects
 from tests.recorded import make_plan
@@ -27,44 +26,41 @@ def text_of(target: str, device: str = "cpu", **knobs: Any) -> tuple[str, str]:
     return text, " ".join(export.not_carried)
 
 
-def arguments(device: str = "cpu", kind: Any = "trainer", norm: float | None = 1.0, **knobs: Any) -> dict[str, Any]:
+def arguments(device: str = "cpu", kind: Any = "trainer", norm: float | None = 1.0, **knobs: Any) -> LightningArguments:
     config = TrainingConfig(**({"micro_batch": 2} | knobs))
-    return lightning_arguments(config, device=device, accumulation=3, max_grad_norm=norm, kind=kind).values
+    return lightning_arguments(config, device=device, accumulation=3, max_grad_norm=norm, kind=kind)
 
 
 def test_the_arguments_of_a_trainer_and_of_fabric() -> None:
-    assert arguments("cuda", precision="tf32", dp_replicate=4, batch_norm="sync") == {
+    several = arguments("cuda", precision="tf32", dp_replicate=4, batch_norm="sync")
+    assert several.strategy == "DDPStrategy" and not several.plugin_options
+    assert several.strategy_options == {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+    assert several.values == {
         "accelerator": "cuda",
         "devices": 4,
-        "strategy": Call(
-            "lightning.pytorch.strategies",
-            "DDPStrategy",
-            {"gradient_as_bucket_view": True, "broadcast_buffers": False},
-        ),
         "precision": "32-true",
         "accumulate_grad_batches": 3,
         "gradient_clip_val": 1.0,
         "gradient_clip_algorithm": "norm",
         "sync_batchnorm": True,
     }
-    assert arguments(kind="fabric", norm=None) == {
+    assert arguments(kind="fabric", norm=None).values == {
         "accelerator": "cpu",
         "devices": 1,
         "strategy": "auto",
         "precision": "32-true",
     }
-    (plugin,) = arguments(precision="fp16")["plugins"]
-    assert plugin.source() == "MixedPrecision(precision='16-mixed', device='cpu')"
-    assert arguments("cuda", precision="fp16")["precision"] == "16-mixed"
+    assert arguments(precision="fp16").plugin_options == {"precision": "16-mixed", "device": "cpu"}
+    assert arguments("cuda", precision="fp16").values["precision"] == "16-mixed"
 
 
 @pytest.mark.parametrize("target", ["lightning", "fabric"])
 @pytest.mark.parametrize(
     ("knobs", "rule"),
     [
-        ({"pp": 2, "pp_microbatches": 2}, "no pipeline parallelism"),
+        ({"pp": 2, "pp_microbatches": 2}, "Lightning cannot run pipeline parallelism"),
         ({"tp": 2}, "tp=2"),
-        ({"dp_shard": 2, "dp_replicate": 2}, "one data-parallel mesh"),
+        ({"dp_shard": 2, "dp_replicate": 2}, "replicas of shards, and the plan has dp_replicate=2 dp_shard=2"),
         ({"dp_shard": 2, "precision": "fp16"}, "no fp16 autocast"),
     ],
 )
@@ -98,7 +94,7 @@ def test_the_default_file_can_be_imported(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     exported = export_plan(make_plan(), "fabric")
     assert [path.name for path in exported.paths] == ["plan_fabric.py"]
-    if translation.installed_version() is None:
+    if installed_version("lightning") is None:
         assert "install lightning" in exported.notes[0]
 
 
@@ -107,5 +103,5 @@ def test_a_version_outside_the_tables_is_refused(monkeypatch: pytest.MonkeyPatch
     assert pick_table("lightning", None)["verified"] == "2.6.6"
     with pytest.raises(ExportError, match="no key table fits lightning 2.1"):
         pick_table("lightning", "2.1.4")
-    monkeypatch.setattr("autoplan.planner.export.lightning.installed_version", lambda: "2.7.0")
+    monkeypatch.setattr("autoplan.planner.export.lightning.installed_version", lambda package: "2.7.0")
     assert "; 2.7.0 is installed here" in text_of("lightning")[0]

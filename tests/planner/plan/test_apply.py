@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import warnings
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import autoplan
 from autoplan.errors import ConfigError, DeviceError, PlanError, WorkloadError
 from autoplan.planner.plan.plan import Plan
-from autoplan.planner.plan.prepare import _give_state, prepare_plan
+from autoplan.planner.plan.prepare import _give_state
 from autoplan.strategies.analysis.training_facts import optimizer_differences, read_training_facts
 from autoplan.strategies.config import TrainingConfig
 from autoplan.strategies.workloads.language_model import make_config
@@ -192,20 +191,6 @@ def test_a_fixed_micro_batch_is_the_plans():
     loaded = type(plan).model_validate_json(plan.model_dump_json())
     run = loaded.prepare(functools.partial(Classifier, True), sgd, image_loss)
     assert torch.isfinite(run.step(image_batch(8, 0)).loss)
-
-
-def test_plan_prepare_and_what_it_calls_have_one_signature():
-    given = [list(inspect.signature(function).parameters.values())[1:] for function in (Plan.prepare, prepare_plan)]
-    read = given[1].pop()  # what apply/loops.py adds of a loop that it read
-    assert read.name == "read" and read.default is None
-    given[0] = [one for one in given[0] if one.name != "unverified_ok"]  # the plan itself keeps that answer
-    assert given[0] == given[1] and len(given[0]) == 12
-    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in given[0])
-    returns = [inspect.signature(function).return_annotation for function in (Plan.prepare, prepare_plan)]
-    assert returns[0] == returns[1] == "TrainingRun"
-    signature = inspect.signature(Plan.prepare)
-    assert repr(signature.parameters["max_grad_norm"].default) == "AS_SEARCHED"
-    assert repr(signature.parameters["schedule"].default) == "AS_SEARCHED"
 
 
 def halving(optimizer):
