@@ -227,19 +227,16 @@ def reason_against_maskless(base: Any, implementation: str | None = "sdpa") -> s
         return "it attends within windows"
     if not all(module.is_causal for module in base.modules() if hasattr(module, "is_causal")):
         return "some of its attention is not causal"
-    return None if _register_maskless() else "this transformers has no interface for attention functions"
+    _register_maskless()
+    return None
 
 
-def _register_maskless() -> bool:
+def _register_maskless() -> None:
     """Registers the implementation: transformers' own SDPA function, without a function that makes a mask."""
-    try:
-        from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError:
-        return False
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     AttentionInterface.register(NAME, sdpa_attention_forward)
-    return NAME not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def use_maskless_attention(models: list[Any]) -> int:

@@ -133,9 +133,8 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @functools.cache
 def kept_operations() -> frozenset[Any]:
-    """The overloads that the selective policy keeps, as far as this torch has them."""
-    packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
-    return frozenset(packet.default for packet in packets if hasattr(packet, "default"))
+    """The overloads that the selective policy keeps."""
+    return frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,15 +1,9 @@
-"""The fp8 knob: the products of large linear layers in 8-bit floating point, through torchao.
+"""The fp8 knob: the products of large linear layers in 8-bit floating point, through torchao, over bf16 autocast.
 
-Over bf16 autocast, `torchao.float8` rounds both operands of the three products of a linear layer (output, gradient of
-the input, gradient of the weight) to 8 bits with a scale taken at that moment: one for the tensor (tensorwise: e4m3,
-gradients of outputs e5m2), or one for each row or column (rowwise: e4m3, powers of two). Weights, gradients and
-optimizer states stay as they are, and so do the names in a state.
-
-Taken are plain nn.Linear of the repeated blocks whose weight trains and is large enough (sizes.py). Left as they
-are: the output head and embeddings, which lie outside of the blocks; routers, whose small differences choose experts;
-LoRA's adapters; frozen weights, for which torchao would compute gradients that nobody wants; layers with hooks or with
-a forward of their own, which a replaced module would lose; and Conv1D of transformers (GPT-2), which torchao does not
-know.
+Taken are plain nn.Linear of the repeated blocks whose weight trains and is large enough (sizes.py). Left as they are:
+routers, whose small differences choose experts; LoRA's adapters; frozen weights, for which torchao would compute
+gradients that nobody wants; layers with hooks or with a forward of their own, which a replaced module would lose; and
+Conv1D of transformers (GPT-2), which torchao does not know. Recipes and formats: docs/techniques.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The offload knob: which tensors lie in the host's memory instead of the device's, and come when they are needed.
 
-optimizer: the states. activations: what the forward saves for the backward (both: `host_memory.py`).
-parameters: FSDP2's CPUOffloadPolicy: shards of parameters, gradients and states on the host, where the optimizer's step
-runs; `data_parallel.py` gives it to fully_shard. On a CPU, the host is the device: the same code runs and saves
-nothing, so a search does not offer it.
+States and activations: host_memory.py. Parameters: FSDP2's CPUOffloadPolicy, which data_parallel.py gives to
+fully_shard. On a CPU the host is the device: the same code runs and saves nothing, so a search does not offer it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The optimizer_step and optimizer_state knobs: in which form the workload's optimizer steps, and how it keeps moments.
 
-The optimizer itself, its groups and its hyper-parameters belong to the workload. optimizer_step picks torch's for-loop,
-foreach or fused form. optimizer_state has Adam's moments in fp32 for the step alone, and in bf16 or 8 bits between
-steps (techniques/rounded_steps.py, where steps over parameters in bf16 are too); the 8 bits are torchao's, with a scale
-for each 256 (Dettmers et al. 2022, arXiv 2110.02861).
+The optimizer itself, its groups and its hyper-parameters belong to the workload. Steps over what is kept rounded
+(moments, parameters) are in rounded_steps.py.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from autoplan.errors import WorkloadError
 from autoplan.probes.profile import HardwareProfile
@@ -98,18 +97,9 @@ def reason_against(kind: type[torch.optim.Optimizer], value: str, device: str) -
     flag = "foreach" if value == "for_loop" else value
     if flag not in taken:
         return f"{kind.__module__}.{kind.__qualname__} takes no {flag} flag"
-    if value == "fused" and device not in fused_devices():
+    if value == "fused" and device not in _get_fused_kernels_supported_devices():
         return f"torch has no fused optimizer kernels on {device}"
     return None
-
-
-def fused_devices() -> list[str]:
-    """The device types for which torch has fused optimizer kernels."""
-    try:
-        from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-    except ImportError:
-        return ["cuda"]
-    return list(_get_fused_kernels_supported_devices())
 
 
 def reason_against_rounding(optimizer: torch.optim.Optimizer, *, cast: bool = False) -> str | None:

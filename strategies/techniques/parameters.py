@@ -1,11 +1,6 @@
 """The parameters knob: parameters and gradients in bf16, stepped on fp32 master copies or rounded by chance.
 
-Everything that the model holds in fp32 is put into bf16, frozen parameters too; tied ones stay one. Three kinds stay as
-they are: buffers (running statistics, tables of positions), the parameters of BatchNorm, whose kernels want them in the
-dtype of its statistics, and what a model of transformers says it keeps in fp32. A run begins at the rounded parameters.
-
-Gradients are made and, over micro-batches, added up in bf16; FSDP2 reduces them in fp32, DDP in bf16. n additions leave
-a relative error of about sqrt(n) 2^-9: rules.py bounds n. Clipping measures the norm in fp32.
+Everything that the model holds in fp32 is put into bf16 (but for what docs/techniques.md names); tied ones stay one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The precision knob: in which number format matmuls run. Parameters, gradients and optimizer states stay fp32.
-
-fp32: plain. tf32: matmul inputs rounded to 10 bits of mantissa, CUDA from compute capability 8.0. bf16: autocast, 8
-bits of mantissa. fp16: autocast, 10 bits, with a dynamic loss scale (torch.amp.GradScaler). All but fp32 change the
-numerics and pass the parity check before they become a plan.
-"""
+"""The precision knob: in which number format matmuls run. Parameters, gradients and optimizer states stay fp32."""
 
 from __future__ import annotations
 

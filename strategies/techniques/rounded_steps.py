@@ -1,21 +1,14 @@
 """An optimizer that steps in fp32 over parameters and states which are kept in fewer bits between steps.
 
 The workload's own optimizer does the step: its class, groups and options stay, and so do its foreach and fused forms.
-Around the step, a piece of the parameters at a time, what is kept rounded is put into fp32 and back:
+Around the step, a piece of the parameters at a time, what is kept rounded is put into fp32 and back (which forms there
+are: docs/techniques.md). torchao's own optimizers are other classes, and have neither fp32 master copies nor moments in
+bf16 that are rounded by chance; of them the format of 8 bits is taken.
 
-    parameters    bf16 with an fp32 master copy (rounded to nearest), or without one (rounded up or down by chance)
-                  (what is written into a parameter, as weights that are loaded, is in its copy at the next step)
-    moments       Adam's exp_avg and exp_avg_sq in bf16 (rounded by chance), or in torchao's 8 bits
-
-Rounding by chance goes up with the probability of the distance, so that it is right on average: an update below half of
-the last bit is lost when it is rounded to nearest. Its numbers come from a generator of its own, seeded by the step, so
-that all replicas round alike and a resumed run goes on as it would have.
-
-`state_dict` gives moments in fp32 and the master copies, so that what one form saved another loads; 8-bit moments are
-rounded once more when they are loaded (a block whose largest number is negative gets a scale 0.7 % smaller).
-
-All runs on what a rank holds: FSDP2's shards are stepped as plain tensors, which is the same for an optimizer that
-treats each element by itself.
+Numbers that round by chance come from a generator of its own, seeded by the step, so that all replicas round alike and
+a resumed run goes on as it would have. `state_dict` gives moments in fp32 and the master copies, so that what one form
+saved another loads. FSDP2's shards are stepped as plain tensors, which is the same for an optimizer that treats each
+element by itself.
 """
 
 from __future__ import annotations
@@ -126,7 +119,7 @@ class StepRounding:
         pairs = [(self._masters[id(p)], local_tensor(p.data)) for p in kept]
         if not pairs:
             return
-        differ = [differs(low, master.to(low.dtype)) for master, low in pairs]
+        differ = [(low != master.to(low.dtype)).any() for master, low in pairs]
         answers = torch.stack([one.to(differ[0].device) for one in differ]).tolist()
         for (master, low), written in zip(pairs, answers, strict=True):
             if written:
@@ -336,19 +329,6 @@ def like(value: Any, parameter: torch.Tensor, key: str = "") -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors of 16-bit numbers differ in a bit, as a tensor on the CPU, or on the GPU that they are on.
-
-    On a CPU four numbers are compared at once: measured, a fifth of the time of `(one != other).any()`.
-    """
-    if one.device.type != "cpu":
-        return (one != other).any()
-    flat = one.reshape(-1), other.reshape(-1)
-    whole = one.numel() % 4 == 0 and not any(part.storage_offset() % 4 for part in flat)
-    word = torch.int64 if whole else torch.int16
-    return torch.tensor(not torch.equal(flat[0].view(word), flat[1].view(word)))
 
 
 def widened(value: Any) -> Any:

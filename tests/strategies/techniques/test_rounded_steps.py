@@ -230,7 +230,7 @@ def test_weights_that_are_loaded_into_the_model_are_what_the_next_step_starts_fr
 
 
 def test_an_element_that_is_written_leaves_the_precision_of_the_others():
-    for size in (8, 7):  # four numbers are compared at once where that goes
+    for size in (8, 7):
         weight = nn.Parameter(torch.ones(size).bfloat16())
         optimizer = with_rounding(torch.optim.SGD([weight], lr=1e-4), parameters="bf16", states="own")
         for _ in range(3):
